@@ -1,0 +1,1 @@
+"""Range estimators and layer solvers on second moments; they know neither modules nor ONNX."""

@@ -1,0 +1,1 @@
+"""The neutral heart of qsdk: NumPy, ml_dtypes and the standard library only. Import the defining files."""

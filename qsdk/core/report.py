@@ -1,0 +1,59 @@
+"""Reports: rows and a summary that print as a table and serialise as a plain dict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb found out or did.
+
+    Attributes:
+        title: one line for the reader.
+        rows: mappings with the same keys, in print order.
+        summary: single facts (totals, maxima, verdicts).
+
+    Example:
+        >>> print(Report("Sizes", [{"file": "a.onnx", "bytes": 10}], {"total": 10}))
+        Sizes
+        file    bytes
+        ------  -----
+        a.onnx     10
+        total: 10
+    """
+
+    title: str
+    rows: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give `{"title", "rows": [{...}], "summary": {...}}` of plain values."""
+        return {"title": self.title, "rows": [dict(row) for row in self.rows], "summary": dict(self.summary)}
+
+    def __str__(self) -> str:
+        lines = [self.title, *_table(self.rows)]
+        lines += [f"{key}: {_text(value)}" for key, value in self.summary.items()]
+        return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_text(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
+    numeric = [all(isinstance(row.get(n), int | float | None) for row in rows) for n in names]
+
+    def join(parts: Sequence[str], right: Sequence[bool]) -> str:
+        padded = [p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=True)]
+        return "  ".join(padded).rstrip()
+
+    head = join(names, [False] * len(names))
+    return [head, "  ".join("-" * w for w in widths), *(join(line, numeric) for line in cells)]
