@@ -1,0 +1,104 @@
+"""qsdk: quantize an nn.Module or an ONNX model, simulate it, export it, prove parity, make it integer-only.
+
+Light to import: neither torch nor onnx is loaded before the first verb is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.dtypes import (
+    DType,
+    bfloat16,
+    float4e2m1,
+    float8e4m3fn,
+    float8e4m3fnuz,
+    float8e5m2,
+    float8e5m2fnuz,
+    float8e8m0,
+    float16,
+    float32,
+    int2,
+    int4,
+    int8,
+    int16,
+    int32,
+    uint2,
+    uint4,
+    uint8,
+    uint16,
+)
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import (
+    CalibrationError,
+    ConfigError,
+    DataError,
+    ExportError,
+    FileFormatError,
+    IntegerError,
+    ModelError,
+    QsdkError,
+)
+from qsdk.core.report import Report
+
+if TYPE_CHECKING:
+    from qsdk.workflow import adaround, calibrate, check_parity, export, quantize, seq_mse, to_integer, validate
+
+__version__ = "0.1.0"
+
+_VERBS = frozenset({"quantize", "calibrate", "seq_mse", "adaround", "export", "check_parity", "to_integer", "validate"})
+
+__all__ = [
+    "quantize",
+    "calibrate",
+    "seq_mse",
+    "adaround",
+    "export",
+    "check_parity",
+    "to_integer",
+    "validate",
+    "QuantConfig",
+    "w8a8",
+    "w8a16",
+    "w4a8",
+    "w4a16",
+    "DType",
+    "Encoding",
+    "Report",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "float8e4m3fn",
+    "float8e4m3fnuz",
+    "float8e5m2",
+    "float8e5m2fnuz",
+    "float4e2m1",
+    "float8e8m0",
+    "float16",
+    "bfloat16",
+    "float32",
+    "QsdkError",
+    "ConfigError",
+    "ModelError",
+    "DataError",
+    "CalibrationError",
+    "ExportError",
+    "FileFormatError",
+    "IntegerError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _VERBS:
+        return getattr(import_module("qsdk.workflow"), name)
+    raise AttributeError(f"module 'qsdk' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

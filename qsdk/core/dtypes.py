@@ -1,0 +1,114 @@
+"""Dtypes: what a quantized tensor is stored in, and the grid lo..hi that belongs to it."""
+
+import re
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from qsdk.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DType:
+    """A numeric type with its grid.
+
+    Attributes:
+        name: the name in configs, files and reports (`"int8"`, `"float8e4m3fn"`, `"int8_strict"`).
+        kind: `integer` (quantized), `minifloat` (quantized by a saturating cast), `scale` (only for scales),
+            `float` (not quantized: the tensor is stored in that float type).
+        bits: width of a value.
+        signed: whether the grid has negative values.
+        lo: smallest value of the grid.
+        hi: largest value of the grid.
+        container: the ONNX type that carries it; an odd width rides in the next standard one.
+    """
+
+    name: str
+    kind: Literal["integer", "minifloat", "scale", "float"]
+    bits: int
+    signed: bool
+    lo: float
+    hi: float
+    container: str
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the grid is one of integers."""
+        return self.kind == "integer"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a tensor of this dtype has a scale (integers and minifloats)."""
+        return self.kind in ("integer", "minifloat")
+
+    @property
+    def narrows_container(self) -> bool:
+        """Whether the grid is smaller than the container's (odd widths and strict symmetric grids)."""
+        return self.is_integer and (self.lo, self.hi) != (DTYPES[self.container].lo, DTYPES[self.container].hi)
+
+    @property
+    def strict(self) -> "DType":
+        """The same width on the strict symmetric grid -hi..hi.
+
+        Raises:
+            ConfigError: the dtype is not a signed integer.
+        """
+        if not (self.is_integer and self.signed):
+            raise ConfigError(f"{self.name} has no strict symmetric grid; use a signed integer dtype")
+        if self.lo == -self.hi:
+            return self
+        return replace(self, name=f"{self.name}_strict", lo=-self.hi)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _integer(bits: int, signed: bool) -> DType:
+    standard = next(width for width in (2, 4, 8, 16, 32) if width >= bits)
+    prefix = "int" if signed else "uint"
+    lo, hi = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    return DType(f"{prefix}{bits}", "integer", bits, signed, lo, hi, f"{prefix}{standard}")
+
+
+def _float(name: str, kind: Literal["minifloat", "scale", "float"], bits: int, hi: float) -> DType:
+    lo = 2.0**-127 if kind == "scale" else -hi
+    return DType(name, kind, bits, kind != "scale", lo, hi, name)
+
+
+int2, int4, int8, int16, int32 = (_integer(bits, True) for bits in (2, 4, 8, 16, 32))
+uint2, uint4, uint8, uint16 = (_integer(bits, False) for bits in (2, 4, 8, 16))
+float8e4m3fn = _float("float8e4m3fn", "minifloat", 8, 448.0)
+float8e4m3fnuz = _float("float8e4m3fnuz", "minifloat", 8, 240.0)
+float8e5m2 = _float("float8e5m2", "minifloat", 8, 57344.0)
+float8e5m2fnuz = _float("float8e5m2fnuz", "minifloat", 8, 57344.0)
+float4e2m1 = _float("float4e2m1", "minifloat", 4, 6.0)
+float8e8m0 = _float("float8e8m0", "scale", 8, 2.0**127)
+float16 = _float("float16", "float", 16, 65504.0)
+bfloat16 = _float("bfloat16", "float", 16, 3.3895313892515355e38)
+float32 = _float("float32", "float", 32, 3.4028234663852886e38)
+
+_ODD = [_integer(bits, signed) for bits in (3, 5, 6, 7, *range(9, 16)) for signed in (True, False)]
+_STANDARD = [
+    *(int2, int4, int8, int16, int32, uint2, uint4, uint8, uint16),
+    *(float8e4m3fn, float8e4m3fnuz, float8e5m2, float8e5m2fnuz, float4e2m1, float8e8m0, float16, bfloat16, float32),
+]
+DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
+
+
+def dtype_named(name: "DType | str") -> DType:
+    """Give the dtype of that name; a `DType` is given back as it is.
+
+    Raises:
+        ConfigError: no dtype has that name.
+
+    Example:
+        >>> dtype_named("int8_strict").lo
+        -127
+    """
+    if isinstance(name, DType):
+        return name
+    strict = re.fullmatch(r"(int\d+)_strict", name)
+    found = DTYPES.get(strict[1] if strict else name)
+    if found is None:
+        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return found.strict if strict else found

@@ -1,0 +1,117 @@
+"""The neutral graph that planning reads: ops and tensors, built by both doors. Names are labels; identity is an id."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the graph.
+
+    Attributes:
+        name: a label for messages.
+        dtype: NumPy-style name (`float32`, `int64`), or "" where unknown.
+        shape: dimensions; a name or None where dynamic; None where even the rank is unknown.
+        site: the site that can be quantized here, or None inside an op.
+        constant: whether it is stored in the model.
+        value: the value of a small constant (axes, bounds), else None.
+    """
+
+    name: str
+    dtype: str = "float32"
+    shape: tuple[int | str | None, ...] | None = None
+    site: str | None = None
+    constant: bool = False
+    value: npt.NDArray[Any] | None = field(default=None, compare=False)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point values."""
+        return self.dtype in ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation: ONNX type, tensor ids in and out (None for an absent input), attributes."""
+
+    type: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    name: str = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in topological order over tensors addressed by index."""
+
+    tensors: Sequence[Tensor]
+    ops: Sequence[Op]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+    @cached_property
+    def producer(self) -> Mapping[int, int]:
+        """Tensor id -> id of the op that makes it; constants and inputs are absent."""
+        return {tensor: index for index, op in enumerate(self.ops) for tensor in op.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[int, Sequence[int]]:
+        """Tensor id -> ids of the ops that read it, once per reading op."""
+        found: dict[int, list[int]] = {index: [] for index in range(len(self.tensors))}
+        for index, op in enumerate(self.ops):
+            for tensor in dict.fromkeys(op.inputs):
+                if tensor is not None:
+                    found[tensor].append(index)
+        return found
+
+    @cached_property
+    def sites(self) -> Mapping[str, int]:
+        """Site -> tensor id, in graph order."""
+        return {tensor.site: index for index, tensor in enumerate(self.tensors) if tensor.site is not None}
+
+    def sole_consumer(self, tensor: int) -> int | None:
+        """The id of the only op that reads a tensor which does not leave the model, else None."""
+        readers = self.consumers[tensor]
+        return readers[0] if len(readers) == 1 and tensor not in self.outputs else None
+
+    def constant_root(self, tensor: int) -> int | None:
+        """The stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
+        current = tensor
+        while not self.tensors[current].constant:
+            made_by = self.producer.get(current)
+            if made_by is None or self.ops[made_by].type not in ("Identity", "Transpose"):
+                return None
+            source = self.ops[made_by].inputs[0]
+            assert source is not None
+            current = source
+        return current
+
+    def axis_at_root(self, tensor: int, axis: int) -> int:
+        """Follow an axis of a constant back through its Transpose ops to the stored tensor."""
+        current = tensor
+        while not self.tensors[current].constant:
+            op = self.ops[self.producer[current]]
+            if op.type == "Transpose":
+                rank = len(self.tensors[current].shape or ())
+                permutation = op.attributes.get("perm") or list(reversed(range(rank)))
+                axis = permutation[axis % len(permutation)]
+            source = op.inputs[0]
+            assert source is not None
+            current = source
+        return axis
+
+    def value(self, tensor: int | None) -> npt.NDArray[Any] | None:
+        """The value of a small constant, or None."""
+        return None if tensor is None else self.tensors[tensor].value
+
+    def scalar(self, tensor: int | None) -> float | None:
+        """The value of a one-element constant, or None."""
+        found = self.value(tensor)
+        return None if found is None or np.size(found) != 1 else float(np.reshape(found, ()))

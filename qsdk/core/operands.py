@@ -1,0 +1,92 @@
+"""Operands: what part each stored tensor plays in the op that reads it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qsdk.core.graph import Graph
+from qsdk.core.patterns import bias_of_add
+
+Role = Literal["weight", "bias", "embedding", "constant", "statistic"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A stored tensor read by an op.
+
+    Attributes:
+        tensor: id of the tensor as the op sees it (behind any Transpose).
+        root: id of the stored tensor.
+        role: `weight` and `bias` of a linear op, `embedding` table, other `constant` data, or a `statistic` of a norm.
+        channel_axis: output channels, on the stored tensor; None where per channel has no meaning.
+        input_axis: input channels (the axis that blocks run along), on the stored tensor.
+    """
+
+    tensor: int
+    root: int
+    role: Role
+    channel_axis: int | None = None
+    input_axis: int | None = None
+
+
+_LINEAR = {"Conv": (0, 1), "ConvTranspose": (1, 0)}
+_STATISTICS = {"BatchNormalization": (1, 2, 3, 4), "LayerNormalization": (2,), "GroupNormalization": (2,)} | {
+    "InstanceNormalization": (2,),
+    "LSTM": (3,),
+    "GRU": (3,),
+    "RNN": (3,),
+}
+_CONSTANTS = {"LayerNormalization": (1,), "RMSNormalization": (1,), "GroupNormalization": (1,), "PRelu": (1,)} | {
+    "InstanceNormalization": (1,),
+    "LSTM": (1, 2),
+    "GRU": (1, 2),
+    "RNN": (1, 2),
+}
+_ELEMENTWISE = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Where", "MatMul", "Sum", "Mean", "Einsum"}
+)
+
+
+def operands_of(graph: Graph, op_id: int) -> list[Operand]:
+    """List the stored floating-point tensors that an op reads as data, with their roles.
+
+    Axes, bounds, pads and the like are not data and are left out.
+    """
+    op = graph.ops[op_id]
+    found = []
+    for position, tensor in enumerate(op.inputs):
+        root = None if tensor is None else graph.constant_root(tensor)
+        if tensor is None or root is None or not graph.tensors[root].is_float:
+            continue
+        role, axes = _role(graph, op_id, position, tensor)
+        if role is not None:
+            rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
+            found.append(Operand(tensor, root, role, *rooted))
+    return found
+
+
+def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | None, tuple[int | None, int | None]]:
+    op = graph.ops[op_id]
+    nowhere = (None, None)
+    if op.type in ("Conv", "ConvTranspose", "Gemm") and position in (1, 2):
+        return ("weight", _linear_axes(graph, op_id)) if position == 1 else ("bias", (0, None))
+    if op.type == "MatMul":
+        rank = len(graph.tensors[tensor].shape or ())
+        if rank < 2:
+            return "constant", nowhere
+        return "weight", (rank - 1, rank - 2) if position == 1 else (rank - 2, rank - 1)
+    if op.type == "Gather" and position == 0:
+        return "embedding", nowhere
+    if op.type == "Add" and bias_of_add(graph, op_id) == tensor:
+        return "bias", (0, None)
+    if position in _STATISTICS.get(op.type, ()):
+        return "statistic", nowhere
+    if op.type in _ELEMENTWISE or position in _CONSTANTS.get(op.type, ()):
+        return "constant", nowhere
+    return None, nowhere
+
+
+def _linear_axes(graph: Graph, op_id: int) -> tuple[int, int]:
+    op = graph.ops[op_id]
+    if op.type == "Gemm":
+        return (0, 1) if op.attributes.get("transB", 0) else (1, 0)
+    return _LINEAR[op.type]

@@ -1,0 +1,74 @@
+"""Supergroups: ops quantized as one, matched on structure. Only the last tensor of a group is quantized."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsdk.core.graph import Graph
+
+HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "BatchNormalization"})
+LINEAR = frozenset({"Conv", "ConvTranspose", "MatMul"})  # those whose bias may come as an Add
+ACTIVATIONS = frozenset({"Relu", "Clip"})
+
+
+@dataclass(frozen=True)
+class Supergroup:
+    """Ops that run as one: their ids in order, and a name such as `Conv+Relu`."""
+
+    ops: tuple[int, ...]
+    name: str
+
+
+def find_supergroups(graph: Graph) -> Mapping[int, Supergroup]:
+    """Map each op that is inside a supergroup to it; every other op stands alone and is absent.
+
+    A group grows from its head along tensors that have one reader and do not leave the model.
+    """
+    found: dict[int, Supergroup] = {}
+    for index in range(len(graph.ops)):
+        if index in found or graph.ops[index].type not in HEADS:
+            continue
+        ops = _grow(graph, index)
+        if len(ops) > 1:
+            group = Supergroup(tuple(ops), "+".join(graph.ops[op].type for op in ops))
+            found.update(dict.fromkeys(ops, group))
+    return found
+
+
+def bias_of_add(graph: Graph, add: int) -> int | None:
+    """The tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
+
+    A bias is a stored, one-dimensional operand; the linear op has a stored weight and no other reader.
+    """
+    op = graph.ops[add]
+    if op.type != "Add" or len(op.inputs) != 2:
+        return None
+    for result, bias in (op.inputs, op.inputs[::-1]):
+        made_by = None if result is None else graph.producer.get(result)
+        if bias is None or result is None or made_by is None or graph.ops[made_by].type not in LINEAR:
+            continue
+        root = graph.constant_root(bias)
+        one_dimensional = root is not None and len(graph.tensors[root].shape or ()) == 1
+        bare = len(graph.ops[made_by].inputs) < 3 and _weight_is_constant(graph, made_by)
+        if one_dimensional and bare and graph.sole_consumer(result) == add:
+            return bias
+    return None
+
+
+def _grow(graph: Graph, head: int) -> list[int]:
+    ops = [head]
+    following = _next(graph, head)
+    if graph.ops[head].type in LINEAR and following is not None and bias_of_add(graph, following) is not None:
+        ops.append(following)
+        following = _next(graph, following)
+    if following is not None and graph.ops[following].type in ACTIVATIONS:
+        ops.append(following)
+    return ops
+
+
+def _next(graph: Graph, op: int) -> int | None:
+    return graph.sole_consumer(graph.ops[op].outputs[0])
+
+
+def _weight_is_constant(graph: Graph, op: int) -> bool:
+    weight = graph.ops[op].inputs[1]
+    return weight is not None and graph.constant_root(weight) is not None

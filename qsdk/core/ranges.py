@@ -1,0 +1,101 @@
+"""Ranges: observed minima and maxima, and the scale and zero point they lead to.
+
+Conventions and their measured values: a range always contains 0, which is exactly representable; a symmetric
+scale is the smallest that covers both ends, `max(high / hi, -low / -lo)`; scales never fall below float32's
+machine epsilon, so that a tensor of zeros has an encoding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.encoding import Encoding, FloatArray
+from qsdk.core.errors import CalibrationError
+from qsdk.core.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
+
+SMALLEST_SCALE = np.float32(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Minimum and maximum per tensor (shape (1,)), channel (C,) or block (x's rank); float32."""
+
+    low: FloatArray
+    high: FloatArray
+
+    def merge(self, other: "Range") -> "Range":
+        """The smallest range that covers both."""
+        return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+
+
+def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
+    """Observe the minimum and maximum of x at the spec's granularity.
+
+    Raises:
+        CalibrationError: x is empty or holds NaN or an infinity.
+    """
+    values = np.asarray(x, np.float32)
+    if values.size == 0:
+        raise CalibrationError("there is no range in an empty tensor; give data with at least one element")
+    match spec.granularity:
+        case PerTensor():
+            low, high = values.min(keepdims=True).reshape(1), values.max(keepdims=True).reshape(1)
+        case PerBlock(axis, size):
+            starts = np.arange(0, values.shape[axis], size)
+            low, high = np.minimum.reduceat(values, starts, axis), np.maximum.reduceat(values, starts, axis)
+        case granularity:
+            others = tuple(i for i in range(values.ndim) if i != granularity.axis % values.ndim)
+            low, high = values.min(axis=others), values.max(axis=others)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise CalibrationError("the data holds NaN or an infinity")
+    return Range(low, high)
+
+
+def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
+    """Give the encoding whose grid covers `observed`, extended to contain 0.
+
+    Symmetric on an unsigned dtype means zero point 0 where nothing is negative, else the grid's middle.
+    Minifloats use the largest finite value; `power_of_two` rounds scales up (Jain et al. 2020, TQT, section 3).
+
+    Raises:
+        CalibrationError: the range is not finite, or its ends are the wrong way round.
+    """
+    low = np.minimum(np.asarray(observed.low, np.float32), np.float32(0))
+    high = np.maximum(np.asarray(observed.high, np.float32), np.float32(0))
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise CalibrationError("a range must be finite")
+    if (np.asarray(observed.low) > np.asarray(observed.high)).any():
+        raise CalibrationError("a range must have its minimum below its maximum")
+    if spec.symmetric:
+        scale, zero_point = _symmetric(low, high, spec)
+    else:
+        scale, zero_point = _asymmetric(low, high, spec)
+    return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
+
+
+def _symmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    lo, hi = spec.dtype.lo, spec.dtype.hi
+    middle = 0
+    if not spec.dtype.signed and (low < 0).any():
+        middle = 1 << (spec.dtype.bits - 1)
+    above, below = np.float32(hi - middle), np.float32(middle - lo)
+    scale = high / above
+    if below > 0:
+        scale = np.maximum(scale, -low / below)
+    return _positive(scale, spec), np.full(scale.shape, middle, np.int32)
+
+
+def _asymmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    lo, hi = spec.dtype.lo, spec.dtype.hi
+    # halves first: high - low itself may overflow float32
+    scale = _positive(high / np.float32(hi - lo) - low / np.float32(hi - lo), spec)
+    zero_point = np.clip(np.rint(lo - low.astype(np.float64) / scale), lo, hi)
+    return scale, zero_point.astype(np.int32)
+
+
+def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
+    floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE)
+    if not spec.power_of_two:
+        return floored
+    return np.exp2(np.ceil(np.log2(floored.astype(np.float64)))).astype(np.float32)

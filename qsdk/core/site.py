@@ -1,0 +1,52 @@
+"""Sites: the one name of a place, used in torch, ONNX, JSON and reports.
+
+`owner:port`, for example `layer1.0.conv1:weight`, `layer1.0/add.0:output`, `x:input`. The owner is a module's
+path, or `path/op.k` for the k-th call of a functional op in that module, or a model input's name; `@k` after an
+owner marks the k-th further call of a reused module.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+
+def site_name(owner: str, port: str) -> str:
+    """Join an owner and a port."""
+    return f"{owner}:{port}"
+
+
+def owner_of(site: str) -> str:
+    """The part of a site's name before its port."""
+    return site.rpartition(":")[0]
+
+
+def port_of(site: str) -> str:
+    """The part of a site's name behind its owner: `weight`, `bias`, `output`, `input`, ..."""
+    return site.rpartition(":")[2]
+
+
+def matches(pattern: str, owner: str) -> bool:
+    """Whether a shell glob matches the whole owner path or any of its dotted suffixes.
+
+    Example:
+        >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.*", "layer1.0/add.0")
+        (True, True, True)
+    """
+    return any(fnmatchcase(candidate, pattern) for candidate in _suffixes(owner.partition("@")[0]))
+
+
+def _suffixes(owner: str) -> Iterable[str]:
+    module, slash, op = owner.partition("/")
+    parts = module.split(".")
+    for start in range(len(parts)):
+        yield ".".join(parts[start:]) + slash + op
+    if op:
+        yield op
+
+
+def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[str]:
+    """The owners whose names are most like a pattern that matched none."""
+    known = list(dict.fromkeys(owners))
+    by_suffix = {suffix: owner for owner in known for suffix in _suffixes(owner)}
+    found = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.3)
+    return list(dict.fromkeys(by_suffix[name] for name in found)) or known[:count]
