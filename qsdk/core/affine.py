@@ -5,6 +5,7 @@ Duck-typed: `/`, `.round()`, `+` and `.clip()` exist on NumPy arrays and torch t
 zero point before rounding, or multiplying by 1/scale, gives other integers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,19 +53,25 @@ def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: 
     shape[axis]. Per block: x's rank, `ceil(shape[axis] / block_size)` along axis, repeated to full length.
 
     Raises:
-        ValueError: the parameter's shape does not belong to that granularity.
+        ValueError: the parameter's shape does not belong to that granularity, or the axis not to the tensor.
     """
+    found = tuple(parameter.shape)
     if axis is None:
+        if math.prod(found) != 1:
+            raise ValueError(f"a scale of shape {found} is not one scale per tensor; name the channel axis")
         return parameter.reshape(())
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis {axis} is outside a tensor of shape {shape}")
     axis %= len(shape)
     if block_size is None:
-        wanted = [1] * len(shape)
-        wanted[axis] = shape[axis]
-        return parameter.reshape(tuple(wanted))
+        if found != (shape[axis],):
+            raise ValueError(
+                f"a scale of shape {found} does not fit the {shape[axis]} channels (axis {axis}) of {shape}"
+            )
+        return parameter.reshape(tuple(shape[axis] if i == axis else 1 for i in range(len(shape))))
     blocks = -(-shape[axis] // block_size)
-    expected = (*shape[:axis], blocks, *shape[axis + 1 :])
-    if tuple(parameter.shape) != expected:
-        raise ValueError(f"a scale of shape {tuple(parameter.shape)} does not fit blocks of {block_size} in {shape}")
+    if found != (*shape[:axis], blocks, *shape[axis + 1 :]):
+        raise ValueError(f"a scale of shape {found} does not fit blocks of {block_size} (axis {axis}) in {shape}")
     index = [slice(None)] * len(shape)
     index[axis] = [position // block_size for position in range(shape[axis])]  # type: ignore[call-overload]
     return parameter[tuple(index)]

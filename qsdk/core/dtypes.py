@@ -107,8 +107,8 @@ def dtype_named(name: "DType | str") -> DType:
     """
     if isinstance(name, DType):
         return name
-    strict = re.fullmatch(r"(int\d+)_strict", name)
-    found = DTYPES.get(strict[1] if strict else name)
+    strict = re.fullmatch(r"(int\d+)_strict", str(name))
+    found = DTYPES.get(strict[1] if strict else str(name))
     if found is None:
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
     return found.strict if strict else found

@@ -39,7 +39,8 @@ class Encoding:
         frozen: neither calibrated, trained nor searched any more.
 
     Raises:
-        CalibrationError: a scale is not positive and finite, or the shapes or zero points do not fit.
+        CalibrationError: a scale is not positive and finite, the shapes or zero points do not fit, or the dtype has no
+            scale.
     """
 
     dtype: DType
@@ -53,6 +54,12 @@ class Encoding:
         object.__setattr__(self, "scale", np.array(self.scale, np.float32, ndmin=1))
         zero_point = np.array(self.zero_point, np.int32, ndmin=1)
         object.__setattr__(self, "zero_point", np.array(np.broadcast_to(zero_point, self.scale.shape)))
+        if not self.dtype.is_quantized:
+            raise CalibrationError(f"{self.dtype} has no scale; an encoding needs an integer, float8 or float4 dtype")
+        if self.block_size is not None and (self.axis is None or self.block_size < 1):
+            raise CalibrationError(
+                f"blocks of {self.block_size} along axis {self.axis}; give an axis and a size from 1"
+            )
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             raise CalibrationError(f"an encoding of {self.dtype} needs positive, finite scales, got {self.scale}")
         if self.axis is None and self.scale.size != 1:
@@ -82,32 +89,38 @@ class Encoding:
     @property
     def low(self) -> FloatArray:
         """The smallest representable value, of scale's shape."""
-        return np.asarray((np.float32(self.dtype.lo) - self.zero_point.astype(np.float32)) * self.scale)
+        return self._value_of(self.dtype.lo)
 
     @property
     def high(self) -> FloatArray:
         """The largest representable value, of scale's shape."""
-        return np.asarray((np.float32(self.dtype.hi) - self.zero_point.astype(np.float32)) * self.scale)
+        return self._value_of(self.dtype.hi)
 
     def quantize(self, x: npt.ArrayLike) -> npt.NDArray[Any]:
         """Give x on the grid, in the container's NumPy type (ml_dtypes' own for 2 and 4 bits and minifloats)."""
-        values = np.asarray(x, np.float32)
-        scale, zero_point = self._aligned(values.shape)
-        if not self.dtype.is_integer:
-            return np.asarray((values / scale).clip(self.dtype.lo, self.dtype.hi).astype(storage_type(self.dtype)))
-        # saturate in float64, which holds every int32; all before it is float32, as in QuantizeLinear
-        q = affine.quantize(values, scale, zero_point, -np.inf, np.inf)
+        with np.errstate(over="ignore"):  # what overflows saturates
+            values = np.asarray(x, np.float32)
+            scale, zero_point = self._aligned(values.shape)
+            if not self.dtype.is_integer:
+                return np.asarray((values / scale).clip(self.dtype.lo, self.dtype.hi).astype(storage_type(self.dtype)))
+            # saturate in float64, which holds every int32; all before it is float32, as in QuantizeLinear
+            q = affine.quantize(values, scale, zero_point, -np.inf, np.inf)
         clipped = q.astype(np.float64).clip(self.dtype.lo, self.dtype.hi)
         return np.where(np.isnan(clipped), self.dtype.lo, clipped).astype(np.int32).astype(storage_type(self.dtype))
 
     def dequantize(self, q: npt.NDArray[Any]) -> FloatArray:
         """Give `(q - zero_point) * scale` in float32."""
         scale, zero_point = self._aligned(q.shape)
-        return np.asarray(affine.dequantize(q.astype(np.float32), scale, zero_point), np.float32)
+        with np.errstate(over="ignore"):  # the end of a grid may lie just beyond float32
+            return np.asarray(affine.dequantize(q.astype(np.float32), scale, zero_point), np.float32)
 
     def fake_quantize(self, x: npt.ArrayLike) -> FloatArray:
         """Give x moved to the nearest point of the grid, in float32."""
         return self.dequantize(self.quantize(x))
+
+    def _value_of(self, q: float) -> FloatArray:
+        with np.errstate(over="ignore"):
+            return np.asarray((np.float32(q) - self.zero_point.astype(np.float32)) * self.scale)
 
     def _aligned(self, shape: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
         zero_point = self.zero_point.astype(np.float32)

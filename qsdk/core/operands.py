@@ -68,7 +68,10 @@ def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | 
     op = graph.ops[op_id]
     nowhere = (None, None)
     if op.type in ("Conv", "ConvTranspose", "Gemm") and position in (1, 2):
-        return ("weight", _linear_axes(graph, op_id)) if position == 1 else ("bias", (0, None))
+        if position == 1:
+            return "weight", _linear_axes(graph, op_id)
+        # Gemm's third operand may be a whole matrix
+        return ("bias", (0, None)) if len(graph.tensors[tensor].shape or (0,)) == 1 else ("constant", nowhere)
     if op.type == "MatMul":
         rank = len(graph.tensors[tensor].shape or ())
         if rank < 2:
@@ -85,8 +88,10 @@ def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | 
     return None, nowhere
 
 
-def _linear_axes(graph: Graph, op_id: int) -> tuple[int, int]:
+def _linear_axes(graph: Graph, op_id: int) -> tuple[int | None, int]:
     op = graph.ops[op_id]
+    if op.type == "ConvTranspose" and op.attributes.get("group", 1) != 1:
+        return None, 0  # axis 1 counts the output channels of one group only
     if op.type == "Gemm":
         return (0, 1) if op.attributes.get("transB", 0) else (1, 0)
     return _LINEAR[op.type]

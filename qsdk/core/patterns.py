@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from qsdk.core.graph import Graph
 
 HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "BatchNormalization"})
-LINEAR = frozenset({"Conv", "ConvTranspose", "MatMul"})  # those whose bias may come as an Add
 ACTIVATIONS = frozenset({"Relu", "Clip"})
 
 
@@ -37,19 +36,19 @@ def find_supergroups(graph: Graph) -> Mapping[int, Supergroup]:
 def bias_of_add(graph: Graph, add: int) -> int | None:
     """The tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
 
-    A bias is a stored, one-dimensional operand; the linear op has a stored weight and no other reader.
+    A bias is a stored, one-dimensional operand with one value per output channel; the MatMul has a stored weight and
+    no other reader. (Broadcasting puts one dimension on the last axis, which is no channel axis of a convolution.)
     """
     op = graph.ops[add]
     if op.type != "Add" or len(op.inputs) != 2:
         return None
     for result, bias in (op.inputs, op.inputs[::-1]):
         made_by = None if result is None else graph.producer.get(result)
-        if bias is None or result is None or made_by is None or graph.ops[made_by].type not in LINEAR:
+        if bias is None or result is None or made_by is None or graph.ops[made_by].type != "MatMul":
             continue
         root = graph.constant_root(bias)
-        one_dimensional = root is not None and len(graph.tensors[root].shape or ()) == 1
-        bare = len(graph.ops[made_by].inputs) < 3 and _weight_is_constant(graph, made_by)
-        if one_dimensional and bare and graph.sole_consumer(result) == add:
+        fits = root is not None and _is_one_per_column(graph, root, made_by)
+        if fits and graph.sole_consumer(result) == add:
             return bias
     return None
 
@@ -57,7 +56,7 @@ def bias_of_add(graph: Graph, add: int) -> int | None:
 def _grow(graph: Graph, head: int) -> list[int]:
     ops = [head]
     following = _next(graph, head)
-    if graph.ops[head].type in LINEAR and following is not None and bias_of_add(graph, following) is not None:
+    if graph.ops[head].type == "MatMul" and following is not None and bias_of_add(graph, following) is not None:
         ops.append(following)
         following = _next(graph, following)
     if following is not None and graph.ops[following].type in ACTIVATIONS:
@@ -69,6 +68,9 @@ def _next(graph: Graph, op: int) -> int | None:
     return graph.sole_consumer(graph.ops[op].outputs[0])
 
 
-def _weight_is_constant(graph: Graph, op: int) -> bool:
-    weight = graph.ops[op].inputs[1]
-    return weight is not None and graph.constant_root(weight) is not None
+def _is_one_per_column(graph: Graph, bias: int, matmul: int) -> bool:
+    weight = graph.ops[matmul].inputs[1]
+    if weight is None or graph.constant_root(weight) is None:
+        return False
+    shape, columns = graph.tensors[bias].shape or (), graph.tensors[weight].shape or (None,)
+    return len(shape) == 1 and (columns[-1] is None or shape[0] == columns[-1])

@@ -11,7 +11,7 @@ from qsdk.core.operands import Operand, operands_of
 from qsdk.core.patterns import Supergroup, find_supergroups
 from qsdk.core.site import matches, nearest_owners, owner_of
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.ties import PASS_THROUGH, find_ties
+from qsdk.core.ties import Classes, find_ties, keeps_grid
 
 _FIXED_RANGES = {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
 
@@ -159,19 +159,33 @@ class _Planner:
         """Point every member of a tie class at its first site."""
         loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
         classes = find_ties(self.graph, loose)
+        through = {tensor for tensor in loose if self._passes_through(tensor, loose, classes)}
+        ranges: dict[int, set[tuple[float, float] | None]] = {}
+        for tensor in loose:
+            spec = activations[tensor].spec
+            if tensor not in through and spec is not None:
+                ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
         found = dict(activations)
-        for tensor, decision in activations.items():
+        for tensor in loose:
             first = classes.find(tensor)
-            if tensor not in loose or first == tensor:
-                continue
-            op = self.graph.ops[self.graph.producer[tensor]]
-            sources = [t for t in op.inputs if t is not None and t in loose]
-            through = op.type in PASS_THROUGH or op.type in ("Pad", "Resize", "Concat")
-            through = through and bool(sources) and all(classes.find(source) == first for source in sources)
-            home = activations[first]
-            reason = f"shares the encoding of {home.site}"
-            found[tensor] = replace(decision, spec=home.spec, tied_to=home.site, passes_through=through, reason=reason)
+            home, fixed = activations[first], ranges.get(first, {None})
+            # a fixed range holds for a class only if all that enters it lives there
+            shared = replace(loose[first], fixed_range=next(iter(fixed)) if len(fixed) == 1 else None)
+            found[tensor] = replace(activations[tensor], spec=shared)
+            if first != tensor:
+                reason = f"shares the encoding of {home.site}"
+                passes = tensor in through
+                found[tensor] = replace(found[tensor], tied_to=home.site, passes_through=passes, reason=reason)
         return found
+
+    def _passes_through(self, tensor: int, groups: Mapping[int, Spec], classes: Classes) -> bool:
+        """Whether every value of a tensor comes from tensors of its own class."""
+        made_by = self.graph.producer.get(tensor)
+        if made_by is None or not keeps_grid(self.graph, self.graph.ops[made_by]):
+            return False
+        op = self.graph.ops[made_by]
+        data = op.inputs if op.type == "Concat" else op.inputs[:1]
+        return all(t in groups and classes.find(t) == classes.find(tensor) for t in data if t is not None)
 
     def stored(self, activations: Mapping[int, Decision]) -> dict[int, Decision]:
         """Decide weights, biases and other stored tensors."""
@@ -182,7 +196,22 @@ class _Planner:
                 if operand.root not in found:
                     found[operand.root] = self._stored(index, operand, activations, found)
                 self._alias(operand, found)
+        self._rest(activations, found)
         return found
+
+    def _rest(self, activations: Mapping[int, Decision], found: dict[int, Decision]) -> None:
+        """State why the other stored tensors stay float: bounds, exponents, views, and what nothing reads."""
+        for tensor, facts in enumerate(self.graph.tensors):
+            if not facts.is_float or tensor in activations or tensor in found:
+                continue
+            readers = [self.graph.ops[op].type for op in self.graph.consumers[tensor]]
+            reason = f"read by {readers[0]} as a parameter, not as data" if readers else "no op reads it"
+            root = self.graph.constant_root(tensor)
+            if root is not None and root != tensor:
+                reason = f"a view of {self.graph.tensors[root].site or self.graph.tensors[root].name}"
+            op_type = readers[0] if readers else "Constant"
+            site = facts.site or f"({facts.name})"
+            found[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape)
 
     def _alias(self, operand: Operand, found: dict[int, Decision]) -> None:
         """A site that reads a stored tensor through Identity (a shared weight) is tied to it."""
@@ -217,12 +246,18 @@ class _Planner:
         dtype = choice.weight
         if not dtype.is_quantized:
             return replace(bare, spec=_float_spec(dtype), reason=f"kept {dtype} by a rule")
-        if operand.role != "weight" and dtype.bits < 8:
+        if operand.role != "weight" and dtype.bits < 8 and not self._weight_is_named(op):
             dtype = int8
         granularity = _weight_granularity(operand, choice, facts.shape)
         symmetric = dtype.signed or dtype.kind == "minifloat"
         spec = Spec(dtype, granularity, symmetric, choice.power_of_two)
         return replace(bare, spec=spec, reason=operand.role)
+
+    def _weight_is_named(self, op: int) -> bool:
+        """Whether a rule asks for a weight dtype here by more than a bare `*`."""
+        rules = tuple(rule for rule in self.config.rules if rule.weight is not None)
+        named = replace(self.config, rules=rules)
+        return any(named.names(owner) for owner in self.owners(op))
 
     def _bias(
         self,

@@ -33,11 +33,15 @@ def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
     """Observe the minimum and maximum of x at the spec's granularity.
 
     Raises:
-        CalibrationError: x is empty or holds NaN or an infinity.
+        CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
     """
-    values = np.asarray(x, np.float32)
+    with np.errstate(over="ignore"):  # a float64 too large for float32 is reported below
+        values = np.asarray(x, np.float32)
     if values.size == 0:
         raise CalibrationError("there is no range in an empty tensor; give data with at least one element")
+    axis_wanted = axis_of(spec.granularity)
+    if axis_wanted is not None and not -values.ndim <= axis_wanted < values.ndim:
+        raise CalibrationError(f"axis {axis_wanted} is outside a tensor of shape {values.shape}; name one of its axes")
     match spec.granularity:
         case PerTensor():
             low, high = values.min(keepdims=True).reshape(1), values.max(keepdims=True).reshape(1)
@@ -98,4 +102,5 @@ def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
     floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE)
     if not spec.power_of_two:
         return floored
-    return np.exp2(np.ceil(np.log2(floored.astype(np.float64)))).astype(np.float32)
+    exponents = np.ceil(np.log2(floored.astype(np.float64)))
+    return np.exp2(np.minimum(exponents, 127)).astype(np.float32)  # 2**128 is no float32

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 
 def site_name(owner: str, port: str) -> str:
-    """Join an owner and a port."""
-    return f"{owner}:{port}"
+    """Join an owner and a port; the model itself is the owner `self`."""
+    return f"{owner or 'self'}:{port}"
 
 
 def owner_of(site: str) -> str:
@@ -28,8 +28,10 @@ def port_of(site: str) -> str:
 def matches(pattern: str, owner: str) -> bool:
     """Whether a shell glob matches the whole owner path or any of its dotted suffixes.
 
+    A functional op also answers to the module that calls it.
+
     Example:
-        >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.*", "layer1.0/add.0")
+        >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.0", "layer1.0/add.0")
         (True, True, True)
     """
     return any(fnmatchcase(candidate, pattern) for candidate in _suffixes(owner.partition("@")[0]))
@@ -40,6 +42,8 @@ def _suffixes(owner: str) -> Iterable[str]:
     parts = module.split(".")
     for start in range(len(parts)):
         yield ".".join(parts[start:]) + slash + op
+        if op:
+            yield ".".join(parts[start:])
     if op:
         yield op
 

@@ -45,17 +45,23 @@ def find_ties(graph: Graph, groups: Mapping[int, object]) -> Classes:
     return classes
 
 
+def keeps_grid(graph: Graph, op: Op) -> bool:
+    """Whether an op's outputs hold only values of its inputs that are data (all of Concat's, else the first), or 0."""
+    if op.type == "Pad":
+        return _pads_inside(graph, op)
+    return op.type in PASS_THROUGH or op.type == "Concat" or _resizes_nearest(op)
+
+
 def _pairs(graph: Graph, op: Op, sites: Collection[int]) -> list[tuple[int, int]]:
     data = op.inputs[0] if op.inputs else None
     if data is None:
         return []
-    if op.type in PASS_THROUGH or (op.type == "Pad" and _pads_inside(graph, op)) or _resizes_nearest(op):
-        return [(data, output) for output in op.outputs if data in sites and output in sites]
     if op.type == "Concat":
         # a stored operand keeps its own encoding: it was quantized as a weight
-        members = [t for t in (*op.inputs, *op.outputs) if t is not None and t in sites]
-        members = [t for t in members if not graph.tensors[t].constant]
-        return [(members[0], other) for other in members[1:]]
+        members = [t for t in op.inputs if t is not None and t in sites and not graph.tensors[t].constant]
+        return [(member, output) for output in op.outputs if output in sites for member in members]
+    if keeps_grid(graph, op):
+        return [(data, output) for output in op.outputs if data in sites and output in sites]
     return []
 
 

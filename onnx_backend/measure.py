@@ -1,0 +1,82 @@
+"""Measuring an integer-only model against the Q/DQ model it was made from, and against the NumPy reference."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+
+from onnx_backend.integer_reference import run_reference
+from onnx_backend.model import initializers, input_names
+from onnx_backend.session import simulation_session
+from qsdk.core.errors import IntegerError
+
+Array = npt.NDArray[Any]
+_DYNAMIC = 2  # length of a dynamic axis in the measurement
+
+
+def measure(source: ModelProto, integer: ModelProto, *, edges: str, seed: int = 0) -> dict[str, Any]:
+    """Run both models once on random inputs inside the input ranges.
+
+    Returns:
+        `max_lsb`: the largest difference of an output, in steps of the output's scale (None with integer edges);
+        `differing`: the share of output elements that differ; `reference_equal`: always True, since a difference
+        between ONNX Runtime and the NumPy integer reference raises.
+
+    Raises:
+        IntegerError: ONNX Runtime and the reference disagree.
+    """
+    inputs = random_inputs(integer, source, np.random.default_rng(seed))
+    names = [info.name for info in integer.graph.output]
+    ours = dict(zip(names, simulation_session(integer).run(names, inputs), strict=True))
+    expected = run_reference(integer, inputs)
+    for name in names:
+        if not np.array_equal(ours[name], expected[name]):
+            raise IntegerError(
+                f"ONNX Runtime and the integer reference disagree on the output {name!r}; this is a defect of qsdk or "
+                "of the runtime, and the model was not written"
+            )
+    if edges != "float":
+        return {"max_lsb": None, "differing": None, "reference_equal": True}
+    theirs = simulation_session(source).run(names, inputs)
+    scales = [_output_scale(source, name) for name in names]
+    steps = [np.abs(ours[n] - t) / s for n, t, s in zip(names, theirs, scales, strict=True)]
+    largest = max((float(np.rint(step).max()) for step in steps if step.size), default=0.0)
+    elements = max(sum(step.size for step in steps), 1)
+    differing = sum(int((step > 0.5).sum()) for step in steps) / elements
+    return {"max_lsb": largest, "differing": differing, "reference_equal": True}
+
+
+def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:
+    """One array per input of `model`: floats uniform over the range of their quantizer in `source`."""
+    wanted = set(input_names(model.graph))
+    return {info.name: _random(info, source, generator) for info in model.graph.input if info.name in wanted}
+
+
+def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Generator) -> Array:
+    shape = [d.dim_value if d.HasField("dim_value") else _DYNAMIC for d in info.type.tensor_type.shape.dim]
+    dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+    if np.issubdtype(dtype, np.integer):
+        high = min(int(np.iinfo(dtype).max), 255)
+        return generator.integers(max(int(np.iinfo(dtype).min), -128), high + 1, shape).astype(dtype)
+    reader = next((n for n in source.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == info.name), None)
+    low, high_value = (-1.0, 1.0) if reader is None else _range(reader, source)
+    return generator.uniform(low, high_value, shape).astype(dtype)
+
+
+def _range(quantize: NodeProto, source: ModelProto) -> tuple[float, float]:
+    stored = initializers(source.graph)
+    scale = float(numpy_helper.to_array(stored[quantize.input[1]]).reshape(-1)[0])
+    zero_point, bounds = 0, np.iinfo(np.uint8)
+    if len(quantize.input) > 2 and quantize.input[2]:
+        point = numpy_helper.to_array(stored[quantize.input[2]])
+        zero_point, bounds = int(point.reshape(-1)[0]), np.iinfo(point.dtype)
+    return (int(bounds.min) - zero_point) * scale, (int(bounds.max) - zero_point) * scale
+
+
+def _output_scale(source: ModelProto, name: str) -> float:
+    stored = initializers(source.graph)
+    maker = next((n for n in source.graph.node if name in n.output), None)
+    if maker is None or maker.op_type != "DequantizeLinear" or maker.input[1] not in stored:
+        return 1.0
+    return float(numpy_helper.to_array(stored[maker.input[1]]).reshape(-1)[0])

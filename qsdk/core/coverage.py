@@ -1,0 +1,51 @@
+"""Coverage: what the plan decided, as a report, the same at both doors."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from qsdk.core.errors import ConfigError
+from qsdk.core.planning import Decision, Plan
+from qsdk.core.report import Report
+from qsdk.core.site import nearest_owners, owner_of
+
+
+def coverage_report(plan: Plan, *, not_exercised: Collection[str] = (), dead: Sequence[str] = ()) -> Report:
+    """List every tensor: quantized, tied, float or not exercised; what, how and why."""
+    rows = [_row(decision, decision.site in not_exercised) for decision in plan.decisions.values()]
+    rows += [_row(decision, False) for decision in plan.inside]
+    rows += [_dead(site) for site in dead]
+    states = [row["state"] for row in rows]
+    summary = {state.replace(" ", "_"): states.count(state) for state in ("quantized", "tied", "float")}
+    return Report("Coverage", rows, {**summary, "not_exercised": states.count("not exercised")})
+
+
+def explanation(plan: Plan, site: str) -> str:
+    """Say in a sentence which rule decided a site and why.
+
+    Raises:
+        ConfigError: there is no such site.
+    """
+    found = plan.decisions.get(site)
+    if found is None:
+        near = ", ".join(nearest_owners(owner_of(site), [owner_of(s) for s in plan.decisions]))
+        raise ConfigError(f"there is no site {site}; the nearest owners are: {near}")
+    what = f"{found.spec.dtype}, {found.spec.granularity}" if found.spec is not None else "float32"
+    return f"{site} is {found.state} ({what}): {found.reason}; decided by {found.rule}"
+
+
+def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
+    spec = decision.spec
+    return {
+        "site": decision.site,
+        "op_type": decision.op_type,
+        "kind": decision.kind,
+        "state": "not exercised" if not_exercised and decision.quantized else decision.state,
+        "dtype": "float32" if spec is None else spec.dtype.name,
+        "granularity": str(spec.granularity) if spec is not None and decision.quantized else "",
+        "reason": decision.reason if decision.rule == "default" else f"{decision.reason} [{decision.rule}]",
+    }
+
+
+def _dead(site: str) -> dict[str, Any]:
+    facts = {"op_type": "", "kind": "activation", "state": "float", "dtype": "float32", "granularity": ""}
+    return {"site": site, **facts, "reason": "dead: its value reaches no output"}

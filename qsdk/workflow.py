@@ -1,0 +1,297 @@
+"""The verbs: each composes the two doors. With `export.py` the only files that know both."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from onnx import ModelProto
+from onnx_backend.sim import OnnxSim
+from torch import nn
+
+from onnx_backend import integer, measure, parity
+from onnx_backend import model as onnx_model
+from onnx_backend import validate as validation
+from onnx_backend.read_graph import read_graph
+from onnx_backend.runtime_table import Dialect
+from onnx_backend.simplify import simplify
+from qsdk.algorithms import adaround as adaround_solver
+from qsdk.algorithms import seq_mse as seq_mse_solver
+from qsdk.algorithms.moments import Moments
+from qsdk.core.config import QuantConfig
+from qsdk.core.errors import ConfigError, ExportError, ModelError
+from qsdk.core.files import write_text
+from qsdk.core.fixed_point import Rounding
+from qsdk.core.planning import make_plan
+from qsdk.core.report import Report
+from qsdk.export import require_companion, without_uncalibrated, write_model
+from torch_bridge import calibration
+from torch_bridge.attach import attach, compare_sites
+from torch_bridge.layer_problems import solve_layers
+from torch_bridge.parity_data import captures
+from torch_bridge.prepare import Prepared, prepare
+from torch_bridge.sim import QuantSim, stored_values
+from torch_bridge.trace import marked_onnx
+from torch_bridge.wrapper import unwrap_model
+
+Sim = QuantSim | OnnxSim
+Forward = Callable[[Any, Any], Any]
+OnnxSource = str | os.PathLike[str] | ModelProto
+
+
+def quantize(
+    model: nn.Module | OnnxSource,
+    example: Any,
+    config: QuantConfig,
+    *,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
+) -> Sim:
+    """Make a sim: at the PyTorch door of an nn.Module, at the ONNX door of a float ONNX file or model.
+
+    Args:
+        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
+        example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords; None will do
+            for an ONNX model.
+        config: what is wanted where; see `qsdk.w8a8` and its kin.
+        in_place: wrap the module itself, for models too large to copy.
+        fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
+
+    Raises:
+        ModelError: the model cannot be quantized as it is.
+        ConfigError: a rule matches nothing.
+        ExportError: torch cannot trace the model.
+
+    Example:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(2, 4), qsdk.w8a8())
+        >>> sim.plan.decisions["self:weight"].spec.dtype
+        int8
+    """
+    if not isinstance(config, QuantConfig):
+        raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
+    if isinstance(model, str | os.PathLike | ModelProto):
+        return OnnxSim.from_float(model, config)
+    prepared = prepare(model, example, config, in_place=in_place, fold_batch_norm=fold_batch_norm)
+    try:
+        return _planned(prepared, config)
+    except BaseException:
+        unwrap_model(prepared.model)
+        raise
+
+
+def _planned(prepared: Prepared, config: QuantConfig) -> QuantSim:
+    marked = marked_onnx(prepared.model, prepared.runtime, prepared.example)
+    graph = read_graph(simplify(onnx_model.load(marked)))
+    plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
+    dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
+    attach(prepared.model, prepared.runtime, plan, dead)
+    return QuantSim(prepared, plan, dead, not_exercised)
+
+
+def calibrate(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    method: str = "min_max",
+    weight_method: str | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Find an encoding for every site in one pass over the data.
+
+    Args:
+        sim: of either door.
+        data: an iterable of tensors, tuples (positional) or mappings (keywords).
+        method: for activations: `min_max` (also `post_training_tf`) or `moving_average`.
+        weight_method: for weights; `min_max` where it is None.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Raises:
+        ConfigError: an unknown method.
+        DataError: no data, data the model does not take, or NaN or inf (names site and batch).
+        CalibrationError: a site that no batch reached. In every case the sim stays as it was.
+    """
+    if isinstance(sim, OnnxSim):
+        _refuse_forward(forward)
+        return sim.calibrate(data, method=method, weight_method=weight_method, progress=progress)
+    options = {"method": method, "weight_method": weight_method, "forward": forward, "progress": progress}
+    return calibration.calibrate(sim, data, **options)  # type: ignore[arg-type]
+
+
+def seq_mse(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    candidates: int = 20,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Report:
+    """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take; the sim stays as it was.
+    """
+
+    def solver(problem: Any) -> Any:
+        return seq_mse_solver.solve(problem, candidates=candidates)
+
+    return _solved(sim, data, solver, "SeqMSE", forward=forward, progress=progress, seed=seed)
+
+
+def adaround(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Report:
+    """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take; the sim stays as it was.
+    """
+    return _solved(sim, data, adaround_solver.solve, "AdaRound", forward=forward, progress=progress, seed=seed)
+
+
+def _solved(sim: Sim, data: Iterable[Any], solver: Callable[[Any], Any], title: str, **options: Any) -> Report:
+    if isinstance(sim, OnnxSim):
+        raise ModelError(f"{title} takes a sim of an nn.Module so far; quantize the module instead of the ONNX file")
+    return solve_layers(sim, data, solver, new_moments=Moments, title=title, **options)
+
+
+def export(
+    sim: Sim,
+    path: str | os.PathLike[str],
+    *,
+    opset: int = 21,
+    dialect: Dialect = "onnxruntime",
+    uncalibrated: Literal["error", "float"] = "error",
+) -> Report:
+    """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
+
+    Args:
+        sim: of either door.
+        path: of the model; an existing file is replaced only when the new one is complete.
+        opset: 21 to 25.
+        dialect: `onnxruntime` for what the installed runtime loads at its default level, `onnx` for the pure form.
+        uncalibrated: `float` leaves sites without an encoding float.
+
+    Raises:
+        CalibrationError: sites without an encoding, with `uncalibrated="error"`.
+        ConfigError: an opset or dialect that cannot be written.
+        ExportError: the folder cannot be written, or torch cannot trace the model.
+    """
+    plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
+    encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
+    marked = sim.marked() if isinstance(sim, OnnxSim) else _marked(sim)
+    provenance = {"tool": "qsdk", "config": str(sim.config) if isinstance(sim, OnnxSim) else ""}
+    return write_model(marked, plan, encodings, path, opset=opset, dialect=dialect, provenance=provenance)
+
+
+def _marked(sim: QuantSim) -> ModelProto:
+    """Trace the sim's model as it is now, and hold its sites against the plan's."""
+    was_training = sim.model.training
+    sim.model.eval()
+    try:
+        traced = simplify(onnx_model.load(marked_onnx(sim.model, sim.runtime, sim.example)))
+    finally:
+        sim.model.train(was_training)
+    sites = set(read_graph(traced).sites)
+    different = sites.symmetric_difference(sim.plan.decisions)
+    if different:
+        raise ExportError(
+            f"the model has changed since it was quantized: {', '.join(sorted(different)[:5])} differ; quantize the "
+            "changed model instead"
+        )
+    return traced
+
+
+def check_parity(
+    sim: Sim,
+    model: OnnxSource,
+    data: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
+
+    Raises:
+        FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
+        DataError: data that the model does not take.
+    """
+    opened = _opened(model)
+    if isinstance(sim, OnnxSim):
+        _refuse_forward(forward)
+        return sim.check_parity(opened, data, progress=progress)
+    outputs: list[list[Any]] = []
+
+    def values() -> Iterator[dict[str, Any]]:
+        for found, result in captures(sim, data, forward=forward, progress=progress):
+            outputs.append(result)
+            yield found
+
+    def reference() -> Iterator[list[Any]]:
+        while outputs:
+            yield outputs.pop(0)
+
+    return parity.check(opened, values(), stored_values(sim), sim.encodings, reference())
+
+
+def to_integer(
+    model: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    target: str = "standard",
+    edges: str = "float",
+    rounding: Rounding = "half_even",
+    requantize: str = "integer",
+    allow_float: tuple[str, ...] = (),
+) -> Report:
+    """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
+
+    The result is run once on random inputs in ONNX Runtime and in the NumPy integer reference, which must agree bit
+    for bit; `max_lsb` is the largest difference of an output from the Q/DQ model there (rounding noise compounds).
+
+    Raises:
+        IntegerError: lists every node that has no integer form, with its reason and remedy.
+        ConfigError: an option that does not exist.
+        FileFormatError: the model is unreadable or invalid.
+    """
+    opened = _opened(model)
+    options = {"target": target, "edges": edges, "rounding": rounding, "requantize": requantize}
+    result = integer.convert(opened, allow_float=allow_float, **options)  # type: ignore[arg-type]
+    measured = measure.measure(opened, result.model, edges=edges)
+    certificate = {**result.certificate, "measured": measured}
+    write_text(f"{os.fspath(out)}.certificate.json", json.dumps(certificate, indent=1) + "\n")
+    onnx_model.save(result.model, out)
+    return Report(result.report.title, result.report.rows, {**result.report.summary, **measured})
+
+
+def validate(model: OnnxSource) -> Report:
+    """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
+
+    Raises:
+        FileFormatError: the file cannot be read as ONNX.
+    """
+    return validation.validate(onnx_model.load(model))
+
+
+def _opened(source: OnnxSource) -> ModelProto:
+    opened = onnx_model.load(source)
+    where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
+    if not isinstance(source, ModelProto):
+        require_companion(opened, source)
+    validation.require_valid(opened, where)
+    return opened
+
+
+def _refuse_forward(forward: Forward | None) -> None:
+    if forward is not None:
+        raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")

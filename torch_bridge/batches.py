@@ -1,0 +1,98 @@
+"""Feeding data: tensors, tuples (positional) or mappings (keywords), with errors that show the remedy."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qsdk.core.errors import DataError
+
+Forward = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call: positional and by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def as_example(value: Any) -> Example:
+    """Read an example or a batch: a tensor, a tuple or list of positional arguments, or a mapping of keywords.
+
+    Raises:
+        DataError: it is none of these.
+    """
+    if isinstance(value, Tensor):
+        return Example((value,), {})
+    if isinstance(value, tuple | list):
+        return Example(tuple(value), {})
+    if isinstance(value, Mapping):
+        return Example((), dict(value))
+    raise DataError(f"expected a tensor, a tuple or a mapping, got {type(value).__name__}; convert it to tensors first")
+
+
+def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None, where: str) -> Any:
+    """Call the model on a batch.
+
+    Raises:
+        DataError: the batch has more elements than the example, or the model does not take it.
+    """
+    if forward is not None:
+        return forward(model, batch)
+    given = as_example(batch)
+    surplus = len(given.args) - len(example.args)
+    if given.args and surplus > 0:
+        raise DataError(
+            f"{where} has {len(given.args)} elements, the model was quantized with {len(example.args)}; if the rest "
+            "are labels, pass forward=lambda m, b: m(b[0])"
+        )
+    try:
+        return model(*given.args, **given.kwargs)
+    except (RuntimeError, TypeError) as error:
+        shapes = [tuple(v.shape) for v in (*given.args, *given.kwargs.values()) if isinstance(v, Tensor)]
+        raise DataError(
+            f"the model does not run on {where} (tensors of shape {shapes}): {error}; give batches shaped like the "
+            "example, or forward= to call the model yourself"
+        ) from error
+
+
+def progress_over(data: Iterable[Any], title: str, progress: bool) -> Iterator[tuple[int, Any]]:
+    """Number the batches, with a progress bar.
+
+    Raises:
+        DataError: the data is a single tensor, or empty.
+    """
+    if isinstance(data, Tensor | Mapping):
+        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
+    count = 0
+    for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
+        yield count - 1, batch
+    if count == 0:
+        raise DataError("the data holds no batch; a generator that was used before is empty, give a list or DataLoader")
+
+
+def require_reiterable(data: Iterable[Any], verb: str) -> None:
+    """Refuse one-shot iterators where several passes are needed.
+
+    Raises:
+        DataError: the data can be read only once.
+    """
+    if isinstance(data, Iterator):
+        raise DataError(f"{verb} reads the data several times, a generator gives it once; pass list(data)")
+
+
+def merged_batch_axis(example: Example) -> bool:
+    """Whether all tensors of an example agree on the length of their first axis."""
+    tensors = [v for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
+    return bool(tensors) and all(t.ndim > 0 for t in tensors) and len({t.shape[0] for t in tensors}) == 1
+
+
+def first_place(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter or buffer."""
+    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device

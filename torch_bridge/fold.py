@@ -1,0 +1,133 @@
+"""Folding BatchNorm into the linear layer before or after it (Jacob et al. 2017, section 3.2)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A BatchNorm that went into a layer.
+
+    Attributes:
+        norm: path of the BatchNorm, now an Identity.
+        layer: path of the layer that took it.
+        before: whether the BatchNorm stands before the layer.
+        eps: of the BatchNorm.
+        kind: `linear`, `conv` or `conv_transpose`: where the layer's channels are.
+        groups: of the layer.
+        had_bias: whether the layer had a bias of its own.
+    """
+
+    norm: str
+    layer: str
+    before: bool
+    eps: float
+    kind: str
+    groups: int
+    had_bias: bool
+
+
+def describe(norm_path: str, norm: nn.Module, layer_path: str, layer: nn.Module, *, before: bool) -> Fold:
+    """Say how a BatchNorm goes into a layer."""
+    kind = "linear" if isinstance(layer, nn.Linear) else "conv"
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        kind = "conv_transpose"
+    groups = int(getattr(layer, "groups", 1))
+    eps = norm.eps
+    assert isinstance(eps, float)
+    return Fold(norm_path, layer_path, before, eps, kind, groups, layer.bias is not None)
+
+
+def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
+    """Why a BatchNorm cannot go into a layer exactly, or None."""
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics"
+    if not before:
+        return None
+    padded = any(p != 0 for p in getattr(layer, "padding", ())) or getattr(layer, "padding", "") == "same"
+    if padded and getattr(layer, "padding_mode", "zeros") == "zeros":
+        return "the layer after it pads with zeros, which a folded shift would not reach"
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return "a transposed convolution after it adds its taps unevenly at the borders"
+    return None
+
+
+def folded(
+    weight: Tensor, bias: Tensor | None, statistics: dict[str, Tensor | None], fold: Fold
+) -> tuple[Tensor, Tensor]:
+    """Give the weight and bias that do what layer and BatchNorm do together, computed in float64.
+
+    `statistics` holds running_mean, running_var and, where affine, weight and bias.
+    """
+    mean, var = statistics["running_mean"], statistics["running_var"]
+    assert mean is not None
+    assert var is not None
+    factor = torch.rsqrt(var.double() + fold.eps)
+    gamma, beta = statistics.get("weight"), statistics.get("bias")
+    if gamma is not None:
+        factor = factor * gamma.double()
+    shift = -mean.double() * factor
+    if beta is not None:
+        shift = shift + beta.double()
+    wide = weight.double()
+    old_bias = torch.zeros(1, dtype=torch.float64) if bias is None else bias.double()
+    if fold.before:
+        return _fold_before(wide, old_bias, factor, shift, fold, weight.dtype)
+    grouped = _channel_view(factor, wide, fold)
+    new_bias = old_bias * factor + shift
+    return (wide * grouped).to(weight.dtype), new_bias.to(weight.dtype)
+
+
+def _channel_view(factor: Tensor, weight: Tensor, fold: Fold) -> Tensor:
+    """Shape one factor per output channel so that it multiplies the stored weight."""
+    if fold.kind != "conv_transpose":
+        return factor.reshape(-1, *[1] * (weight.ndim - 1))
+    # stored [in, out / groups, ...]: rows of group g carry that group's output channels
+    per_group = factor.reshape(fold.groups, 1, -1).expand(-1, weight.shape[0] // fold.groups, -1)
+    return per_group.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
+
+
+def _fold_before(
+    weight: Tensor, bias: Tensor, factor: Tensor, shift: Tensor, fold: Fold, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale the input channels; the shift becomes bias. Stored [out, in / groups, ...]."""
+    out = weight.shape[0]
+    per_row = factor.reshape(fold.groups, 1, -1).expand(-1, out // fold.groups, -1).reshape(out, -1)
+    moved = shift.reshape(fold.groups, 1, -1).expand(-1, out // fold.groups, -1).reshape(out, -1)
+    tail = [1] * (weight.ndim - 2)
+    added = (weight * moved.reshape(*moved.shape, *tail)).flatten(1).sum(1)
+    return (weight * per_row.reshape(*per_row.shape, *tail)).to(dtype), (bias + added).to(dtype)
+
+
+def apply_fold(model: nn.Module, fold: Fold) -> None:
+    """Fold in place; the BatchNorm's places in the model become Identity."""
+    norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
+    statistics = {**norm._parameters, **norm._buffers}
+    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+    assert weight is not None
+    with torch.no_grad():
+        new_weight, new_bias = folded(weight, bias, statistics, fold)
+        weight.copy_(new_weight)
+        if bias is None:
+            layer._parameters["bias"] = nn.Parameter(new_bias, requires_grad=weight.requires_grad)
+        else:
+            bias.copy_(new_bias)
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is norm:
+                module._modules[name] = nn.Identity()
+
+
+def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> None:
+    """Fold a float checkpoint on its way into a folded model, in place; one that is already folded stays."""
+    norm, layer = f"{prefix}{fold.norm}.", f"{prefix}{fold.layer}."
+    if f"{norm}running_mean" not in state_dict or f"{layer}weight" not in state_dict:
+        return
+    names = ("running_mean", "running_var", "weight", "bias")
+    statistics = {name: state_dict.pop(norm + name, None) for name in names}
+    state_dict.pop(f"{norm}num_batches_tracked", None)
+    weight, bias = folded(state_dict[f"{layer}weight"], state_dict.get(f"{layer}bias"), statistics, fold)
+    state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = weight, bias

@@ -1,0 +1,48 @@
+"""Names of functional ops: which torch functions make a site, and what the site's owner is called."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+# Functions that give back their argument, a copy of it, or something that is not computed from its values.
+_WITHOUT_SITE = frozenset(
+    {"contiguous", "detach", "clone", "to", "type", "type_as", "float", "half", "double", "bfloat16", "cpu", "cuda"}
+    | {"requires_grad", "dropout", "alpha_dropout", "feature_dropout", "dropout2d", "identity", "item", "tolist"}
+    | {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones"}
+    | {"new_full", "new_empty", "new_tensor", "set_", "copy", "backward", "register_hook", "deepcopy", "numpy"}
+    | {"setitem", "size", "stride", "dim", "numel", "is_floating_point", "symbolic", "as_subclass", "fill", "zero"}
+)
+_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+def op_name(func: Callable[..., Any]) -> str | None:
+    """The op's name in a site (`add` for `+`, `+=`, `torch.add` and `add_`), or None if it makes no site."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        described = getattr(getattr(func, "__self__", None), "__name__", "")
+        return described if described in _PROPERTIES else None
+    if name.startswith("__"):
+        name = name.strip("_")
+        bare = name[1:] if name[:1] in ("i", "r") else name
+        # __iadd__ and __radd__ are add; __index__, __invert__, __round__ are themselves
+        name = bare if f"__{bare}__" in _OPERATORS else name
+    name = name.strip("_")
+    return None if not name or name in _WITHOUT_SITE else name
+
+
+_OPERATORS = frozenset({f"__{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod")})
+
+
+def reads_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether any argument is a floating-point tensor or a list of them: else the result is a constant or an index."""
+    values = (*args, *(kwargs or {}).values())
+    return any(
+        value.is_floating_point() if isinstance(value, Tensor) else _holds_tensor(value)
+        for value in values
+        if isinstance(value, Tensor | tuple | list)
+    )
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(item, Tensor) and item.is_floating_point() for item in value)

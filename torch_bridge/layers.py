@@ -1,0 +1,90 @@
+"""The layer table: which parameters of a module are read through quantizers, and which modules are one op."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from qsdk.core.errors import ModelError
+from qsdk.core.site import matches
+
+_WEIGHT_BIAS = ("weight", "bias")
+_ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
+
+# The first row whose class fits decides. An empty row: known, but its parameters are read raw.
+_PARAMETERS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
+    (nn.modules.conv._ConvNd, _WEIGHT_BIAS),
+    (nn.Linear, _WEIGHT_BIAS),
+    (nn.Bilinear, _WEIGHT_BIAS),
+    (nn.Embedding, ("weight",)),
+    (nn.EmbeddingBag, ("weight",)),
+    (nn.PReLU, ("weight",)),
+    (nn.LayerNorm, _WEIGHT_BIAS),
+    (nn.RMSNorm, ("weight",)),
+    (nn.GroupNorm, _WEIGHT_BIAS),
+    (nn.MultiheadAttention, _ATTENTION),
+    (nn.modules.batchnorm._NormBase, ()),
+    (nn.RNNBase, ()),
+    (nn.RNNCellBase, ()),
+)
+_WITHOUT_OUTPUT = (nn.Identity, nn.modules.dropout._DropoutNd)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is one op of torch.nn, so that only its output is a site."""
+    defining = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    return defining.__module__.startswith("torch.nn.modules") and not module._modules
+
+
+def has_output_site(module: nn.Module) -> bool:
+    """Whether a leaf makes a new tensor (Identity and Dropout do not)."""
+    return not isinstance(module, _WITHOUT_OUTPUT)
+
+
+def quantized_parameters(module: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of a module's own stored tensors that are read through quantizers.
+
+    Known layers say it in the table; `declared` (class name -> names) adds modules that qsdk does not know; any
+    other module with children gives all its own floating-point parameters and buffers.
+    """
+    names = declared.get(type(module).__name__)
+    if names is None:
+        names = next((row for known, row in _PARAMETERS if isinstance(module, known)), None)
+    if names is not None:
+        return tuple(name for name in names if module._parameters.get(name) is not None or name in module._buffers)
+    own = {**module._parameters, **module._buffers}
+    return tuple(name for name, tensor in own.items() if tensor is not None and tensor.is_floating_point())
+
+
+def require_known(model: nn.Module, declared: Mapping[str, tuple[str, ...]], float_patterns: list[str]) -> None:
+    """Refuse modules with parameters that no row describes.
+
+    Raises:
+        ModelError: lists every such module once, with the lines to paste.
+    """
+    unknown = [
+        (path, module)
+        for path, module in model.named_modules()
+        if _is_unknown(module, declared) and not any(matches(pattern, path) for pattern in float_patterns)
+    ]
+    if not unknown:
+        return
+    lines = [f"  {path or '(the model itself)'}: {type(module).__qualname__}" for path, module in unknown]
+    classes = {type(module).__name__: module for _, module in unknown}
+    pasted = [f"  config = config.layer({name!r}, {_names(module)})" for name, module in classes.items()]
+    raise ModelError(
+        "qsdk does not know what these modules do with their parameters:\n"
+        + "\n".join(lines)
+        + "\nDeclare the parameters to quantize as weights:\n"
+        + "\n".join(pasted)
+        + f"\nor leave the modules float: config = config.skip({unknown[0][0]!r})"
+    )
+
+
+def _is_unknown(module: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> bool:
+    own = next(module.named_parameters(recurse=False), None)
+    known = type(module).__name__ in declared or any(isinstance(module, row) for row, _ in _PARAMETERS)
+    return own is not None and not module._modules and not known
+
+
+def _names(module: nn.Module) -> str:
+    return ", ".join(repr(name) for name, _ in module.named_parameters(recurse=False))

@@ -1,0 +1,131 @@
+"""Preparing a module: copy, check, fold and wrap it, and learn which sites one forward pass reaches."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.config import QuantConfig
+from qsdk.core.errors import ModelError
+from torch_bridge.batches import Example, as_example
+from torch_bridge.find_folds import find_folds, watch
+from torch_bridge.fold import Fold, apply_fold
+from torch_bridge.layers import require_known
+from torch_bridge.runtime import Runtime
+from torch_bridge.wrapper import is_wrapped, state_of, unwrap_model, wrap_model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A wrapped model before it is planned.
+
+    Attributes:
+        model: wrapped, in eval mode, folded.
+        runtime: shared by its modules.
+        example: normalised arguments.
+        eager_sites: sites that one forward pass reached, in order.
+        unfolded: BatchNorm path -> why it was not folded.
+        folded: paths of the folded ones.
+    """
+
+    model: nn.Module
+    runtime: Runtime
+    example: Example
+    eager_sites: tuple[str, ...]
+    unfolded: Mapping[str, str]
+    folded: tuple[str, ...]
+
+
+def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bool, fold_batch_norm: bool) -> Prepared:
+    """Copy (unless `in_place`), check, fold and wrap a model.
+
+    Raises:
+        ModelError: the model cannot be copied, wrapped or run on the example.
+    """
+    require_wrappable(model)
+    given = as_example(example)
+    own = model if in_place else _copied(model)
+    own.eval()
+    declared = config.layers or {}
+    float_patterns = [r.pattern for r in config.rules if r.weight is not None and r.weight.kind == "float"]
+    require_known(own, declared, float_patterns)
+    try:
+        return _wrap_and_fold(own, given, config, fold_batch_norm)
+    except BaseException:
+        unwrap_model(own)  # matters in place: the caller's model is theirs again
+        raise
+
+
+def _wrap_and_fold(own: nn.Module, given: Example, config: QuantConfig, fold_batch_norm: bool) -> Prepared:
+    declared = config.layers or {}
+    runtime = wrap_model(own, declared)
+    wiring = watch(runtime, lambda: run_example(own, given))
+    unfolded: Mapping[str, str] = {}
+    folds: list[Fold] = []
+    if fold_batch_norm:
+        folds, unfolded = find_folds(own, wiring, config)
+    if folds:
+        unwrap_model(own)
+        for fold in folds:
+            apply_fold(own, fold)
+        runtime = wrap_model(own, declared)
+        state_of(own).folds = tuple(folds)
+    sites: list[str] = []
+
+    def note(site: str, x: Tensor) -> Tensor:
+        sites.append(site)
+        return x
+
+    with runtime.in_phase("visit", note), torch.no_grad():
+        run_example(own, given)
+    folded = tuple(fold.norm for fold in folds)
+    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), unfolded, folded)
+
+
+def require_wrappable(model: nn.Module) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        ModelError: names the module and the remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected an nn.Module, an ONNX path or an ONNX model, got {type(model).__name__}")
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(f"{where} is a ScriptModule, whose code is fixed; quantize the nn.Module it came from")
+        if is_wrapped(module):
+            raise ModelError(f"{where} is already wrapped by a sim; quantize the float model, or take sim.unwrap()")
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            raise ModelError(
+                f"{where} is parametrized, so its weight is computed; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it first"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise ModelError(f"{where} is a DataParallel; quantize model.module, and train with DDP")
+
+
+def run_example(model: nn.Module, example: Example) -> Any:
+    """Run the model on the example.
+
+    Raises:
+        ModelError: it does not run.
+    """
+    try:
+        return model(*example.args, **example.kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        shapes = [tuple(v.shape) for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
+        raise ModelError(
+            f"the model does not run on the example (tensors of shape {shapes}): {error}; give an example the float "
+            "model accepts"
+        ) from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"the model cannot be copied: {error}; pass in_place=True to quantize it itself") from error

@@ -1,0 +1,138 @@
+"""Quantizers: what stands at a site of a wrapped module."""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qsdk.core import affine
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import CalibrationError
+from qsdk.core.planning import Decision
+from qsdk.core.spec import axis_of, block_size_of
+from torch_bridge.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat
+
+
+class Quantizer:
+    """Fake-quantizes the tensor at one site.
+
+    Its scale and zero point are buffers of the module that owns the site (so that state_dict, `.to()` and
+    parallel wrappers carry them); tied quantizers read their home's, a bias multiplies those of input and weight.
+
+    Attributes:
+        decision: the plan's word on this site.
+        owner: the module that holds the buffers.
+        home: the quantizer whose encoding this one shares, or None.
+        factors: for a bias, the quantizers of its input and its weight.
+        frozen: neither calibrated nor trained nor searched.
+    """
+
+    def __init__(self, decision: Decision, owner: nn.Module, prefix: str) -> None:
+        self.decision = decision
+        self.owner = owner
+        self.home: Quantizer | None = None
+        self.factors: tuple[Quantizer, Quantizer] | None = None
+        self.frozen = False
+        self.enabled = True
+        self._scale_name, self._zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
+        if self.owns_encoding:
+            owner.register_buffer(self._scale_name, None)
+            owner.register_buffer(self._zero_name, None)
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+        return self.decision.site
+
+    @property
+    def owns_encoding(self) -> bool:
+        """Whether scale and zero point are this quantizer's own (not tied, derived or a float cast)."""
+        return self.decision.quantized and self.decision.tied_to is None and self.decision.bias_of is None
+
+    @property
+    def buffer_names(self) -> tuple[str, str]:
+        """The names of the owner's buffers for scale and zero point."""
+        return self._scale_name, self._zero_name
+
+    @property
+    def log_scale_name(self) -> str:
+        """The name of the owner's parameter that holds log2(scale) while scales are learned."""
+        return f"{self._scale_name}_log2"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is an encoding to quantize with."""
+        if not self.decision.quantized:
+            return True
+        if self.factors is not None:
+            return all(factor.calibrated for factor in self.factors)
+        if self.home is not None:
+            return self.home.calibrated
+        return self.owner._buffers[self._scale_name] is not None
+
+    def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
+        """Give scale and zero point as float tensors of the encoding's shape.
+
+        Raises:
+            CalibrationError: there is no encoding yet.
+        """
+        if self.home is not None:
+            return self.home.scale_and_zero_point()
+        if self.factors is not None:
+            scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
+            scale = self._tiled(scale.detach())
+            return scale, torch.zeros_like(scale)
+        scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
+        if scale_or_none is None or zero_point is None:
+            raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
+        log_scale = self.owner._parameters.get(self.log_scale_name)
+        return (scale_or_none if log_scale is None else torch.exp2(log_scale)), zero_point
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Give x on the site's grid."""
+        spec = self.decision.spec
+        if spec is None or not self.enabled or self.decision.passes_through:
+            return x
+        if not spec.dtype.is_quantized:
+            return cast_through(x, spec.dtype)
+        scale, zero_point = self.scale_and_zero_point()
+        if not self.decision.quantized or spec.dtype.kind == "minifloat":
+            return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
+        gain = 1.0 / float(max(x.numel() / scale.numel() * spec.dtype.hi, 1.0)) ** 0.5
+        aligned = self._aligned(scale, x), self._aligned(zero_point, x)
+        return fake_quantize(x, *aligned, spec.dtype.lo, spec.dtype.hi, gain)
+
+    def encoding(self) -> Encoding:
+        """Give what was found for this site (the shared or derived one where it has none of its own)."""
+        spec = self.decision.spec
+        assert spec is not None
+        scale, zero_point = (t.detach().cpu().numpy() for t in self.scale_and_zero_point())
+        granularity = spec.granularity
+        return Encoding(
+            spec.dtype,
+            scale.astype(np.float32),
+            zero_point.astype(np.int32),
+            axis_of(granularity),
+            block_size_of(granularity),
+            self.frozen,
+        )
+
+    def set_encoding(self, encoding: Encoding) -> None:
+        """Install an encoding in the owner's buffers."""
+        assert self.owns_encoding, self.site
+        place = next((p for p in self.owner.parameters()), torch.empty(0))
+        for name, value in zip(self.buffer_names, (encoding.scale, encoding.zero_point), strict=True):
+            self.owner._buffers[name] = torch.from_numpy(value.astype(np.float32)).to(place.device)
+
+    def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
+        assert self.decision.spec is not None
+        granularity = self.decision.spec.granularity
+        shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
+        return shaped.to(x.dtype)
+
+    def _tiled(self, scale: Tensor) -> Tensor:
+        """A grouped transposed convolution has one weight scale per channel of a group."""
+        shape = self.decision.shape
+        count = shape[0] if shape else None
+        if isinstance(count, int) and 1 < scale.numel() < count:
+            return scale.repeat(count // scale.numel())
+        return scale

@@ -1,0 +1,162 @@
+"""The runtime of a sim: where the forward pass is, what its sites are called and what happens at them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from qsdk.core.errors import ModelError
+from qsdk.core.site import site_name
+from torch_bridge.functional import op_name, reads_tensor
+from torch_bridge.quantizer import Quantizer
+
+Phase = Literal["float", "quantize", "visit", "mark"]
+Visitor = Callable[[str, Tensor], Tensor]
+Reader = Callable[["Frame", tuple[Any, ...], Any], None]
+
+
+@dataclass
+class Frame:
+    """One call of a wrapped module: its path with call marks, and how often each op and child was called in it."""
+
+    owner: str
+    leaf: bool
+    tag: str
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def next(self, name: str) -> int:
+        """Count a call and give its number, from 0."""
+        number = self.counts.get(name, 0)
+        self.counts[name] = number + 1
+        return number
+
+
+class Runtime:
+    """Shared by all wrapped modules of a sim.
+
+    Attributes:
+        phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
+            writes the site's name into a graph that is being traced.
+        quantizers: by site; None where the plan keeps float32.
+        visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
+        reader: what `visit` tells of every torch function: the frame, its arguments, its result.
+        marked: the sites written into the graph by the last `mark` phase.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "float"
+        self.quantizers: dict[str, Quantizer | None] = {}
+        self.visitor: Visitor | None = None
+        self.reader: Reader | None = None
+        self.marked: list[str] = []
+        self.frame: Frame | None = None
+
+    @contextmanager
+    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
+        """Set the phase for a while."""
+        before = self.phase, self.visitor
+        self.phase, self.visitor = phase, visitor
+        try:
+            yield
+        finally:
+            self.phase, self.visitor = before
+
+    def call(self, path: str, leaf: bool, has_output: bool, forward: Callable[[], Any]) -> Any:
+        """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site."""
+        parent = self.frame
+        if parent is not None and parent.leaf:
+            return forward()
+        number = 0 if parent is None else parent.next(f"module {path}")
+        tag = (parent.tag if parent is not None else "") + (f"@{number}" if number else "")
+        frame = Frame(path, leaf, tag)
+        self.frame = frame
+        try:
+            if parent is None:
+                with SiteMode(self):
+                    result = forward()
+            else:
+                result = forward()
+            if leaf and has_output:
+                result = self.emit_result(path + tag, result)
+        finally:
+            self.frame = parent
+        return result
+
+    def emit_result(self, owner: str, result: Any) -> Any:
+        """Pass every floating-point tensor of a result through its site: `output`, `output1`, ..."""
+        if isinstance(result, Tensor):
+            return self.emit(site_name(owner, "output"), result)
+        if isinstance(result, tuple | list):
+            parts = [
+                self.emit(site_name(owner, f"output{i or ''}"), part) if isinstance(part, Tensor) else part
+                for i, part in enumerate(result)
+            ]
+            named = hasattr(result, "_fields")
+            return type(result)(*parts) if named else type(result)(parts)
+        return result
+
+    def emit(self, site: str, x: Tensor) -> Tensor:
+        """Do at a site what the phase asks for.
+
+        Raises:
+            ModelError: the plan does not know the site.
+        """
+        if not x.is_floating_point() or self.phase == "float":
+            return x
+        if self.phase == "mark":
+            self.marked.append(site)
+            return mark(x, site)
+        frame, self.frame = self.frame, None
+        try:
+            if self.phase == "visit":
+                assert self.visitor is not None
+                return self.visitor(site, x)
+            return self._quantizer(site, x)
+        finally:
+            self.frame = frame
+
+    def _quantizer(self, site: str, x: Tensor) -> Tensor:
+        if site not in self.quantizers:
+            raise ModelError(
+                f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "
+                "that takes the same path through the model"
+            )
+        quantizer = self.quantizers[site]
+        return x if quantizer is None else quantizer(x)
+
+
+class SiteMode(TorchFunctionMode):
+    """Sees every torch function that a module calls itself and passes its result through a site."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the function and quantize what it gives."""
+        result = func(*args, **(kwargs or {}))
+        frame = self.runtime.frame
+        if frame is not None and self.runtime.reader is not None:
+            self.runtime.reader(frame, args, result)
+        if frame is None or frame.leaf or self.runtime.phase == "float":
+            return result
+        name = op_name(func)
+        if name is None or not reads_tensor(args, kwargs):
+            return result
+        owner = f"{frame.owner}/{name}" if frame.owner else name
+        return self.runtime.emit_result(f"{owner}.{frame.next(name)}{frame.tag}", result)
+
+
+def mark(x: Tensor, site: str) -> Tensor:
+    """Write a site's name into the graph being exported: a node `qsdk::Quantizer(x){key=site}`."""
+    return torch.onnx.ops.symbolic("qsdk::Quantizer", (x,), {"key": site}, dtype=x.dtype, shape=x.shape, version=1)

@@ -1,0 +1,186 @@
+"""Wrapping: a module keeps its identity, keys and class, and gains sites.
+
+`wrap_model` gives every module of a model a subclass of its own class (`QuantizedConv2d(Conv2d)`) whose parameters
+are read through quantizers while a sim runs, and whose forward passes results through sites. Outside a running
+forward the raw Parameter is read, so `.data`, `nn.init`, `.grad`, tying and parameter groups are as on the float model.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.site import site_name
+from torch_bridge.fold import Fold, fold_checkpoint
+from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
+from torch_bridge.quantizer import Quantizer
+from torch_bridge.runtime import Runtime
+
+STATE = "_qsdk_state"
+
+
+@dataclass
+class ModuleState:
+    """What a wrapped module knows of itself: its path, its place in the sim, and its own quantizers."""
+
+    path: str
+    leaf: bool
+    has_output: bool
+    runtime: Runtime
+    quantizers: list[Quantizer]
+    folds: tuple[Fold, ...] = ()
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """The state of a wrapped module."""
+    found = module.__dict__[STATE]
+    assert isinstance(found, ModuleState)
+    return found
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a module belongs to a sim."""
+    return STATE in module.__dict__
+
+
+def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Runtime:
+    """Wrap every module of a model in place and give the runtime they share."""
+    runtime = Runtime()
+    for path, module in list(model.named_modules()):
+        names = quantized_parameters(module, declared)
+        module.__dict__[STATE] = ModuleState(path, is_leaf(module), has_output_site(module), runtime, [])
+        module.__class__ = quantized_class(type(module), names)  # type: ignore[arg-type]
+    return runtime
+
+
+def unwrap_model(model: nn.Module) -> None:
+    """Give every module its own class back and drop its quantizers, in place."""
+    for module in model.modules():
+        if not is_wrapped(module):
+            continue
+        for quantizer in state_of(module).quantizers:
+            for name in quantizer.buffer_names:
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+        del module.__dict__[STATE]
+        module.__class__ = type(module).__mro__[2]
+
+
+class _Quantized(nn.Module):
+    """The behaviour that every wrapped class puts before its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self)
+        runtime, inner = state.runtime, super().forward
+        if state.path == "" and runtime.frame is None and runtime.phase != "float":
+            return self._root_forward(runtime, inner, args, kwargs)
+        return runtime.call(state.path, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+
+    def _root_forward(
+        self, runtime: Runtime, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names = input_names(inner, args)
+        args = tuple(quantize_input(runtime, name, value) for name, value in zip(names, args, strict=True))
+        kwargs = {name: quantize_input(runtime, name, value) for name, value in kwargs.items()}
+        state = state_of(self)
+        return runtime.call("", state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load float checkpoints (folding on the way in) and checkpoints with encodings alike."""
+        state = state_of(self)
+        for fold in state.folds:
+            fold_checkpoint(self, state_dict, prefix, fold)
+        for quantizer in state.quantizers:
+            _prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        own = {prefix + name for quantizer in state.quantizers for name in quantizer.buffer_names}
+        missing_keys.extend(key for key in missing if key not in own)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        names = type(self)._qsdk_parameters
+        return _rebuild, (type(self).__mro__[2], names), self.__getstate__()  # type: ignore[no-untyped-call]
+
+    _qsdk_parameters: tuple[str, ...] = ()
+
+
+def input_names(forward: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """The parameter names that positional arguments of a forward have (`args.1` for the second of `*args`)."""
+    names: list[str] = []
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}.{i}" for i in range(len(args) - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return names[: len(args)]
+
+
+def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
+    """Pass the tensors of a model input through their sites: `x:input`, and `x.0:input` inside containers."""
+    if isinstance(value, Tensor):
+        return runtime.emit(site_name(name, "input"), value)
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(quantize_input(runtime, f"{name}.{i}", item) for i, item in enumerate(value))
+    if isinstance(value, dict):
+        return {key: quantize_input(runtime, f"{name}.{key}", item) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The wrapped subclass of a module class whose tensors `names` are read through quantizers; made once."""
+    body: dict[str, Any] = {name: _through_quantizer(name) for name in names}
+    body |= {"__module__": base.__module__, "__doc__": base.__doc__, "_qsdk_parameters": names}
+    return type(f"Quantized{base.__name__}", (_Quantized, base), body)
+
+
+def _through_quantizer(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        raw = self._parameters.get(name)
+        if raw is None:
+            raw = self._buffers.get(name)  # type: ignore[assignment]
+        state = self.__dict__.get(STATE)
+        if raw is None or state is None or state.runtime.frame is None:
+            return raw
+        return state.runtime.emit(site_name(state.path, name), raw)
+
+    def write(self: nn.Module, value: Any) -> None:
+        # nn.Module.__setattr__ takes Parameters; what reaches the property is a plain tensor or None
+        target = self._parameters if name in self._parameters else self._buffers
+        target[name] = value
+
+    return property(read, write)
+
+
+def _prepare_buffers(
+    module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Make room for the encodings that a state_dict brings; one half of an encoding is an error."""
+    if not quantizer.owns_encoding:
+        return
+    present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
+    if len(present) == 1:
+        absent = next(name for name in quantizer.buffer_names if name not in present)
+        error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
+        state_dict.pop(prefix + present[0])
+        return
+    for name in present:
+        module._buffers[name] = torch.empty_like(state_dict[prefix + name])
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    cls = quantized_class(base, names)  # type: ignore[arg-type]
+    return cls.__new__(cls)
