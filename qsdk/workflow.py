@@ -1,4 +1,4 @@
-"""The verbs: each composes the two doors. With `export.py` the only files that know both."""
+"""The verbs: each composes the two doors. The only file that knows both."""
 
 import json
 import os
@@ -9,9 +9,10 @@ from onnx import ModelProto
 from onnx_backend.sim import OnnxSim
 from torch import nn
 
-from onnx_backend import integer, measure, parity
+from onnx_backend import integer, measure, parity, qdq_read
 from onnx_backend import model as onnx_model
 from onnx_backend import validate as validation
+from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.read_graph import read_graph
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.simplify import simplify
@@ -24,7 +25,6 @@ from qsdk.core.files import write_text
 from qsdk.core.fixed_point import Rounding
 from qsdk.core.planning import make_plan
 from qsdk.core.report import Report
-from qsdk.export import require_companion, without_uncalibrated, write_model
 from torch_bridge import calibration
 from torch_bridge.attach import attach, compare_sites
 from torch_bridge.layer_problems import solve_layers
@@ -281,6 +281,27 @@ def validate(model: OnnxSource) -> Report:
         FileFormatError: the file cannot be read as ONNX.
     """
     return validation.validate(onnx_model.load(model))
+
+
+def inspect(model: OnnxSource) -> Report:
+    """List the encodings that a Q/DQ model holds, read from its own nodes.
+
+    Raises:
+        FileFormatError: the model is unreadable or invalid.
+    """
+    found = qdq_read.read(_opened(model))
+    rows = [
+        {
+            "site": site,
+            "dtype": encoding.dtype.name,
+            "scales": encoding.scale.size,
+            "smallest scale": float(encoding.scale.min()),
+            "largest scale": float(encoding.scale.max()),
+            "zero point": int(encoding.zero_point[0]) if encoding.zero_point.size == 1 else "",
+        }
+        for site, encoding in found.items()
+    ]
+    return Report("Encodings", rows, {"sites": len(rows)})
 
 
 def _opened(source: OnnxSource) -> ModelProto:

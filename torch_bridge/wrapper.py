@@ -73,9 +73,9 @@ def unwrap_model(model: nn.Module) -> None:
 class _Quantized(nn.Module):
     """The behaviour that every wrapped class puts before its own."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
-        runtime, inner = state.runtime, super().forward
+        runtime = state.runtime
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             return self._root_forward(runtime, inner, args, kwargs)
         return runtime.call(state.path, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
@@ -142,7 +142,13 @@ def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
 @functools.cache
 def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The wrapped subclass of a module class whose tensors `names` are read through quantizers; made once."""
-    body: dict[str, Any] = {name: _through_quantizer(name) for name in names}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._simulate(functools.partial(base.forward, self), args, kwargs)
+
+    # tracers and callers read the names of the inputs from the signature
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    body: dict[str, Any] = {name: _through_quantizer(name) for name in names} | {"forward": forward}
     body |= {"__module__": base.__module__, "__doc__": base.__doc__, "_qsdk_parameters": names}
     return type(f"Quantized{base.__name__}", (_Quantized, base), body)
 

@@ -205,7 +205,7 @@ class _Planner:
             if not facts.is_float or tensor in activations or tensor in found:
                 continue
             readers = [self.graph.ops[op].type for op in self.graph.consumers[tensor]]
-            reason = f"read by {readers[0]} as a parameter, not as data" if readers else "no op reads it"
+            reason = f"a parameter of {readers[0]} that has no integer form of its own" if readers else "no op reads it"
             root = self.graph.constant_root(tensor)
             if root is not None and root != tensor:
                 reason = f"a view of {self.graph.tensors[root].site or self.graph.tensors[root].name}"

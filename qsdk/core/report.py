@@ -29,12 +29,21 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Give `{"title", "rows": [{...}], "summary": {...}}` of plain values."""
-        return {"title": self.title, "rows": [dict(row) for row in self.rows], "summary": dict(self.summary)}
+        return {
+            "title": self.title,
+            "rows": [_plain_dict(row) for row in self.rows],
+            "summary": _plain_dict(self.summary),
+        }
 
     def __str__(self) -> str:
-        lines = [self.title, *_table(self.rows)]
-        lines += [f"{key}: {_text(value)}" for key, value in self.summary.items()]
+        lines = [self.title, *_table([_plain_dict(row) for row in self.rows])]
+        lines += [f"{key}: {_text(value)}" for key, value in _plain_dict(self.summary).items()]
         return "\n".join(lines)
+
+
+def _plain_dict(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays and array scalars as Python's own lists and numbers."""
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in facts.items()}
 
 
 def _text(value: Any) -> str:

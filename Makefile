@@ -1,0 +1,44 @@
+# Every target that needs the environment makes it first; `make setup` runs again only when its inputs change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check fmt bench
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv with qsdk and its tools (does nothing when it is up to date)
+	@:
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "qsdk needs Python 3.11 or newer, found " + sys.version.split()[0] + "; name one: make setup PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup ## quantize, export and compare a real model on real data (one to two minutes)
+	@$(BIN)/qsdk demo
+
+test: setup ## run the tests, except the slow ones
+	@$(PYTEST) -m "not slow"
+
+test-slow: setup ## run the slow tests (minutes)
+	@$(PYTEST) -m slow
+
+check: setup ## lint, format, types, import contracts, architecture
+	@$(BIN)/ruff check -q
+	@$(BIN)/ruff format -q --check
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@$(BIN)/python -m pytest -q tests/test_architecture.py
+
+fmt: setup ## format and fix what can be fixed
+	@$(BIN)/ruff check -q --fix
+	@$(BIN)/ruff format -q
+
+bench: setup ## run every benchmark
+	@set -e; for file in $(wildcard benchmarks/*.py); do echo "$$file"; $(BIN)/python $$file; done

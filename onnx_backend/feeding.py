@@ -1,0 +1,80 @@
+"""Feeding an ONNX session: arrays, tuples (in graph order) or mappings (by name), with errors that show the remedy."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from tqdm import tqdm
+
+from qsdk.core.errors import DataError
+
+_TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+
+
+def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:
+    """Give input name -> array for a batch; float64 becomes float32 where the model wants that.
+
+    Args:
+        batch: an array (the only input), a tuple or list (in order) or a mapping by name.
+        inputs: the session's (objects with `name` and `type`).
+        where: says which batch it is, for messages.
+
+    Raises:
+        DataError: names are missing or unknown, or there are more arrays than inputs.
+    """
+    names = [value.name for value in inputs]
+    if isinstance(batch, Mapping):
+        named = dict(batch)
+    else:
+        given = list(batch) if isinstance(batch, tuple | list) else [batch]
+        if len(given) > len(names):
+            raise DataError(
+                f"{where} has {len(given)} elements, the model takes {len(names)} ({', '.join(names)}); if the rest "
+                "are labels, give mappings by input name, or tuples without them"
+            )
+        named = dict(zip(names, given, strict=False))
+    unknown, missing = sorted(set(named) - set(names)), [name for name in names if name not in named]
+    if unknown or missing:
+        said = f"does not take {', '.join(unknown)}" if unknown else f"also needs {', '.join(missing)}"
+        raise DataError(f"{where}: the model {said}; its inputs are {', '.join(names)}")
+    return {value.name: _typed(named[value.name], value.type) for value in inputs}
+
+
+def _typed(value: Any, wanted: str) -> npt.NDArray[Any]:
+    given = np.asarray(value)
+    dtype = np.dtype(_TYPES.get(wanted, given.dtype))
+    return given.astype(dtype) if given.dtype != dtype and given.dtype.kind == dtype.kind else given
+
+
+def run_session(
+    session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
+) -> list[npt.NDArray[Any]]:
+    """Run a session; gives its outputs in order.
+
+    Raises:
+        DataError: the model does not take these arrays.
+    """
+    try:
+        return [np.asarray(value) for value in session.run(None, dict(feeds))]
+    except Exception as error:  # the runtime's own exception types are private
+        shapes = ", ".join(f"{name}: {value.dtype} {value.shape}" for name, value in feeds.items())
+        raise DataError(
+            f"the model does not run on {where} ({shapes}): {error}; give what its inputs ask for"
+        ) from error
+
+
+def batches_of(data: Iterable[Any], title: str, progress: bool) -> Iterator[tuple[int, Any]]:
+    """Number the batches, with a progress bar.
+
+    Raises:
+        DataError: the data is one batch rather than an iterable of them, or empty.
+    """
+    if isinstance(data, np.ndarray | Mapping):
+        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
+    count = 0
+    for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
+        yield count - 1, batch
+    if count == 0:
+        raise DataError("the data holds no batch; a generator that was used before is empty, give a list instead")

@@ -1,0 +1,153 @@
+"""The check that a model computes on integers only between its quantized edges, in the standard domain."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, checker, helper
+from onnx.shape_inference import InferenceError, infer_shapes
+
+from qsdk.core.errors import IntegerError
+
+_STANDARD = ("", "ai.onnx")
+_INTEGER = frozenset(
+    {
+        *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.INT4),
+        *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8, TensorProto.UINT4),
+        TensorProto.BOOL,
+    }
+)
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One violation.
+
+    Attributes:
+        kind: `float tensor`, `quantize node`, `domain` or `invalid`.
+        where: the node, tensor or domain.
+        reason: what is wrong with it.
+    """
+
+    kind: str
+    where: str
+    reason: str
+
+
+def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding]:
+    """List everything in a model that is not integer-only; an empty list means that it is.
+
+    With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
+    output, with their float scales; with `edges="integer"` there is no such exception.
+    """
+    findings = [
+        Finding("domain", entry.domain, "the model imports a domain outside the standard")
+        for entry in model.opset_import
+        if entry.domain not in _STANDARD
+    ]
+    findings += [Finding("domain", f.name, "a model-local function hides its body") for f in model.functions]
+    try:
+        checker.check_model(model, full_check=True)
+        inferred = infer_shapes(model, check_type=True, strict_mode=True)
+    except (checker.ValidationError, InferenceError) as error:
+        findings.append(Finding("invalid", "model", str(error).strip().splitlines()[0]))
+        inferred = infer_shapes(model)
+    graph = inferred.graph
+    inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
+    at_edge = _edge_nodes(graph, inputs, outputs) if edges == "float" else set()
+    findings += _graph_findings(graph, at_edge)
+    return findings
+
+
+def require_integer_only(model: ModelProto, *, edges: str = "float") -> None:
+    """Raise unless the model is integer-only between its edges.
+
+    Raises:
+        IntegerError: naming every offending node and tensor.
+    """
+    findings = integer_findings(model, edges=edges)
+    if findings:
+        lines = [f"  {finding.kind} {finding.where!r}: {finding.reason}" for finding in findings]
+        raise IntegerError("the model is not integer-only; convert it with to_integer()\n" + "\n".join(lines))
+
+
+def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[int]:
+    """Give the indices of the Q/DQ nodes that stand at a float edge."""
+    readers: dict[str, int] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers[name] = readers.get(name, 0) + 1
+    return {
+        index
+        for index, node in enumerate(graph.node)
+        if (node.op_type == "QuantizeLinear" and node.input[0] in inputs)
+        or (node.op_type == "DequantizeLinear" and node.output[0] in outputs and node.output[0] not in readers)
+    }
+
+
+def _graph_findings(graph: GraphProto, at_edge: set[int]) -> Iterator[Finding]:
+    types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
+    edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
+    free = {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
+    free |= {node.output[0] for node in edge_nodes if node.op_type == "DequantizeLinear"}
+    scales = {node.input[1] for node in edge_nodes}
+    yield from _tensor_findings(graph, types, free, scales)
+    for index, node in enumerate(graph.node):
+        if node.domain not in _STANDARD:
+            yield Finding("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
+        if index in at_edge:
+            continue
+        if node.op_type in _QDQ:
+            yield Finding("quantize node", _name(node), f"{node.op_type} stands between the edges")
+        for name in node.input:
+            if name in free and node.op_type != "Shape":
+                yield Finding("float tensor", _name(node), f"{node.op_type} reads the float edge {name!r}")
+            if name in scales:
+                yield Finding("float tensor", _name(node), f"{node.op_type} reads the float scale {name!r}")
+        yield from _output_findings(node, types, free)
+        yield from _attribute_findings(node)
+
+
+def _tensor_findings(
+    graph: GraphProto, types: dict[str, TypeProto], free: set[str], scales: set[str]
+) -> Iterator[Finding]:
+    for tensor in graph.initializer:
+        if tensor.data_type not in _INTEGER and tensor.name not in scales:
+            yield Finding("float tensor", tensor.name, f"an initializer of {_dtype(tensor.data_type)}")
+    for sparse in graph.sparse_initializer:
+        if sparse.values.data_type not in _INTEGER:
+            yield Finding("float tensor", sparse.values.name, "a sparse float initializer")
+    for info in (*graph.input, *graph.output):
+        kind = types[info.name].tensor_type.elem_type
+        if kind not in _INTEGER and info.name not in free:
+            yield Finding("float tensor", info.name, f"a graph edge of {_dtype(kind)} without its Q/DQ node")
+
+
+def _output_findings(node: NodeProto, types: dict[str, TypeProto], free: set[str]) -> Iterator[Finding]:
+    for name in filter(None, node.output):
+        kind = types[name].tensor_type.elem_type if name in types else TensorProto.UNDEFINED
+        if kind not in _INTEGER and name not in free:
+            yield Finding("float tensor", _name(node), f"{node.op_type} makes {name!r} of {_dtype(kind)}")
+
+
+def _attribute_findings(node: NodeProto) -> Iterator[Finding]:
+    for attribute in node.attribute:
+        held = helper.get_attribute_value(attribute)
+        if attribute.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
+            tensors = [held] if attribute.type == AttributeProto.TENSOR else held
+            bad = [_dtype(t.data_type) for t in tensors if t.data_type not in _INTEGER]
+            if bad:
+                yield Finding("float tensor", _name(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
+        elif node.op_type == "Constant" and attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
+            yield Finding("float tensor", _name(node), f"a Constant with {attribute.name!r}")
+        elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
+            for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
+                yield from _graph_findings(graph, set())
+
+
+def _name(node: NodeProto) -> str:
+    return node.name or (node.output[0] if node.output else node.op_type)
+
+
+def _dtype(code: int) -> str:
+    return "an unknown dtype" if code == TensorProto.UNDEFINED else TensorProto.DataType.Name(code).lower()

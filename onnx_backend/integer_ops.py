@@ -1,0 +1,333 @@
+"""The table of lowerings: one function per op type, from the values of its inputs to the value of its output.
+
+A lowering has the signature `(ctx, node, args) -> Value | tuple of Value`; an absent optional input is None. It raises
+`Refused` where the op cannot be computed on integers alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.integer_context import (
+    Args,
+    Context,
+    attributes,
+    encoded,
+    integer_name,
+    settled,
+)
+from onnx_backend.integer_layers import (
+    accumulated,
+    conv,
+    gemm,
+    matmul,
+    plus_constant,
+    product_bounds,
+)
+from onnx_backend.integer_moves import MOVES, argmax, pad
+from onnx_backend.integer_pool import average_pool, global_average_pool, reduce_mean, reduce_sum
+from onnx_backend.integer_qdq import dequantize, quantize
+from onnx_backend.integer_values import (
+    Array,
+    Constant,
+    Integers,
+    Joined,
+    Linear,
+    Lookup,
+    Refused,
+    Value,
+    clipped,
+    linear,
+)
+
+Lowering = Callable[[Context, NodeProto, Args], Value | tuple[Value, ...]]
+
+_BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
+
+
+def relu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Relu to a lower clip of 0, folded into the requantization before it."""
+    return _clip(args, 0.0, math.inf)
+
+
+def clip(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Clip with constant bounds, folded into the requantization before it."""
+    bounds = [_scalar(args[i]) if i < len(args) and args[i] is not None else None for i in (1, 2)]
+    attrs = attributes(node)  # bounds were attributes before opset 11
+    lo = attrs.get("min", -math.inf) if bounds[0] is None else bounds[0]
+    hi = attrs.get("max", math.inf) if bounds[1] is None else bounds[1]
+    return _clip(args, float(lo), float(hi))
+
+
+def _clip(args: Args, lo: float, hi: float) -> Value:
+    value = args[0]
+    done = None if value is None else clipped(value, lo, hi)
+    if done is None:
+        raise Refused("its input is neither quantized nor an accumulator", _BETWEEN)
+    return done
+
+
+def _scalar(value: Value | None) -> float:
+    if isinstance(value, Constant) and value.values.size == 1:
+        return float(value.values.reshape(-1)[0])
+    raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
+
+
+def add(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Add of activations and constants to one fixed point with a common shift and one rounding."""
+    return _sum(node, args, 1)
+
+
+def sub(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Sub as an Add with a negative multiplier."""
+    return _sum(node, args, -1)
+
+
+def _sum(node: NodeProto, args: Args, sign: int) -> Value:
+    left, right = args
+    mapped = _mapped(np.add if sign > 0 else np.subtract, left, right)
+    if mapped is not None:
+        return mapped
+    if isinstance(right, Constant):
+        constant = right if sign > 0 else _negated(right)
+        return plus_constant(_summand(node, left), constant)
+    if isinstance(left, Constant):
+        return plus_constant(_scaled(_summand(node, right), np.asarray(float(sign))), left)
+    first, second = _summand(node, left), _scaled(_summand(node, right), np.asarray(float(sign)))
+    source = node.name or node.output[0]
+    return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source)
+
+
+def _negated(constant: Constant) -> Constant:
+    coded = constant.coded and replace(constant.coded, integers=-constant.coded.integers)
+    return Constant(-constant.values, coded)
+
+
+def _summand(node: NodeProto, value: Value | None) -> Linear:
+    found = None if value is None else linear(value, node.name or node.output[0])
+    if found is None:
+        raise Refused("one of its inputs is a float tensor that is not a plain accumulator", _BETWEEN)
+    return found
+
+
+def _scaled(value: Linear, factor: Array) -> Linear:
+    terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
+    return replace(value, terms=terms, constant=value.constant * factor)
+
+
+def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right: Value | None) -> Value | None:
+    """Compute an elementwise function of one uint8 tensor, or of constants, by its table of values."""
+    if isinstance(left, Constant) and isinstance(right, Constant):
+        return Constant(function(left.values, right.values))
+    if isinstance(left, Lookup) and isinstance(right, Lookup):
+        return Lookup(left.name, function(left.values, right.values), None) if left.name == right.name else None
+    if isinstance(left, Lookup) and isinstance(right, Constant) and _single(right, left):
+        return Lookup(left.name, function(left.values, right.values.reshape(())), None)
+    if isinstance(right, Lookup) and isinstance(left, Constant) and _single(left, right):
+        return Lookup(right.name, function(left.values.reshape(()), right.values), None)
+    return None
+
+
+def _single(constant: Constant, activation: Lookup) -> bool:
+    # a one-element constant of any rank; a higher rank than the activation's would add axes, which only a
+    # degenerate export writes: shape inference then contradicts the table's shape and the checker refuses
+    return constant.values.size == 1 and constant.values.ndim <= 1
+
+
+def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Mul of two activations to an int32 product, of an activation and a constant to a scale."""
+    left, right = args
+    mapped = _mapped(np.multiply, left, right)
+    if mapped is not None:
+        return mapped
+    if isinstance(left, Constant):
+        left, right = right, left
+    if isinstance(right, Constant):
+        return _scaled(_summand(node, left), right.values.astype(np.float64))
+    return _product(ctx, node, left, right)
+
+
+def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
+    operands = encoded(left, "its first input"), encoded(right, "its second input")
+    b = ctx.builder
+    centred = [
+        b.node("Sub", [b.cast(name, TensorProto.INT32), b.constant(encoding.zero_point, np.int32)])
+        for name, encoding in operands
+    ]
+    product = b.node("Mul", centred, name=f"{node.output[0]}.accumulator")
+    (_, first), (_, second) = operands
+    low, high = product_bounds(first, second)
+    return accumulated(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
+
+
+def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower an inference-time BatchNormalization to a scale and a constant per channel."""
+    attrs = attributes(node)
+    parameters = [arg.values.astype(np.float64) for arg in args[1:] if isinstance(arg, Constant)]
+    if len(parameters) != 4 or attrs.get("training_mode", 0):
+        raise Refused("its statistics are not constants", "export the model in evaluation mode")
+    gain, bias, mean, variance = parameters
+    factor = gain / np.sqrt(variance + attrs.get("epsilon", 1e-5))
+    channels = (-1, *(1 for _ in range(ctx.rank(node.input[0]) - 2)))
+    value = _scaled(_summand(node, args[0]), factor.reshape(channels))
+    return replace(value, constant=value.constant + (bias - mean * factor).reshape(channels))
+
+
+def div(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Div by a constant to a scale, of one tensor by a function of itself to a table."""
+    left, right = args
+    if isinstance(right, Constant) and not np.all(right.values):
+        raise Refused("it divides by zero", "remove the zero from the constant")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mapped = _mapped(np.divide, left, right)
+    if mapped is not None:
+        return mapped
+    if isinstance(right, Constant):
+        return _scaled(_summand(node, left), 1.0 / right.values.astype(np.float64))
+    raise Refused("it divides by an activation", "there is no integer form of it in this version")
+
+
+def concat(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower Concat: free where all inputs share one encoding, else each input is brought to the output's."""
+    if all(isinstance(arg, Integers) for arg in args):
+        return copied(ctx, node, args)
+    axis = int(attributes(node)["axis"])
+    parts = tuple(arg for arg in args if arg is not None)
+    if any(isinstance(part, Integers) for part in parts):
+        raise Refused("it mixes integer and float tensors", "concatenate tensors of one type")
+    return settled(ctx, Joined(parts, axis), node.output[0])
+
+
+def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Copy a node that computes on integers already (shape arithmetic).
+
+    Raises:
+        Refused: an input or an output is not an integer or boolean tensor.
+    """
+    for name in filter(None, node.output):
+        if ctx.types.get(name, TensorProto.UNDEFINED) not in INTEGER_TYPES:
+            raise Refused("it makes a float tensor", "compute it on integers or fold it into a constant")
+    b = ctx.builder
+    inputs = [integer_name(ctx, arg) for arg in args]
+    outputs = [b.fresh(name) if name else "" for name in node.output]
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    del copy.input[:], copy.output[:]
+    copy.input.extend(inputs)
+    copy.output.extend(outputs)
+    b.nodes.append(copy)
+    values = tuple(Integers(o, dtype=ctx.types.get(n, 0)) for n, o in zip(node.output, outputs, strict=True))
+    return values[0] if len(values) == 1 else values
+
+
+def constant(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Read a Constant node."""
+    attribute = node.attribute[0]
+    found = helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return stored(found)
+    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    if attribute.name not in kinds:
+        raise Refused(f"a Constant with {attribute.name}", "store it as a tensor")
+    return stored(numpy_helper.from_array(np.asarray(found, kinds[attribute.name])))
+
+
+def stored(tensor: TensorProto) -> Value:
+    """Give the value of an initializer: float tensors as constants, all others as integers."""
+    array = numpy_helper.to_array(tensor)
+    if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
+        return Constant(array.astype(np.float32))
+    return Integers("", array, tensor.data_type)
+
+
+def _table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
+    """Make the lowering of an elementwise function: its values at every code of a uint8 tensor."""
+
+    def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
+        value = args[0]
+        if isinstance(value, Lookup):
+            with np.errstate(all="ignore"):
+                values = function(value.values.astype(np.float64), attributes(node)).astype(np.float32)
+            if not np.all(np.isfinite(values)):
+                raise Refused("it is not finite on some code of its input", "clip its input away from the pole")
+            return Lookup(value.name, values, None)
+        if isinstance(value, Constant):
+            return Constant(function(value.values.astype(np.float64), attributes(node)).astype(np.float32))
+        raise Refused("its input is a float tensor", _BETWEEN)
+
+    return lower
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def _erf(x: Array) -> Array:
+    return np.asarray([math.erf(v) for v in x.reshape(-1)]).reshape(x.shape)
+
+
+def _gelu(x: Array, attrs: Mapping[str, object]) -> Array:
+    if attrs.get("approximate", "none") == "tanh":
+        return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0)))
+
+
+#: Elementwise functions computed by a 256-entry table (attributes with the defaults of the ONNX standard).
+TABLES: Mapping[str, Callable[[Array, Mapping[str, float]], Array]] = MappingProxyType(
+    {
+        "Abs": lambda x, a: np.abs(x),
+        "Elu": lambda x, a: np.where(x > 0, x, a.get("alpha", 1.0) * np.expm1(x)),
+        "Erf": lambda x, a: _erf(x),
+        "Exp": lambda x, a: np.exp(x),
+        "Gelu": _gelu,
+        "HardSigmoid": lambda x, a: np.clip(a.get("alpha", 0.2) * x + a.get("beta", 0.5), 0.0, 1.0),
+        "HardSwish": lambda x, a: x * np.clip(x / 6.0 + 0.5, 0.0, 1.0),
+        "LeakyRelu": lambda x, a: np.where(x >= 0, x, a.get("alpha", 0.01) * x),
+        "Log": lambda x, a: np.log(x),
+        "Neg": lambda x, a: -x,
+        "Reciprocal": lambda x, a: 1.0 / x,
+        "Sigmoid": lambda x, a: _sigmoid(x),
+        "Softplus": lambda x, a: np.log1p(np.exp(x)),
+        "Softsign": lambda x, a: x / (1.0 + np.abs(x)),
+        "Sqrt": lambda x, a: np.sqrt(x),
+        "Tanh": lambda x, a: np.tanh(x),
+    }
+)
+
+INTEGER_TYPES = frozenset(
+    {
+        *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.BOOL),
+        *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8),
+    }
+)
+
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
+    {
+        "Add": add,
+        "ArgMax": argmax,
+        "AveragePool": average_pool,
+        "BatchNormalization": batch_normalization,
+        "Clip": clip,
+        "Concat": concat,
+        "Constant": constant,
+        "Conv": conv,
+        "DequantizeLinear": dequantize,
+        "Div": div,
+        "Gemm": gemm,
+        "GlobalAveragePool": global_average_pool,
+        "MatMul": matmul,
+        "Mul": mul,
+        "Pad": pad,
+        "QuantizeLinear": quantize,
+        "ReduceMean": reduce_mean,
+        "ReduceSum": reduce_sum,
+        "Relu": relu,
+        "Sub": sub,
+        **MOVES,
+        **{name: _table(function) for name, function in TABLES.items()},
+    }
+)

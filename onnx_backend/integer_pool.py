@@ -1,0 +1,160 @@
+"""Lowering of pooling and reductions: sums in int32, the division folded into the requantization."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.integer_context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer_layers import accumulated
+from onnx_backend.integer_values import Array, Encoding, Refused, Value
+
+
+def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower GlobalAveragePool over static spatial sizes."""
+    axes = list(range(2, ctx.rank(node.input[0])))
+    return _reduced(ctx, node, args, axes, keepdims=1, mean=True)
+
+
+def reduce_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower ReduceMean over static sizes (torch writes a mean over height and width like this)."""
+    return _reduce(ctx, node, args, mean=True)
+
+
+def reduce_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower ReduceSum over static sizes."""
+    return _reduce(ctx, node, args, mean=False)
+
+
+def _reduce(ctx: Context, node: NodeProto, args: Args, *, mean: bool) -> Value:
+    attrs = attributes(node)
+    axes = attrs.get("axes")
+    if axes is None and len(args) > 1 and args[1] is not None:
+        axes = constant_integers(args[1])
+        if axes is None:
+            raise Refused("its axes are not constant", "store the axes as an initializer")
+    if not axes and attrs.get("noop_with_empty_axes", 0):
+        return encoded_value(args)
+    rank = ctx.rank(node.input[0])
+    chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
+    return _reduced(ctx, node, args, chosen, keepdims=int(attrs.get("keepdims", 1)), mean=mean)
+
+
+def encoded_value(args: Args) -> Value:
+    """Give the first argument if it is a quantized activation.
+
+    Raises:
+        Refused: it is not.
+    """
+    encoded(args[0])
+    value = args[0]
+    assert value is not None  # encoded() refuses None
+    return value
+
+
+def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, keepdims: int, mean: bool) -> Value:
+    codes, encoding = encoded(args[0])
+    count = math.prod(ctx.sizes(node.input[0], axes))
+    if count == 0:
+        raise Refused("it reduces over an axis of size 0", "remove the node")
+    b = ctx.builder
+    wide = b.cast(codes, TensorProto.INT32)
+    total = b.node(
+        "ReduceSum",
+        [wide, b.constant(list(axes), np.int64)],
+        name=f"{node.output[0]}.accumulator",
+        keepdims=keepdims,
+    )
+    # the sum keeps count zero points: centring it first keeps the accumulator's meaning plain
+    centred = b.node("Sub", [total, b.constant(count * encoding.zero_point, np.int32)])
+    low, high = count * -encoding.zero_point, count * (encoding.hi - encoding.zero_point)
+    scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
+    if count * encoding.hi >= 1 << 31:
+        raise Refused(f"the sum of {count} codes can leave int32", "split the reduction")
+    return accumulated(centred, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+
+
+def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower AveragePool to a depthwise ConvInteger with ones; the divisor may vary at the borders."""
+    codes, encoding = encoded(args[0])
+    attrs = attributes(node)
+    kernel = list(attrs["kernel_shape"])
+    spatial = len(kernel)
+    strides, dilations = (list(attrs.get(key, [1] * spatial)) for key in ("strides", "dilations"))
+    auto = attrs.get("auto_pad", "NOTSET")
+    if auto == "VALID":
+        attrs["pads"] = [0] * 2 * spatial
+    elif auto != "NOTSET":
+        attrs["pads"] = _same_pads(ctx, node, kernel, strides, dilations, upper=auto == "SAME_UPPER")
+    pads = list(attrs.get("pads", [0] * 2 * spatial))
+    window = tuple(zip(kernel, strides, dilations, pads[:spatial], pads[spatial:], strict=True))
+    if attrs.get("ceil_mode", 0):
+        _require_no_ceiling(ctx, node, window)
+    divisor = _divisor(ctx, node, window, padded=bool(attrs.get("count_include_pad", 0)))
+    accumulator = _window_sum(ctx, node, codes, encoding, (kernel, strides, dilations, pads))
+    size = math.prod(kernel)
+    low, high = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
+    return accumulated(
+        accumulator, encoding.scale / divisor, np.asarray(low, np.int64), np.asarray(high, np.int64), node
+    )
+
+
+Window = tuple[tuple[int, int, int, int, int], ...]
+
+
+def _window_sum(
+    ctx: Context,
+    node: NodeProto,
+    codes: str,
+    encoding: Encoding,
+    how: tuple[list[int], list[int], list[int], list[int]],
+) -> str:
+    kernel, strides, dilations, pads = how
+    channels = ctx.sizes(node.input[0], [1])[0]
+    b = ctx.builder
+    ones = b.constant(np.ones((channels, 1, *kernel)), np.uint8)
+    inputs = [codes, ones, b.constant(encoding.zero_point, np.uint8), b.constant(0, np.uint8)]
+    return b.node(
+        "ConvInteger",
+        inputs,
+        name=f"{node.output[0]}.accumulator",
+        group=channels,
+        kernel_shape=kernel,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+    )
+
+
+def _same_pads(
+    ctx: Context, node: NodeProto, kernel: list[int], strides: list[int], dilations: list[int], *, upper: bool
+) -> list[int]:
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(kernel))))
+    totals = [
+        max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
+        for size, k, s, d in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return [*small, *large] if upper else [*large, *small]
+
+
+def _require_no_ceiling(ctx: Context, node: NodeProto, window: Window) -> None:
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
+    for size, (k, s, d, begin, end) in zip(sizes, window, strict=True):
+        if (size + begin + end - (k - 1) * d - 1) % s:
+            raise Refused("ceil_mode=1 with windows that overhang", "pad the input explicitly and use ceil_mode=0")
+
+
+def _divisor(ctx: Context, node: NodeProto, window: Window, *, padded: bool) -> Array:
+    """Give what each window's sum is divided by: scalar, or one number per output position."""
+    size = math.prod(k for k, *_ in window)
+    if padded or not any(begin or end for *_, begin, end in window):
+        return np.asarray(float(size))
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
+    counts = np.ones(())
+    for length, (k, s, d, begin, end) in zip(sizes, window, strict=True):
+        starts = np.arange((length + begin + end - (k - 1) * d - 1) // s + 1) * s - begin
+        taps = starts[:, None] + np.arange(k) * d
+        counts = counts[..., None] * ((taps >= 0) & (taps <= length)).sum(1)
+    return counts

@@ -1,0 +1,260 @@
+"""What a float tensor of the Q/DQ model is in the integer model: facts, computed without emitting anything.
+
+Inside the integer model every quantized activation is a uint8 tensor of *codes*: signed dtypes are stored with their
+zero point moved up by half the grid (int8 by 128), which is the same encoding bit for bit and keeps the runtime's
+fast unsigned kernels.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto
+
+from qsdk.core import affine
+
+Array = NDArray[Any]
+
+
+class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the driver, never seen by users
+    """A node cannot be lowered: why, and what to do about it."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+#: ONNX dtype of a quantized activation -> (what is added to reach uint8 codes, largest code).
+GRIDS: dict[int, tuple[int, int]] = {
+    TensorProto.UINT8: (0, 255),
+    TensorProto.INT8: (128, 255),
+    TensorProto.UINT4: (0, 15),
+    TensorProto.INT4: (8, 15),
+}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The encoding of an activation's codes: `value = (code - zero_point) * scale`, code in 0..hi.
+
+    Attributes:
+        scale: the float32 scale, exactly.
+        zero_point: in codes, so already moved by `GRIDS`.
+        dtype: the ONNX dtype the Q/DQ model stores.
+    """
+
+    scale: float
+    zero_point: int
+    dtype: int
+
+    @property
+    def hi(self) -> int:
+        """Largest code."""
+        return GRIDS[self.dtype][1]
+
+    def quantize(self, values: Array | float) -> Array:
+        """Give the codes of float values as QuantizeLinear computes them, int64."""
+        x = np.asarray(values, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes = affine.quantize(x, np.float32(self.scale), np.float32(self.zero_point), 0, self.hi)
+        return np.asarray(codes, np.int64)
+
+    def values(self) -> Array:
+        """Give the float32 value of every code 0..hi."""
+        codes = np.arange(self.hi + 1, dtype=np.float32)
+        return np.asarray(affine.dequantize(codes, np.float32(self.scale), np.float32(self.zero_point)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node that moves values without changing them, to be emitted once the codes exist.
+
+    Attributes:
+        node: the node; its first input is the data.
+        inputs: names of its other inputs in the integer model.
+        output: which of its outputs is meant.
+        fill: the float value it inserts (Pad), or None.
+    """
+
+    node: NodeProto
+    inputs: tuple[str, ...] = ()
+    output: int = 0
+    fill: float | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A tensor behind a node that cannot be converted; its consumers are not reported again."""
+
+
+@dataclass(frozen=True)
+class FloatInput:
+    """A float graph input on its way to its QuantizeLinear."""
+
+    name: str
+    lo: float = -np.inf
+    hi: float = np.inf
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Integers:
+    """An integer or boolean tensor that passes unchanged: shape arithmetic, token ids, stored weights.
+
+    Attributes:
+        name: its name in the integer model; empty for a constant, which is written only where it is used.
+        array: its values if it is constant.
+        dtype: the ONNX dtype, where known.
+    """
+
+    name: str
+    array: Array | None = None
+    dtype: int = TensorProto.UNDEFINED
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The output of a QuantizeLinear: a uint8 tensor."""
+
+    name: str
+    encoding: Encoding
+
+
+@dataclass(frozen=True)
+class CodedConstant:
+    """The integers of a dequantized constant, zero point already subtracted: `value = integers * scale`.
+
+    Attributes:
+        integers: int64, in the shape of the constant.
+        scale: float64, shape (1,) or (channels,).
+        axis: the channel axis, None per tensor.
+        dtype: the ONNX dtype it was stored in.
+    """
+
+    integers: Array
+    scale: Array
+    axis: int | None
+    dtype: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant float tensor, with its integers if it came from a DequantizeLinear."""
+
+    values: Array
+    coded: CodedConstant | None = None
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Any function of one uint8 tensor: `value = values[code]`.
+
+    Attributes:
+        name: the uint8 tensor.
+        values: float32, one per code.
+        encoding: what the values follow straight behind a DequantizeLinear, else None.
+    """
+
+    name: str
+    values: Array
+    encoding: Encoding | None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand `(tensor - zero) * scale` with the tensor's static bounds.
+
+    Attributes:
+        name: a uint8 or int32 tensor of the integer model.
+        scale: float64, broadcasts against the tensor.
+        zero: int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias.
+        lo: int64, smallest value the tensor can have.
+        hi: int64, largest value the tensor can have.
+    """
+
+    name: str
+    scale: Array
+    zero: Array
+    lo: Array
+    hi: Array
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A sum of terms and a constant, clipped to lo..hi: an accumulator that still has to be requantized.
+
+    Attributes:
+        terms: the summands.
+        constant: float64 addend that broadcasts against the terms.
+        lo: lower clip of the real value.
+        hi: upper clip of the real value.
+        after: moves to apply to the codes after requantization.
+        source: name of the node that made the accumulator, for the certificate.
+    """
+
+    terms: tuple[Term, ...]
+    constant: Array = field(default_factory=lambda: np.zeros(()))
+    lo: float = -np.inf
+    hi: float = np.inf
+    after: tuple[Step, ...] = ()
+    source: str = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether more can be added or multiplied: nothing is clipped or moved yet."""
+        return not self.after and self.lo == -np.inf and self.hi == np.inf
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A Concat whose inputs still have to be brought to one encoding."""
+
+    parts: tuple["Value", ...]
+    axis: int
+    after: tuple[Step, ...] = ()
+
+
+Value = Failed | FloatInput | Integers | Codes | Constant | Lookup | Linear | Joined
+
+
+def dequantized(name: str, encoding: Encoding) -> Lookup:
+    """Give the value behind a DequantizeLinear of the codes `name`."""
+    return Lookup(name, encoding.values(), encoding)
+
+
+def linear(value: Value, source: str = "") -> Linear | None:
+    """Give `value` as a sum of terms, or None if it is not one that can still be added to."""
+    if isinstance(value, Linear):
+        return value if value.open else None
+    if isinstance(value, Lookup) and value.encoding is not None:
+        encoding = value.encoding
+        zero, lo, hi = (np.asarray(v, np.int64) for v in (encoding.zero_point, 0, encoding.hi))
+        return Linear((Term(value.name, np.asarray(encoding.scale, np.float64), zero, lo, hi),), source=source)
+    return None
+
+
+def clipped(value: Value, lo: float, hi: float) -> Value | None:
+    """Give `clip(value, lo, hi)`, or None where that would need a float tensor."""
+    if any(step.fill is not None and not lo <= step.fill <= hi for step in getattr(value, "after", ())):
+        return None
+    if isinstance(value, Lookup):
+        return Lookup(value.name, value.values.clip(np.float32(lo), np.float32(hi)), None)
+    if isinstance(value, Constant):
+        return Constant(value.values.clip(np.float32(lo), np.float32(hi)))
+    if isinstance(value, Linear | FloatInput):
+        new_lo, new_hi = (float(np.clip(bound, lo, hi)) for bound in (value.lo, value.hi))
+        return replace(value, lo=new_lo, hi=new_hi)
+    if isinstance(value, Joined):
+        parts = [clipped(part, lo, hi) for part in value.parts]
+        done = tuple(part for part in parts if part is not None)
+        return replace(value, parts=done) if len(done) == len(parts) else None
+    return None
+
+
+def moved(value: Value, step: Step) -> Value | None:
+    """Give `value` with a move to be applied after requantization, or None if it is not pending."""
+    if isinstance(value, Linear | FloatInput | Joined):
+        return replace(value, after=(*value.after, step))
+    return None

@@ -1,0 +1,175 @@
+"""Marks for models that have none: every site becomes a node, so that both doors share one lowering."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_backend.model import (
+    MARK_DOMAIN,
+    MARK_OP,
+    array,
+    consumers,
+    drop_unused_initializers,
+    initializers,
+    lift_constants,
+    load,
+    metadata,
+    names_in,
+    rename_inputs,
+    replace_nodes,
+    unique,
+)
+from onnx_backend.qdq_read import Place, places
+from qsdk.core.encoding import Encoding
+from qsdk.core.graph import Graph
+
+
+def mark(model: ModelProto, graph: Graph) -> ModelProto:
+    """Give a copy of an unmarked model with a mark at every site of the graph that was read from it.
+
+    Graph inputs and outputs keep their names; readers of an input or a stored tensor read its mark.
+    """
+    marked = load(model)
+    lift_constants(marked)
+    taken = names_in(marked.graph)
+    sites = {tensor.name: tensor.site for tensor in graph.tensors if tensor.site is not None}
+    made = {name for node in marked.graph.node for name in node.output}
+    heads, renamed = [], {}
+    for name, site in sites.items():
+        if name not in made:
+            renamed[name] = unique(f"{name}/marked", taken)
+            heads.append(mark_node(site, name, renamed[name]))
+    nodes = list(heads)
+    for node in marked.graph.node:
+        rename_inputs([node], renamed)
+        nodes.append(node)
+        for position, name in enumerate(node.output):
+            if name in sites:
+                node.output[position] = unique(f"{name}/unmarked", taken)
+                nodes.append(mark_node(sites[name], node.output[position], name))
+    replace_nodes(marked.graph, nodes)
+    marked.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
+    return marked
+
+
+def mark_node(site: str, source: str, output: str) -> NodeProto:
+    """The node that marks a site."""
+    return helper.make_node(MARK_OP, [source], [output], f"{site}/mark", domain=MARK_DOMAIN, key=site)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A Q/DQ model turned back: marked, with float weights, and what its nodes said.
+
+    Attributes:
+        model: marked; stored tensors are the dequantized integers, in the layout of the original model.
+        encodings: by site.
+        kinds: site -> weight, bias, activation, input or output, as far as the file says.
+        casts: site -> float16 or bfloat16.
+    """
+
+    model: ModelProto
+    encodings: Mapping[str, Encoding]
+    kinds: Mapping[str, str]
+    casts: Mapping[str, str]
+
+
+def open_qdq(model: ModelProto) -> Opened:
+    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `qdq.insert`.
+
+    Raises:
+        FileFormatError: an encoding cannot be read; names the node.
+    """
+    opened = load(model)
+    lift_constants(opened)
+    found = places(opened)
+    casts, kinds = _casts(opened)
+    replaced: dict[str, list[NodeProto]] = {}
+    for place in found:
+        output = place.dequantize.output[0]
+        replaced[output] = _stored_mark(opened, place) if place.quantize is None else _activation_mark(opened, place)
+        kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
+    for site, (_, source, output) in casts.items():
+        replaced[output] = [mark_node(site, source, output)]
+    nodes: list[NodeProto] = []
+    for node in opened.graph.node:
+        nodes.extend(replaced.get(node.output[0], [node]))
+    _drop_unread(opened, nodes)
+    opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
+    encodings = {place.site: place.encoding for place in found}
+    return Opened(opened, encodings, kinds, {site: dtype for site, (dtype, *_) in casts.items()})
+
+
+def _casts(model: ModelProto) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+    """Site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
+    found: dict[str, tuple[str, str, str]] = {}
+    kinds: dict[str, str] = {}
+    stored = initializers(model.graph)
+    before: dict[str, str] = {}
+    for node in model.graph.node:
+        facts = metadata(node)
+        if node.op_type != "Cast" or "qsdk.site" not in facts:
+            continue
+        site, source = facts["qsdk.site"], node.input[0]
+        kinds[site] = facts["qsdk.kind"]
+        if source in stored:
+            name = f"{source}_float32"
+            if name not in initializers(model.graph):
+                values = array(stored[source]).astype("float32")
+                model.graph.initializer.append(numpy_helper.from_array(values, name))
+            found[site] = (facts["qsdk.dtype"], name, node.output[0])
+        elif source in before:
+            found[site] = (facts["qsdk.dtype"], before[source], node.output[0])
+        else:
+            before[node.output[0]] = source
+    return found, kinds
+
+
+def _stored_mark(model: ModelProto, place: Place) -> list[NodeProto]:
+    assert place.stored is not None
+    stored = initializers(model.graph)
+    output, name = place.dequantize.output[0], f"{place.stored}_float32"
+    codes = array(stored[place.stored])
+    if place.permutation is not None:
+        inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
+        codes = codes.transpose(inverse)
+    if name in stored:
+        name = f"{place.site}_float32"
+    model.graph.initializer.append(numpy_helper.from_array(place.encoding.dequantize(codes), name))
+    if place.permutation is None:
+        return [mark_node(place.site, name, output)]
+    marked = f"{place.site}/marked"
+    transpose = helper.make_node("Transpose", [marked], [output], f"{place.site}/transpose", perm=place.permutation)
+    return [mark_node(place.site, name, marked), transpose]
+
+
+def _activation_mark(model: ModelProto, place: Place) -> list[NodeProto]:
+    assert place.quantize is not None
+    source = place.quantize.input[0]
+    # what held the values inside a narrow grid belongs to the encoding, not to the model
+    makers = {node.output[0]: node for node in model.graph.node}
+    ours = "qsdk.site" in metadata(place.dequantize)
+    while source in makers:
+        maker = makers[source]
+        held_by_us = metadata(maker).get("qsdk.site") == place.site and maker.op_type in ("Clip", "Max", "Min")
+        if not held_by_us and (ours or maker.op_type != "Clip" or not place.encoding.dtype.narrows_container):
+            break
+        source = maker.input[0]
+        if not held_by_us:
+            break
+    return [mark_node(place.site, source, place.dequantize.output[0])]
+
+
+def _drop_unread(model: ModelProto, nodes: list[NodeProto]) -> None:
+    """Keep the nodes that lead to a graph output or to a mark, then drop stored tensors that nothing reads."""
+    outputs = {value.name for value in model.graph.output}
+    kept = nodes
+    while True:
+        read = set(consumers(kept)) | outputs
+        shorter = [node for node in kept if node.op_type == MARK_OP or any(name in read for name in node.output)]
+        if len(shorter) == len(kept):
+            break
+        kept = shorter
+    replace_nodes(model.graph, kept)
+    drop_unused_initializers(model.graph)

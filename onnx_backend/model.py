@@ -1,0 +1,274 @@
+"""Loading, stamping and saving ONNX models, and the small questions one asks of a graph."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from qsdk.core.errors import FileFormatError, ModelError
+from qsdk.core.files import write_bytes
+
+OPSET = 21
+MARK_DOMAIN = "qsdk"
+MARK_OP = "Quantizer"
+LARGEST_OPSET = 26  # what the installed runtime accepts; so does IR 13
+_IR_OF_OPSET = {21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
+_TWO_GIB = 2**31 - 1
+
+
+def load(source: str | os.PathLike[str] | bytes | ModelProto) -> ModelProto:
+    """Give a model of its own from a path (with its external data), serialized bytes or a proto (copied).
+
+    Raises:
+        FileFormatError: the file is missing, truncated, or no ONNX model.
+    """
+    if isinstance(source, ModelProto):
+        model = ModelProto()
+        model.CopyFrom(source)
+        return model
+    if isinstance(source, bytes):
+        return _decoded(source, "the given bytes")
+    path = Path(source)
+    if not path.is_file():
+        raise FileFormatError(f"there is no file {path}; check the path, or export the model first")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    model = _decoded(data, str(path))
+    try:
+        onnx.load_external_data_for_model(model, str(path.parent))
+    except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
+        message = f"{path} keeps weights in another file that cannot be read ({error}); put that file beside it"
+        raise FileFormatError(message) from error
+    return model
+
+
+def _decoded(data: bytes, where: str) -> ModelProto:
+    remedy = "it is truncated or no ONNX model; export or download it again"
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise FileFormatError(f"{where} cannot be read as ONNX: {remedy}") from error
+    if not model.opset_import or not model.graph.output:
+        raise FileFormatError(f"{where} has no opset or no graph outputs: {remedy}")
+    return model
+
+
+def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to `path` atomically.
+
+    Raises:
+        ExportError: the folder cannot be written.
+        ModelError: the model is larger than one protobuf message can be.
+    """
+    write_bytes(path, serialized(model))
+
+
+def serialized(model: ModelProto) -> bytes:
+    """Give a model's bytes.
+
+    Raises:
+        ModelError: the model is larger than 2 GiB.
+    """
+    if model.ByteSize() > _TWO_GIB:
+        raise ModelError("the model is larger than 2 GiB, which one ONNX file cannot hold; store external data")
+    return bytes(model.SerializeToString())
+
+
+def opset_of(model: ModelProto, domain: str = "") -> int:
+    """The imported version of a domain, 0 if it is not imported."""
+    names = ("", "ai.onnx") if domain == "" else (domain,)
+    return max((int(entry.version) for entry in model.opset_import if entry.domain in names), default=0)
+
+
+def stamp(model: ModelProto, opset: int) -> None:
+    """Set the default opset and the IR version that belongs to it."""
+    kept = [entry for entry in model.opset_import if entry.domain not in ("", "ai.onnx")]
+    del model.opset_import[:]
+    model.opset_import.append(helper.make_opsetid("", opset))
+    model.opset_import.extend(kept)
+    model.ir_version = _IR_OF_OPSET[opset]
+
+
+def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
+    """Give the model at opset `least` or above, converted by onnx's own converter and checked.
+
+    Raises:
+        ModelError: the model is newer than the runtime, or does not survive the conversion.
+    """
+    current = opset_of(model)
+    if current > LARGEST_OPSET:
+        raise ModelError(f"the model uses opset {current}; the runtime knows up to {LARGEST_OPSET}, export it lower")
+    if current < least:
+        try:
+            converted = onnx.version_converter.convert_version(model, least)
+            # the converter keeps silent about what it could not do; the checker finds it
+            onnx.checker.check_model(converted, full_check=True)
+        except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error
+        _carry_metadata(model, converted)
+        model, current = converted, least
+    stamp(model, current)
+    return model
+
+
+def _carry_metadata(source: ModelProto, target: ModelProto) -> None:
+    """Give a converted model the metadata that the converter drops; a node is known by its first output."""
+    del target.metadata_props[:]
+    target.metadata_props.extend(source.metadata_props)
+    said = {node.output[0]: node.metadata_props for node in source.graph.node if node.output}
+    for node in target.graph.node:
+        if node.output and node.output[0] in said and not node.metadata_props:
+            node.metadata_props.extend(said[node.output[0]])
+
+
+def is_mark(node: NodeProto) -> bool:
+    """Whether a node marks a site."""
+    return node.domain == MARK_DOMAIN and node.op_type == MARK_OP
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Decode a node's attributes to Python values; strings are str, tensors NumPy arrays."""
+    return {attribute.name: _plain(helper.get_attribute_value(attribute)) for attribute in node.attribute}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, TensorProto):
+        return numpy_helper.to_array(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def constant_tensor(node: NodeProto) -> TensorProto:
+    """The tensor that a Constant node holds, under its output's name.
+
+    Raises:
+        ModelError: the node holds strings or a sparse tensor.
+    """
+    name = node.output[0]
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        if attribute.name == "value":
+            tensor = TensorProto()
+            tensor.CopyFrom(value)
+            tensor.name = name
+            return tensor
+        if attribute.name in ("value_float", "value_floats"):
+            return numpy_helper.from_array(np.asarray(value, np.float32), name)
+        if attribute.name in ("value_int", "value_ints"):
+            return numpy_helper.from_array(np.asarray(value, np.int64), name)
+    raise ModelError(f"the Constant node {node.name or name!r} holds no numeric tensor; store it as an initializer")
+
+
+def lift_constants(model: ModelProto) -> None:
+    """Turn Constant nodes with numeric values into initializers, in place."""
+    kept = []
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            model.graph.initializer.append(constant_tensor(node))
+        else:
+            kept.append(node)
+    replace_nodes(model.graph, kept)
+
+
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Put `nodes` in the place of a graph's nodes."""
+    fresh = list(nodes)
+    del graph.node[:]
+    graph.node.extend(fresh)
+
+
+def initializers(graph: GraphProto) -> dict[str, TensorProto]:
+    """Name -> stored tensor."""
+    return {tensor.name: tensor for tensor in graph.initializer}
+
+
+def producers(nodes: Iterable[NodeProto]) -> dict[str, NodeProto]:
+    """Tensor name -> the node that makes it."""
+    return {name: node for node in nodes for name in node.output if name}
+
+
+def consumers(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
+    """Tensor name -> the nodes that read it, once per reading node."""
+    found: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        for name in dict.fromkeys(node.input):
+            if name:
+                found.setdefault(name, []).append(node)
+    return found
+
+
+def input_names(graph: GraphProto) -> list[str]:
+    """The inputs that a caller feeds: those that no initializer provides."""
+    stored = {tensor.name for tensor in graph.initializer}
+    return [value.name for value in graph.input if value.name not in stored]
+
+
+def names_in(graph: GraphProto) -> set[str]:
+    """Every tensor and node name of a graph."""
+    found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        found.update((node.name, *node.input, *node.output))
+    return found
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """Give `name`, numbered if it is taken, and remember it as taken."""
+    fresh, count = name, 0
+    while fresh in taken:
+        count += 1
+        fresh = f"{name}_{count}"
+    taken.add(fresh)
+    return fresh
+
+
+def rename_inputs(nodes: Iterable[NodeProto], renamed: Mapping[str, str]) -> None:
+    """Let nodes read the new names, in place."""
+    for node in nodes:
+        for position, name in enumerate(node.input):
+            if name in renamed:
+                node.input[position] = renamed[name]
+
+
+def drop_unused_initializers(graph: GraphProto) -> None:
+    """Remove stored tensors that nothing reads, in place."""
+    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for branch in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from _all_nodes(branch)
+
+
+def metadata(node: NodeProto) -> dict[str, str]:
+    """A node's metadata."""
+    return {entry.key: entry.value for entry in node.metadata_props}
+
+
+def set_metadata(node: NodeProto, **facts: str) -> None:
+    """Write metadata under the prefix `qsdk.`."""
+    for key, value in facts.items():
+        entry = node.metadata_props.add()
+        entry.key, entry.value = f"qsdk.{key}", value
+
+
+def array(tensor: TensorProto) -> npt.NDArray[Any]:
+    """The value of a stored tensor (ml_dtypes' own types for 2 and 4 bits and minifloats)."""
+    return np.asarray(numpy_helper.to_array(tensor))

@@ -1,0 +1,243 @@
+"""The closed form on second moments against the layer itself, for every kind of layer."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qsdk.algorithms.moments import Moments, gather_patches, patches_wanted, sample_positions
+from qsdk.core import affine
+from qsdk.core.dtypes import int4, int8
+from qsdk.core.errors import DataError, ModelError
+from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
+from qsdk.core.ranges import encoding_from_range, range_of
+from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
+
+CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer without bias, small enough for brute force."""
+
+    layout: WeightLayout
+    geometry: PatchGeometry | None
+    inputs: tuple[int, ...]
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        geometry = self.geometry
+        if geometry is None:
+            return x @ (weight.mT if self.layout.channel_axis == 0 else weight)
+        dims, pads = len(geometry.kernel), [before for before, _ in geometry.padding]
+        if geometry.transposed:
+            extra = geometry.output_padding or 0
+            return TRANSPOSED[dims](x, weight, None, geometry.stride, pads, extra, geometry.groups, geometry.dilation)
+        around = [side for pad in reversed(geometry.padding) for side in pad]
+        x = F.pad(x, around, mode="constant" if geometry.mode == "zeros" else geometry.mode)
+        return CONVOLUTIONS[dims](x, weight, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+
+
+@st.composite
+def cases(draw: Any, kinds: tuple[str, ...] = ("linear", "matmul", "conv", "conv_transpose")) -> Case:
+    kind = draw(st.sampled_from(kinds))
+    small = st.integers(1, 3)
+    if kind in ("linear", "matmul"):
+        o, k = draw(small), draw(st.integers(1, 6))
+        axes = (0, 1) if kind == "linear" else (1, 0)
+        shape = (o, k) if kind == "linear" else (k, o)
+        return Case(WeightLayout("linear", shape, 1, *axes), None, (*draw(st.sampled_from([(2,), (2, 3)])), k))
+    dims, groups = draw(small), draw(small)
+    per_group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3)]))  # outputs and inputs of a group
+    each = st.tuples(*[small] * dims)
+    kernel, stride, dilation = draw(each), draw(each), draw(st.tuples(*[st.integers(1, 2)] * dims))
+    mode = "zeros" if kind == "conv_transpose" else draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    before = draw(st.tuples(*[st.integers(0, 2)] * dims))
+    after = before if kind == "conv_transpose" else draw(st.tuples(*[st.integers(0, 2)] * dims))
+    if kind == "conv_transpose":
+        before = after = tuple(min(b, d * (k - 1)) for b, d, k in zip(before, dilation, kernel, strict=True))
+    geometry = PatchGeometry(
+        kernel, stride, tuple(zip(before, after, strict=True)), dilation, groups, mode, kind == "conv_transpose"
+    )
+    if kind == "conv_transpose":
+        extra = tuple(min(1, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
+        layout = WeightLayout("conv_transpose", (groups * per_group[1], per_group[0], *kernel), groups, 1, 0)
+        return Case(layout, replace(geometry, output_padding=extra), (2, groups * per_group[1], *[3] * dims))
+    layout = WeightLayout("conv", (groups * per_group[0], per_group[1], *kernel), groups)
+    return Case(layout, geometry, (2, groups * per_group[1], *[5] * dims))
+
+
+def random_problem(case: Case, seed: int, spec: Spec) -> tuple[LayerProblem, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(case.layout.shape, generator=generator)
+    x = torch.randn(case.inputs, generator=generator)
+    noisy = x + 0.1 * torch.randn(case.inputs, generator=generator)
+    moments = Moments(case.layout, case.geometry)
+    moments.update(x[:1], noisy[:1])  # two updates of the same sums
+    moments.update(x[1:], noisy[1:])
+    encoding = encoding_from_range(range_of(weight.numpy(), spec), spec)
+    matrix = case.layout.to_matrix(weight)
+    sums = (moments.g, moments.c, moments.g_quantized)
+    return LayerProblem("w", spec, encoding, case.layout, matrix, *sums, moments.rows), x, noisy, weight
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(0, 99))
+def test_the_closed_form_is_the_layers_own_error(case: Case, seed: int) -> None:
+    problem, x, noisy, weight = random_problem(case, seed, Spec(int4))
+    quantized = torch.from_numpy(problem.encoding.fake_quantize(weight.numpy()))
+    reference = case(x, weight)
+    wanted = (reference - case(noisy, quantized)).square().sum()
+    energy = reference.square().sum()
+    found = problem.errors(case.layout.to_matrix(quantized)).sum()
+    torch.testing.assert_close(problem.energy().sum(), energy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(energy) + 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(("conv", "conv_transpose")), st.integers(0, 99))
+def test_each_output_has_its_own_error(case: Case, seed: int) -> None:
+    problem, x, noisy, weight = random_problem(case, seed, Spec(int4))
+    difference = case(x, weight) - case(noisy, weight)
+    per_channel = difference.square().sum((0, *range(2, difference.dim()))).reshape(problem.layout.matrix_shape[:2])
+    energy = float(problem.energy().sum())
+    torch.testing.assert_close(problem.drift(), per_channel, rtol=1e-3, atol=1e-5 * energy + 1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_a_weight_comes_back_from_its_matrix(case: Case) -> None:
+    stored = np.arange(np.prod(case.layout.shape)).reshape(case.layout.shape)
+    matrix = case.layout.to_matrix(stored)
+    assert matrix.shape == case.layout.matrix_shape
+    assert np.array_equal(case.layout.from_matrix(matrix), stored)
+    as_torch = case.layout.to_matrix(torch.from_numpy(stored))
+    assert np.array_equal(as_torch.numpy(), matrix)
+    assert np.array_equal(case.layout.from_matrix(as_torch).numpy(), stored)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.sampled_from(["tensor", "channel", "block"]), st.integers(1, 4))
+def test_scales_align_with_the_matrix(case: Case, granularity: str, size: int) -> None:
+    layout = case.layout
+    spec = Spec(
+        int8,
+        {
+            "tensor": PerTensor(),
+            "channel": PerChannel(layout.channel_axis),
+            "block": PerBlock(layout.input_axis, size),
+        }[granularity],
+    )
+    weight = np.random.default_rng(size).normal(size=layout.shape).astype(np.float32)
+    encoding = encoding_from_range(range_of(weight, spec), spec)
+    aligned = affine.align(encoding.scale, layout.shape, encoding.axis, encoding.block_size)
+    by_cell = encoding.scale.reshape(-1)[layout.cells(encoding)]
+    assert np.array_equal(layout.from_matrix(by_cell), np.broadcast_to(aligned, layout.shape))
+
+
+def test_numpy_and_torch_problems_agree() -> None:
+    layout = WeightLayout("conv", (4, 2, 3, 3), 2)
+    case = Case(layout, PatchGeometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 2), (2, 4, 5, 5))
+    problem, *_ = random_problem(case, 0, Spec(int4))
+    arrays = [np.asarray(v) for v in (problem.weight, problem.g, problem.c, problem.g_quantized)]
+    other = LayerProblem("w", problem.spec, problem.encoding, layout, *arrays, problem.rows)
+    moved = problem.weight * 0.9
+    assert other.relative_error(moved.numpy()) == pytest.approx(problem.relative_error(moved), rel=1e-4)
+
+
+def test_equal_inputs_are_multiplied_once_and_have_no_drift() -> None:
+    moments = Moments(WeightLayout("linear", (2, 3)))
+    x = torch.randn(7, 3)
+    moments.update(x, x)
+    assert torch.equal(moments.g, moments.c)
+    assert torch.equal(moments.g, moments.g_quantized)
+    assert moments.rows == 7
+
+
+def test_sampled_patches_estimate_all_patches() -> None:
+    layout = WeightLayout("conv", (2, 2, 3, 3))
+    geometry = PatchGeometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2, 32, 32, generator=generator)
+    everything, some, again = (Moments(layout, geometry), *(sampled(layout, geometry) for _ in range(2)))
+    for moments in (everything, some, again):
+        moments.update(x, x)
+    assert everything.rows == 4 * 32 * 32
+    assert some.rows == 1024
+    assert torch.equal(some.g, again.g)
+    trace = everything.g.diagonal(dim1=-2, dim2=-1).sum()
+    assert some.g.diagonal(dim1=-2, dim2=-1).sum() == pytest.approx(float(trace), rel=0.05)
+
+
+def sampled(layout: WeightLayout, geometry: PatchGeometry) -> Moments:
+    return Moments(layout, geometry, batches=1, generator=torch.Generator().manual_seed(1))
+
+
+def test_positions_are_uniform_and_reproducible() -> None:
+    counts = torch.zeros(10)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3000):
+        counts += torch.bincount(sample_positions(10, 3, generator), minlength=10)
+    assert float((counts / 900 - 1).abs().max()) < 0.1
+    assert torch.equal(sample_positions(5, 5, None), torch.arange(5))
+    assert torch.equal(sample_positions(5, None, None), torch.arange(5))
+
+
+def test_small_layers_still_get_a_thousand_patches() -> None:
+    assert patches_wanted(9) == 1024
+    assert patches_wanted(576) == 9216
+
+
+def test_an_unbatched_convolution_input_is_one_sample() -> None:
+    layout, geometry = WeightLayout("conv", (1, 2, 3)), PatchGeometry((3,), (1,), ((0, 0),), (1,))
+    x = torch.randn(2, 8)
+    one, batch = Moments(layout, geometry), Moments(layout, geometry)
+    one.update(x, x)
+    batch.update(x[None], x[None])
+    assert torch.equal(one.g, batch.g)
+
+
+def test_patches_lie_in_the_order_of_the_weight() -> None:
+    geometry = PatchGeometry((2, 2), (1, 1), ((0, 0), (0, 0)), (1, 1))
+    x = torch.arange(18.0).reshape(1, 2, 3, 3)
+    assert gather_patches(x, torch.tensor([3]), geometry).tolist() == [[[4, 5, 7, 8, 13, 14, 16, 17]]]
+
+
+@pytest.mark.parametrize(("shape", "groups", "match"), [((2, 3, 4), 1, "one matrix"), ((2, 3), 2, "one matrix")])
+def test_a_linear_weight_must_be_a_matrix(shape: tuple[int, ...], groups: int, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        WeightLayout("linear", shape, groups)
+
+
+def test_groups_must_divide() -> None:
+    with pytest.raises(ModelError, match="2 groups do not divide axis 0"):
+        WeightLayout("conv", (3, 1, 3), 2)
+
+
+def test_shapes_of_a_problem_must_belong_together() -> None:
+    layout, spec = WeightLayout("linear", (2, 3)), Spec(int8)
+    encoding = encoding_from_range(range_of(np.ones((2, 3)), spec), spec)
+    weight, moment = np.ones((1, 2, 3), np.float32), np.ones((1, 3, 3), np.float32)
+    with pytest.raises(ModelError, match=r"fc:weight: a weight of \(2, 3\)"):
+        LayerProblem("fc:weight", spec, encoding, layout, weight[0], moment, moment, moment, 1)
+    with pytest.raises(ModelError, match="fc:weight: moments of shape"):
+        LayerProblem("fc:weight", spec, encoding, layout, weight, moment, moment[:, :2], moment, 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "other", "match"),
+    [
+        (torch.ones(2, 3), torch.ones(1, 3), "different shapes"),
+        (torch.ones(2, 4), torch.ones(2, 4), "does not fit a weight with 3 inputs"),
+        (torch.full((2, 3), torch.nan), torch.ones(2, 3), "NaN"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: Tensor, other: Tensor, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        Moments(WeightLayout("linear", (2, 3))).update(x, other)

@@ -1,0 +1,72 @@
+"""Sites: names, and the patterns that match their owners."""
+
+import pytest
+
+from qsdk.core.site import matches, nearest_owners, owner_of, port_of, site_name
+
+
+@pytest.mark.parametrize(
+    ("owner", "port"),
+    [("layer1.0.conv1", "weight"), ("layer1.0/add.0", "output"), ("x", "input"), ("node:0", "output")],
+)
+def test_a_site_is_an_owner_and_a_port(owner: str, port: str):
+    site = site_name(owner, port)
+    assert site == f"{owner}:{port}"
+    assert (owner_of(site), port_of(site)) == (owner, port)
+
+
+def test_the_model_itself_is_an_owner():
+    assert site_name("", "output") == "self:output"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "owner"),
+    [
+        ("bn*", "layer1.0.bn1"),
+        ("layer1.0.bn1", "layer1.0.bn1"),
+        ("0.bn1", "layer1.0.bn1"),
+        ("layer1.*", "layer1.0.bn1"),
+        ("*", "anything"),
+        ("bn?", "bn1"),
+        ("conv[12]", "block.conv2"),
+        ("add.*", "layer1.0/add.0"),
+        ("add.0", "layer1.0/add.0"),
+        ("layer1.*", "layer1.0/add.0"),
+        ("0/add.0", "layer1.0/add.0"),
+        ("layer1.0", "layer1.0/add.0"),
+        ("conv1", "conv1@1"),
+        ("add.0", "block/add.0@2"),
+        ("/model/conv/Conv", "/model/conv/Conv"),
+    ],
+)
+def test_patterns_match_the_owner_or_a_dotted_suffix(pattern: str, owner: str):
+    assert matches(pattern, owner)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "owner"),
+    [
+        ("bn", "layer1.0.bn1"),
+        ("layer1", "layer1.0.bn1"),
+        ("n1", "layer1.0.bn1"),
+        ("BN*", "layer1.0.bn1"),
+        ("conv[12]", "conv3"),
+        ("mul.*", "layer1.0/add.0"),
+        ("", "conv1"),
+        ("conv1:weight", "conv1"),
+    ],
+)
+def test_patterns_that_do_not_match(pattern: str, owner: str):
+    assert not matches(pattern, owner)
+
+
+def test_the_nearest_owners_are_like_the_pattern():
+    owners = ["layer1.conv1", "layer1.bn1", "layer2.conv1", "head"]
+    assert nearest_owners("hed*", owners)[0] == "head"
+    assert set(nearest_owners("conv2", owners)) >= {"layer1.conv1", "layer2.conv1"}
+    assert len(nearest_owners("conv", [f"conv{i}" for i in range(9)], count=2)) == 2
+
+
+def test_without_a_likeness_the_first_owners_are_named_once_each():
+    assert nearest_owners("zzz", ["abc", "abc", "def", "ghi", "jkl"]) == ["abc", "def", "ghi"]
+    assert nearest_owners("zzz", []) == []
