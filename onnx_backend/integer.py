@@ -51,9 +51,19 @@ class Refusal:
     remedy: str
 
 
-def to_integer(model: ModelProto, **options: Any) -> tuple[ModelProto, Report]:
+def to_integer(
+    model: ModelProto,
+    *,
+    target: str = "standard",
+    edges: str = "float",
+    rounding: Rounding = "half_even",
+    requantize: str = "integer",
+    allow_float: Sequence[str] = (),
+) -> tuple[ModelProto, Report]:
     """Give the integer model and the report of `convert`, which see for arguments and errors."""
-    result = convert(model, **options)
+    result = convert(
+        model, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
+    )
     return result.model, result.report
 
 

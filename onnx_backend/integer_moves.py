@@ -30,8 +30,6 @@ def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args],
     """Make the lowering of a movement; `monotone` ops compare values, so codes must be in the order of values."""
 
     def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-        if all(arg is None or isinstance(arg, Integers) for arg in args):
-            return _integers(ctx, node, args)
         value = args[0]
         if isinstance(value, Constant):
             return _folded(node, value, args)
@@ -51,19 +49,6 @@ def _applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
     if pending is None:
         raise Refused("its input is not a quantized activation", "put a DequantizeLinear in front of it")
     return pending
-
-
-def _integers(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    b = ctx.builder
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    outputs = [b.fresh(name) if name else "" for name in node.output]
-    del copy.input[:], copy.output[:]
-    copy.input.extend(integer_name(ctx, arg) for arg in args)
-    copy.output.extend(outputs)
-    b.nodes.append(copy)
-    values = tuple(Integers(o, dtype=ctx.types.get(n, 0)) for n, o in zip(node.output, outputs, strict=True))
-    return values[0] if len(values) == 1 else values
 
 
 def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
@@ -165,8 +150,6 @@ def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, 
 def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Pad: a constant is filled in as its code, which must be exact."""
     value, pads = args[0], args[1] if len(args) > 1 else None
-    if isinstance(value, Integers):
-        return _integers(ctx, node, args)
     mode = attributes(node).get("mode", "constant")
     axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
     if mode != "constant":
@@ -189,8 +172,6 @@ def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
 def argmax(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower ArgMax, which needs only the order of its input."""
     value = args[0]
-    if isinstance(value, Integers):
-        return _integers(ctx, node, args)
     if not isinstance(value, Lookup) or np.any(np.diff(value.values) < 0):
         raise Refused("its input is not a quantized activation", "put a QuantizeLinear/DequantizeLinear pair before it")
     name = ctx.builder.node("ArgMax", [value.name], name=node.output[0], **attributes(node))

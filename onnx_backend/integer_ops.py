@@ -191,10 +191,8 @@ def div(ctx: Context, node: NodeProto, args: Args) -> Value:
     raise Refused("it divides by an activation", "there is no integer form of it in this version")
 
 
-def concat(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower Concat: free where all inputs share one encoding, else each input is brought to the output's."""
-    if all(isinstance(arg, Integers) for arg in args):
-        return copied(ctx, node, args)
     axis = int(attributes(node)["axis"])
     parts = tuple(arg for arg in args if arg is not None)
     if any(isinstance(part, Integers) for part in parts):

@@ -156,5 +156,5 @@ def _divisor(ctx: Context, node: NodeProto, window: Window, *, padded: bool) -> 
     for length, (k, s, d, begin, end) in zip(sizes, window, strict=True):
         starts = np.arange((length + begin + end - (k - 1) * d - 1) // s + 1) * s - begin
         taps = starts[:, None] + np.arange(k) * d
-        counts = counts[..., None] * ((taps >= 0) & (taps <= length)).sum(1)
+        counts = counts[..., None] * ((taps >= 0) & (taps < length)).sum(1)
     return counts

@@ -130,7 +130,7 @@ class _Lowering:
         elif source in self.stored:
             self._store(site, decision.kind, encodings[site], source, output)
         else:
-            self._quantize(site, decision.kind, encodings[site], source, output)
+            self._quantize(decision, encodings[site], source, output)
 
     def finish(self) -> None:
         """Let every reader see the new names, and drop what nothing reads any more."""
@@ -254,10 +254,13 @@ class _Lowering:
 
     # --- activations ------------------------------------------------------------------------------------------
 
-    def _quantize(self, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
+    def _quantize(self, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
+        site, kind = decision.site, decision.kind
         form = form_of(encoding.dtype, encoding.symmetric, self.dialect)
         sub_byte = DTYPES[encoding.dtype.container].bits < 8
-        if encoding.dtype.narrows_container or self._rewritten_by_the_runtime(source, form, encoding):
+        # what passes through is inside its grid already, and the runtime wants no node between MaxPool and an int8 Q
+        narrow = encoding.dtype.narrows_container and not decision.passes_through
+        if narrow or self._rewritten_by_the_runtime(source, form, encoding):
             source = self._held(site, encoding, source, as_clip=not sub_byte)
         options = _where(encoding, encoding.axis)
         inputs = self._parameters(site, encoding, encoding.scale, encoding.zero_point, form != "output_dtype")

@@ -181,6 +181,10 @@ def _build(model: ModelProto, stripped: _Stripped, types: Mapping[str, tuple[str
     inputs = [add(name, Tensor(name, *types[name], stripped.sites.get(name))) for name in input_names(model.graph)]
     ops = []
     for node in ordinary:
+        unmade = [name for name in node.input if name and name not in ids]
+        if unmade:
+            named = node.name or node.output[0]
+            raise ModelError(f"the node {named!r} reads {unmade[0]!r}, which nothing before it makes; sort the nodes")
         read = tuple(ids[name] if name else None for name in node.input)
         made = []
         for name in node.output:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from onnx import ModelProto
-from onnx_backend.sim import OnnxSim
 from torch import nn
 
 from onnx_backend import integer, measure, parity, qdq_read
@@ -15,6 +14,7 @@ from onnx_backend import validate as validation
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.read_graph import read_graph
 from onnx_backend.runtime_table import Dialect
+from onnx_backend.sim import OnnxSim
 from onnx_backend.simplify import simplify
 from qsdk.algorithms import adaround as adaround_solver
 from qsdk.algorithms import seq_mse as seq_mse_solver

@@ -1,9 +1,12 @@
 """Dtypes: grids, containers, strict grids and names."""
 
+import doctest
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from qsdk.core import dtypes
 from qsdk.core.dtypes import DTYPES, dtype_named, float8e8m0, float16, int2, int4, int8, int16, int32, uint4, uint8
 from qsdk.core.errors import ConfigError
 from tests.strategies import ML_DTYPE
@@ -98,3 +101,8 @@ def test_the_table_is_complete_and_cannot_be_changed():
     assert all(dtype.container in DTYPES for dtype in DTYPES.values())
     with pytest.raises(TypeError, match="does not support item assignment"):
         DTYPES["int8"] = int4  # type: ignore[index]
+
+
+def test_the_examples_in_the_docstrings_hold():
+    failed, tried = doctest.testmod(dtypes)
+    assert (failed, tried > 0) == (0, True)

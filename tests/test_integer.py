@@ -531,6 +531,30 @@ def test_embedding_lookup_and_integer_inputs():
     compare(net.model(), {"ids": np.random.default_rng(0).integers(0, 11, (3, 5))}, tolerance=0.01)
 
 
+@pytest.mark.parametrize("dtype", [UINT8, INT8])
+def test_models_that_already_take_and_give_integers(dtype):
+    kind, zero = {UINT8: (np.uint8, 119), INT8: (np.int8, -9)}[dtype]
+    net = Net()
+    codes, scale = net.input([2, 3, 6, 6], dtype=dtype), np.float32(0.031)
+    x = net.op("DequantizeLinear", codes, net.const(scale), net.const(kind(zero)))
+    w, w_scale = net.weight((4, 3, 3, 3), 0)
+    y = net.op("Conv", x, w, net.bias(4, scale, w_scale))
+    y = net.op("QuantizeLinear", y, net.const(np.float32(0.05)), net.const(kind(zero)))
+    net.output(y, [2, 4, 4, 4], dtype=dtype)
+    x = np.random.default_rng(0).integers(np.iinfo(kind).min, np.iinfo(kind).max, (2, 3, 6, 6)).astype(kind)
+    result = compare(net.model(), {"x": x})
+    assert not [n for n in result.model.graph.node if "Linear" in n.op_type]
+
+
+def test_rows_gathered_before_they_are_dequantized():
+    net = Net()
+    table = net.const(np.random.default_rng(0).integers(-128, 128, (11, 8)).astype(np.int8))
+    rows = net.op("Gather", table, net.input([5], "ids", TensorProto.INT64))
+    y = net.op("DequantizeLinear", rows, net.const(np.float32(0.01)), net.const(np.int8(3)))
+    net.output(net.qdq(net.op("Relu", y), 0.0113, 0), [5, 8])
+    compare(net.model(), {"ids": np.array([3, 0, 10, 3, 7])})
+
+
 def test_shape_arithmetic_passes_unchanged():
     net = Net()
     x = net.qdq(net.input(["n", 4, 6]), 0.031, 119)

@@ -288,13 +288,25 @@ def test_a_matmul_with_its_weight_on_the_left():
     assert spec_of(plan, "fc:weight").granularity == PerChannel(0)
 
 
-@pytest.mark.parametrize(("group", "expected"), [(1, PerChannel(1)), (2, PerTensor())])
-def test_a_grouped_transposed_convolution_has_one_scale(group: int, expected):
+def transposed_convolution(group: int) -> Graph:
     b = GraphBuilder()
     operands = [b.input(), b.stored("up:weight", (4, 3, 3, 3)), b.stored("up:bias", (3 * group,))]
-    plan = make_plan(b.graph(b.op("ConvTranspose", operands, "up:output", group=group)), w8a8())
-    assert spec_of(plan, "up:weight").granularity == expected
-    assert spec_of(plan, "up:bias").granularity == (PerChannel(0) if group == 1 else PerTensor())
+    return b.graph(b.op("ConvTranspose", operands, "up:output", group=group))
+
+
+def test_output_channels_of_a_transposed_convolution_are_on_axis_1():
+    plan = make_plan(transposed_convolution(1), w8a8())
+    assert spec_of(plan, "up:weight").granularity == PerChannel(1)
+    assert spec_of(plan, "up:bias") == Spec(int32, PerChannel(0))
+
+
+def test_a_grouped_transposed_convolution_has_fewer_scales_than_biases():
+    plan = make_plan(transposed_convolution(2), w8a8())
+    assert spec_of(plan, "up:weight").granularity == PerChannel(1)
+    assert site(plan, "up:bias").spec is None
+    assert site(plan, "up:bias").reason == "its weight's scales are shared by groups, so they do not count its channels"
+    plan = make_plan(transposed_convolution(2), replace(w8a8(), per_channel=False))
+    assert spec_of(plan, "up:bias") == Spec(int32, PerTensor())
 
 
 def embedding() -> Graph:

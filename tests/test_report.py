@@ -1,9 +1,11 @@
 """Reports: tables for the reader, plain dicts for programs."""
 
+import doctest
 import json
 
 import numpy as np
 
+from qsdk.core import report
 from qsdk.core.report import Report
 
 
@@ -58,3 +60,8 @@ def test_numpy_numbers_print_like_numbers():
     assert str(Report("T", [{"a": np.float32(0.123456)}, {"a": np.int64(7)}])).splitlines() == [
         *("T", "a", "------", "0.1235", "     7")
     ]
+
+
+def test_the_examples_in_the_docstrings_hold():
+    failed, tried = doctest.testmod(report)
+    assert (failed, tried > 0) == (0, True)

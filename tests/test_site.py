@@ -1,7 +1,10 @@
 """Sites: names, and the patterns that match their owners."""
 
+import doctest
+
 import pytest
 
+from qsdk.core import site
 from qsdk.core.site import matches, nearest_owners, owner_of, port_of, site_name
 
 
@@ -70,3 +73,8 @@ def test_the_nearest_owners_are_like_the_pattern():
 def test_without_a_likeness_the_first_owners_are_named_once_each():
     assert nearest_owners("zzz", ["abc", "abc", "def", "ghi", "jkl"]) == ["abc", "def", "ghi"]
     assert nearest_owners("zzz", []) == []
+
+
+def test_the_examples_in_the_docstrings_hold():
+    failed, tried = doctest.testmod(site)
+    assert (failed, tried > 0) == (0, True)

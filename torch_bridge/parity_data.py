@@ -22,8 +22,7 @@ def captures(
     seen: dict[str, Array] = {}
 
     def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        named = dict(zip(input_names(type(module).__mro__[2].forward, (None, *args))[1:], args, strict=True))
-        seen.update(flat_inputs({**named, **kwargs}))
+        seen.update(flat_inputs({**dict(zip(input_names(module.forward, args), args, strict=True)), **kwargs}))
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:

@@ -41,12 +41,11 @@ def solve(problem: LayerProblem, *, iterations: int = 20, damping: float = 0.01)
     problem = on_torch(problem)
     scale, zero_point = scales_of_weights(problem, problem.encoding)
     below, above, nearest = neighbours(problem, scale, zero_point)
-    low, high = ((q - zero_point) * scale - problem.weight for q in (below, above))
+    low, high = (((q - zero_point) * scale - problem.weight).mT.contiguous() for q in (below, above))
     h = damped(problem.g_quantized, damping)
-    linear = problem.linear_term()
-    up = feedback(h, linear, low, high)
-    up = descend(h, linear, low, high, up, iterations)
-    rounded = affine.dequantize(torch.where(up, above, below), scale, zero_point)
+    linear = problem.linear_term().mT.contiguous()
+    up = descend(h, linear, low, high, feedback(h, linear, low, high), iterations)
+    rounded = affine.dequantize(torch.where(up.mT, above, below), scale, zero_point)
     plain = affine.dequantize(nearest, scale, zero_point)
     worse = problem.errors(rounded) > problem.errors(plain)
     rounded = torch.where(worse[..., None], plain, rounded)
@@ -76,33 +75,36 @@ def damped(h: Tensor, damping: float) -> Tensor:
 def feedback(h: Tensor, linear: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Choose `low` or `high` column by column, each making up for the errors of those before it.
 
+    Weights come transposed, so that a column is contiguous.
+
     Args:
         h: [groups, K, K], positive definite.
-        linear: [groups, rows, K].
-        low: deviation of the rounded-down weights, [groups, rows, K].
+        linear: [groups, K, rows].
+        low: deviation of the rounded-down weights, [groups, K, rows].
         high: deviation of the rounded-up weights, likewise.
 
     Returns:
-        Where to round up, bool [groups, rows, K].
+        Where to round up, bool [groups, K, rows].
 
     Source: Frantar et al. 2023, GPTQ, section 3, as Babai's nearest plane; largest diagonal first.
     """
-    order = h.diagonal(dim1=-2, dim2=-1).argsort(-1)  # columns are settled from the last, the largest, to the first
-    h = h.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
-    linear, low, high = (x.take_along_dim(order[:, None, :], 2) for x in (linear, low, high))
+    order = h.diagonal(dim1=-2, dim2=-1).argsort(-1)[:, :, None]  # settled from the last, the largest, to the first
+    h = h.take_along_dim(order, 1).take_along_dim(order.mT, 2)
+    linear, low, high = (x.take_along_dim(order, 1) for x in (linear, low, high))
     # float64: the factor's error, not the data's, would decide near-ties of long, correlated inputs
     factor = torch.linalg.cholesky(h.double())
-    best = -torch.cholesky_solve(linear.double().mT, factor).mT.float()
-    slopes = (factor / factor.diagonal(dim1=-2, dim2=-1)[:, None, :]).float()
+    best = -torch.cholesky_solve(linear.double(), factor).float()
+    slopes = (factor / factor.diagonal(dim1=-2, dim2=-1)[:, None, :]).mT.float()
     target, miss, up = best.clone(), torch.zeros_like(low), torch.zeros_like(low, dtype=torch.bool)
+    middle, choice = (low + high) / 2, high > low
     for stop in range(h.shape[-1], 0, -BLOCK):
         start = max(stop - BLOCK, 0)
         for i in range(stop - 1, start - 1, -1):
-            up[..., i] = (2 * target[..., i] > low[..., i] + high[..., i]) & (high[..., i] > low[..., i])
-            miss[..., i] = torch.where(up[..., i], high[..., i], low[..., i]) - best[..., i]
-            target[..., start:i] -= miss[..., i : i + 1] * slopes[:, i : i + 1, start:i]
-        target[..., :start] -= miss[..., start:stop] @ slopes[:, start:stop, :start]
-    return torch.empty_like(up).scatter_(2, order[:, None, :].expand_as(up), up)
+            up[:, i] = (target[:, i] > middle[:, i]) & choice[:, i]
+            miss[:, i] = torch.where(up[:, i], high[:, i], low[:, i]) - best[:, i]
+            target[:, start:i].addcmul_(slopes[:, start:i, i : i + 1], miss[:, i : i + 1], value=-1)
+        target[:, :start] -= slopes[:, :start, start:stop] @ miss[:, start:stop]
+    return torch.empty_like(up).scatter_(1, order.expand_as(up), up)
 
 
 def descend(h: Tensor, linear: Tensor, low: Tensor, high: Tensor, up: Tensor, sweeps: int) -> Tensor:
@@ -110,29 +112,30 @@ def descend(h: Tensor, linear: Tensor, low: Tensor, high: Tensor, up: Tensor, sw
 
     Args:
         h: [groups, K, K].
-        linear: [groups, rows, K].
-        low: deviation of the rounded-down weights, [groups, rows, K].
+        linear: [groups, K, rows].
+        low: deviation of the rounded-down weights, [groups, K, rows].
         high: deviation of the rounded-up weights, likewise.
         up: where to round up at first, bool.
         sweeps: over all columns, at most; fewer when a sweep flips nothing.
 
     Returns:
-        Where to round up, bool [groups, rows, K].
+        Where to round up, bool [groups, K, rows].
     """
     d = torch.where(up, high, low)
     flip = low + high - 2 * d  # the change that each weight's other choice would make
-    slope = d @ h + linear
-    curvature = h.diagonal(dim1=-2, dim2=-1)
+    slope = h @ d + linear
     for _ in range(sweeps):
         flips = torch.zeros_like(flip)
+        # flipping pays where flip * (2 slope + flip * curvature) < 0
+        half = flip * h.diagonal(dim1=-2, dim2=-1)[:, :, None] / 2
         for start in range(0, h.shape[-1], BLOCK):
             block = slice(start, start + BLOCK)
-            inner, local, change = h[:, block, block], slope[..., block].clone(), flips[..., block]
-            for i in range(local.shape[-1]):
-                step, bend = flip[..., start + i], curvature[:, start + i, None]
-                change[..., i] = torch.where(step * (2 * local[..., i] + step * bend) < 0, step, 0)
-                local += change[..., i : i + 1] * inner[:, i : i + 1, :]
-            slope += change @ h[:, block, :]
+            inner, local, change = h[:, block, block], slope[:, block] + half[:, block], flips[:, block]
+            for i in range(inner.shape[-1]):
+                step = flip[:, start + i]
+                change[:, i] = torch.where(step * local[:, i] < 0, step, 0)
+                local[:, i + 1 :].addcmul_(inner[:, i + 1 :, i : i + 1], change[:, i : i + 1])
+            slope += h[:, :, block] @ change
         flip -= 2 * flips
         up = up ^ (flips != 0)
         if not flips.any():

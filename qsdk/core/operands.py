@@ -88,10 +88,8 @@ def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | 
     return None, nowhere
 
 
-def _linear_axes(graph: Graph, op_id: int) -> tuple[int | None, int]:
+def _linear_axes(graph: Graph, op_id: int) -> tuple[int, int]:
     op = graph.ops[op_id]
-    if op.type == "ConvTranspose" and op.attributes.get("group", 1) != 1:
-        return None, 0  # axis 1 counts the output channels of one group only
     if op.type == "Gemm":
         return (0, 1) if op.attributes.get("transB", 0) else (1, 0)
     return _LINEAR[op.type]

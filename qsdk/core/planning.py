@@ -283,6 +283,8 @@ class _Planner:
         if isinstance(held.spec.granularity, PerBlock):
             return replace(bare, reason="its weight has one scale per block, so no one scale fits an accumulator")
         per_channel = isinstance(held.spec.granularity, PerChannel)
+        if per_channel and held.op_type == "ConvTranspose" and self.graph.ops[head].attributes.get("group", 1) != 1:
+            return replace(bare, reason="its weight's scales are shared by groups, so they do not count its channels")
         spec = Spec(int32, PerChannel(0) if per_channel else PerTensor())
         sites = (fed.encoding_site, held.encoding_site)
         return replace(bare, spec=spec, reason="input scale x weight scale", bias_of=sites)

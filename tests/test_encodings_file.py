@@ -1,0 +1,118 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsdk.core.dtypes import DTYPES, dtype_named, int8
+from qsdk.core.encoding import Encoding
+from qsdk.core.encodings_file import dumps, loads
+from qsdk.core.errors import FileFormatError
+
+NAMES = [*(name for name, dtype in DTYPES.items() if dtype.is_quantized), "int8_strict", "int4_strict"]
+positive = st.floats(float(np.float32(1e-45)), float(np.finfo(np.float32).max), width=32, allow_subnormal=True)
+
+
+@st.composite
+def encodings(draw):
+    dtype = dtype_named(draw(st.sampled_from(NAMES)))
+    shape = draw(st.sampled_from([(1,), (3,), (2, 3), (1, 2, 2)]))
+    axis = None if shape == (1,) else draw(st.integers(-1, len(shape) - 1))
+    block = draw(st.integers(1, 64)) if len(shape) > 1 else None
+    count = int(np.prod(shape))
+    scale = np.array(draw(st.lists(positive, min_size=count, max_size=count)), np.float32).reshape(shape)
+    low, high = (int(dtype.lo), int(dtype.hi)) if dtype.is_integer else (0, 0)
+    zero = draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+    return Encoding(
+        dtype, scale, np.array(zero, np.int64).astype(np.int32).reshape(shape), axis, block, draw(st.booleans())
+    )
+
+
+@given(st.dictionaries(st.text(max_size=20), encodings(), max_size=4))
+@settings(deadline=None)
+def test_every_digit_survives(given_encodings):
+    text = dumps(given_encodings, {"tool": "qsdk", "tags": [1, "zwei"]})
+    back, provenance = loads(text, "model.encodings.json")
+    assert back == given_encodings
+    assert list(back) == list(given_encodings)
+    assert [e.frozen for e in back.values()] == [e.frozen for e in given_encodings.values()]
+    for site, encoding in back.items():
+        assert encoding.scale.tobytes() == given_encodings[site].scale.tobytes()
+    assert provenance == {"tool": "qsdk", "tags": [1, "zwei"]}
+    assert dumps(back, provenance) == text
+
+
+def test_the_text_is_one_line_per_site_and_plain_json():
+    text = dumps({"a:output": Encoding(int8, np.float32([0.1]), np.int32([3]))}, {})
+    data = json.loads(text)
+    assert data["encodings"]["a:output"] == {
+        "dtype": "int8",
+        "scale": [0.1],
+        "zero_point": [3],
+        "shape": [1],
+        "axis": None,
+        "block_size": None,
+        "frozen": False,
+    }
+    assert next(line for line in text.splitlines() if '"a:output"' in line).endswith("}")
+
+
+GOOD = dumps({"a:output": Encoding(int8, np.float32([0.1, 0.2]), np.int32([3, 0]), 0)}, {"tool": "qsdk"})
+
+
+@given(st.integers(0, len(GOOD.rstrip()) - 1))
+def test_truncated_text_is_an_error_that_names_file_and_place(length):
+    with pytest.raises(FileFormatError, match=r"m\.json is truncated or no JSON at line \d+, column \d+"):
+        loads(GOOD[:length], "m.json")
+
+
+def changed(**fields):
+    data = json.loads(GOOD)
+    data["encodings"]["a:output"].update(fields)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "m.json is no qsdk.encodings file"),
+        ("{}", "m.json is no qsdk.encodings file"),
+        ("3", "m.json is no qsdk.encodings file"),
+        ('{"version": "1.0.0", "activation_encodings": []}', "m.json is no qsdk.encodings file"),
+        (GOOD.replace('"version": 1', '"version": 99'), "version 99.*update qsdk"),
+        (GOOD.replace('"version": 1', '"version": "1"'), "version '1'"),
+        (GOOD.replace('"version": 1', '"version": true'), "version True"),
+        (GOOD.replace('"encodings": {', '"encodings": 3, "other": {'), "no mapping under 'encodings'"),
+        (GOOD.replace('"provenance": {"tool": "qsdk"}', '"provenance": []'), "no mapping under"),
+        (GOOD.replace('"tool"', '"a": 1, "a"'), "names 'a' twice"),
+        ("[" * 200_000, "nested too deeply|no JSON"),
+        (changed(scale=[0.1]), "site 'a:output': 1 scales, 2 zero points"),
+        (changed(shape=[3]), "2 scales, 2 zero points and the shape"),
+        (changed(shape=[0]), "shape is a list of positive integers"),
+        (changed(shape="2"), "shape is a list of positive integers"),
+        (changed(frozen=1), "frozen true or false"),
+        (changed(scale=[0.1, -0.2]), "site 'a:output': an encoding of int8 needs positive"),
+        (changed(scale=[0.1, 1e300]), "needs positive, finite scales"),
+        (changed(scale=[0.1, None]), "scale is a list of numbers"),
+        (changed(scale=[0.1, True]), "scale is a list of numbers"),
+        (changed(scale=0.1), "scale is a list of numbers"),
+        (changed(zero_point=[0.5, 0]), "zero_point is a list of numbers"),
+        (changed(zero_point=[300, 0]), "outside the grid"),
+        (changed(zero_point=[2**40, 0]), "site 'a:output'"),
+        (changed(dtype="int99"), "unknown dtype 'int99'"),
+        (changed(dtype=8), "site 'a:output'"),
+        (changed(dtype=["int8"]), "site 'a:output'"),
+        (changed(axis=None), "without an axis"),
+        (changed(axis=0.5), "axis is an integer or null"),
+        (changed(block_size=0), "block_size is an integer or null"),
+        (changed(color="red"), "an entry has the fields"),
+        (json.dumps({**json.loads(GOOD), "encodings": {"a:output": {"dtype": "int8"}}}), "an entry has the fields"),
+        (json.dumps({**json.loads(GOOD), "encodings": {"a:output": 3}}), "an entry has the fields"),
+        (GOOD.replace("0.1", "NaN"), "needs positive, finite scales"),
+    ],
+)
+def test_foreign_and_inconsistent_text_names_file_and_place(text, message):
+    with pytest.raises(FileFormatError, match=message) as caught:
+        loads(text, "m.json")
+    assert "m.json" in str(caught.value)
