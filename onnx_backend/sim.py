@@ -301,10 +301,6 @@ class OnnxSim:
         spec, (source, weight) = decision.spec, (self._own[site] for site in decision.bias_of)
         assert spec is not None
         scale = source.scale * weight.scale
-        count = decision.shape[0] if decision.shape else None
-        if isinstance(count, int) and 1 < scale.size < count:
-            # a grouped transposed convolution has one weight scale per channel of a group
-            scale = np.tile(scale, count // scale.size)
         return Encoding(spec.dtype, scale, np.zeros(scale.shape, np.int32), axis_of(spec.granularity))
 
 

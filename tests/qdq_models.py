@@ -5,7 +5,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.marks import mark
-from onnx_backend.model import array, load
+from onnx_backend.model import array
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
@@ -89,7 +89,6 @@ def encodings_of(graph, plan, stored, seed=0):
     for site, decision in plan.decisions.items():
         if decision.quantized and decision.kind == "bias":
             scale = np.multiply(*(found[other].scale for other in decision.bias_of))
-            scale = np.tile(scale, max(1, decision.shape[0] // scale.size)) if scale.size > 1 else scale
             found[site] = Encoding(decision.spec.dtype, scale, np.zeros(1), axis_of(decision.spec.granularity))
     return found
 
@@ -131,7 +130,3 @@ def simulated_mlp(encodings, stored, x):
     found["relu:output"] = at("relu:output", np.maximum(hidden, 0))
     found["add2:output"] = at("add2:output", found["relu:output"] @ stored["mm2:weight"] + stored["add2:bias"])
     return found
-
-
-def copied(model):
-    return load(model)

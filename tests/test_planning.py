@@ -545,3 +545,10 @@ def test_the_graph_is_left_alone():
     make_plan(graph, w8a8())
     assert (list(graph.tensors), list(graph.ops)) == before
     assert make_plan(graph, w8a8()) == make_plan(graph, w8a8())
+
+
+def test_skipping_an_activation_leaves_the_weights_of_its_supergroup_quantized():
+    plan = make_plan(small_network(), w8a8().skip("relu"))
+    states = {site: decision.state for site, decision in plan.decisions.items()}
+    assert states["conv1:weight"] == "quantized"
+    assert states["relu:output"] == "float"

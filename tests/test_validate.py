@@ -88,14 +88,14 @@ def test_each_defect_is_found_at_its_node(name):
     report = validate(model)
     assert report.summary["errors"] >= 1
     assert all(row["remedy"] and row["problem"] for row in report.rows)
-    with pytest.raises(FileFormatError, match="some.onnx, node 'the_"):
+    with pytest.raises(FileFormatError, match=r"some\.onnx, node 'the_"):
         require_valid(model, "some.onnx")
 
 
 def test_behaviour_73_conflict_names_the_node():
     model = pair(**CONFLICT)
     onnx.checker.check_model(model)  # the usual check misses it
-    with pytest.raises(FileFormatError, match="node 'the_q': output_dtype INT8 contradicts the zero point.*UINT8"):
+    with pytest.raises(FileFormatError, match=r"node 'the_q': output_dtype INT8 contradicts the zero point.*UINT8"):
         OnnxSim.from_qdq(model)
     with pytest.raises(FileFormatError, match="node 'the_q': output_dtype INT8"):
         require_valid(model, "model.onnx")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qsdk.core.bias import with_room_for
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.ranges import Range, encoding_from_range, range_of
@@ -84,6 +85,7 @@ def calibrate(
         sim.model.train(was_training)
     ranges = {site: observer.range() for site, observer in observers.items()}
     found = {**_weight_encodings(sim), **_activation_encodings(wanted, ranges)}
+    _make_room_for_biases(sim, found)
     for quantizer, encoding in found.values():
         quantizer.set_encoding(encoding)
     rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in found.items()]
@@ -132,6 +134,18 @@ def _weight_encodings(sim: QuantSim) -> dict[str, tuple[Quantizer, Encoding]]:
         observed = range_of(raw.detach().float().cpu().numpy(), spec)
         found[site] = quantizer, encoding_from_range(observed, spec)
     return found
+
+
+def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encoding]]) -> None:
+    """Widen the weight scales under which a bias would not fit int32."""
+    for site, quantizer in sim.quantizers.items():
+        if quantizer.factors is None:
+            continue
+        source, weight = (factor.site for factor in quantizer.factors)
+        if weight in found:
+            known = found[source][1] if source in found else quantizer.factors[0].encoding()
+            bias = raw_value(sim, site).detach().float().cpu().numpy()
+            found[weight] = found[weight][0], with_room_for(bias, known, found[weight][1])
 
 
 def raw_value(sim: QuantSim, site: str) -> Tensor:

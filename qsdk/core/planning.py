@@ -113,8 +113,15 @@ class _Planner:
         self.operands = {index: operands_of(graph, index) for index in range(len(graph.ops))}
 
     def owners(self, op: int) -> list[str]:
-        """The owners a rule may use for an op: those of its group's outputs and stored operands."""
-        members = self.groups[op].ops if op in self.groups else (op,)
+        """The owners a rule may use for an op's result: those of its whole group, outputs and stored operands."""
+        return self._owners(self.groups[op].ops if op in self.groups else (op,))
+
+    def owners_of_stored(self, op: int) -> list[str]:
+        """The owners a rule may use for what an op stores: its own, so that skipping a Relu leaves its Conv alone."""
+        return self._owners((op,))
+
+    def _owners(self, members: Iterable[int]) -> list[str]:
+        members = tuple(members)
         tensors = [t for member in members for t in self.graph.ops[member].outputs]
         tensors += [operand.root for member in members for operand in self.operands[member]]
         sites = [self.graph.tensors[t].site for t in tensors]
@@ -239,7 +246,7 @@ class _Planner:
         if facts.site is None:
             scalar = not any(n != 1 for n in facts.shape or ())
             return replace(bare, reason="a scalar constant" if scalar else "a stored tensor that no quantizer reads")
-        choice, rule = self.config.for_owners(*self.owners(op))
+        choice, rule = self.config.for_owners(*self.owners_of_stored(op))
         bare = replace(bare, rule=rule)
         if operand.role == "bias":
             return self._bias(op, bare, choice, activations, found)
@@ -257,7 +264,7 @@ class _Planner:
         """Whether a rule asks for a weight dtype here by more than a bare `*`."""
         rules = tuple(rule for rule in self.config.rules if rule.weight is not None)
         named = replace(self.config, rules=rules)
-        return any(named.names(owner) for owner in self.owners(op))
+        return any(named.names(owner) for owner in self.owners_of_stored(op))
 
     def _bias(
         self,

@@ -2,7 +2,7 @@
 
 Conventions and their measured values: a range always contains 0, which is exactly representable; a symmetric
 scale is the smallest that covers both ends, `max(high / hi, -low / -lo)`; scales never fall below float32's
-machine epsilon, so that a tensor of zeros has an encoding.
+machine epsilon (its 256th at 16 bits), so that a tensor of zeros has an encoding.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,9 @@ def _asymmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArr
 
 
 def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
-    floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE)
+    # a finer grid may have finer steps: the floor is on the range, as it is at 8 bits
+    finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
+    floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)
     if not spec.power_of_two:
         return floored
     exponents = np.ceil(np.log2(floored.astype(np.float64)))

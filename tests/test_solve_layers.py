@@ -1,0 +1,273 @@
+"""SeqMSE and AdaRound on whole sims of an nn.Module."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qsdk.algorithms import adaround, seq_mse
+from qsdk.algorithms.moments import Moments
+from qsdk.core.config import QuantConfig, w4a8
+from qsdk.core.dtypes import float16
+from qsdk.core.errors import CalibrationError, DataError
+from qsdk.core.layer_problem import LayerProblem, Solution, Solver
+from qsdk.core.report import Report
+from qsdk.workflow import calibrate, quantize
+from torch_bridge.layer_problems import solve_layers
+from torch_bridge.sim import QuantSim
+
+
+class Net(nn.Module):
+    """One of each kind of layer, one of them called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding="same", padding_mode="reflect")
+        self.depthwise = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8)
+        self.twice = nn.Conv2d(8, 8, 1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give [N, 5]."""
+        x = F.relu(self.depthwise(F.relu(self.conv(x))))
+        x = F.relu(self.twice(F.relu(self.twice(x))))
+        x = F.relu(self.up(x))
+        return self.head(x.mean((2, 3)))
+
+
+SITES = [f"{name}:weight" for name in ("conv", "depthwise", "twice", "up", "head")]
+
+
+def data(seed: int, count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 3, 12, 12, generator=generator).cumsum(-1) / 3 for n in [8] * (count - 1) + [5]]
+
+
+def sim_of(model: nn.Module, batches: list[Any], config: QuantConfig | None = None) -> QuantSim:
+    sim = quantize(model, batches[0], config or w4a8())
+    assert isinstance(sim, QuantSim)
+    calibrate(sim, batches, progress=False)
+    return sim
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def solved(sim: QuantSim, batches: Any, solver: Solver, **options: Any) -> Report:
+    return solve_layers(sim, batches, solver, new_moments=Moments, title="Solve", progress=False, **options)
+
+
+def state(sim: QuantSim) -> dict[str, Any]:
+    frozen = {site: quantizer.frozen for site, quantizer in sim.quantizers.items()}
+    return {**{name: t.clone() for name, t in sim.model.state_dict().items()}, **frozen, "mode": sim.model.training}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(v, other[k]) if isinstance(v, Tensor) else v == other[k] for k, v in one.items())
+
+
+def held_out_error(sim: QuantSim, model: nn.Module) -> float:
+    x = torch.cat(data(9))
+    with torch.no_grad():
+        reference = model(x)
+    return float((sim(x) - reference).square().sum() / reference.square().sum())
+
+
+@pytest.mark.parametrize("block_size", [None, 2])
+@pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
+def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, block_size: int | None) -> None:
+    sim = sim_of(model, data(1), w4a8(block_size=block_size))
+    report = solved(sim, data(1), solver)
+    assert [row["site"] for row in report.rows] == SITES
+    for row in report.rows:
+        assert row["error_after"] <= row["error_before"] < 1, row
+        assert row["seconds"] > 0
+        assert row["note"] == ""
+    assert report.summary == {"layers": 5, "left": 0}
+
+
+@pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
+def test_the_network_gets_better_on_unseen_data(model: nn.Module, solver: Solver) -> None:
+    sim = sim_of(model, data(1))
+    before = held_out_error(sim, model)
+    solved(sim, data(1), solver)
+    assert held_out_error(sim, model) < 0.8 * before
+
+
+def test_seq_mse_moves_ranges_only_and_adaround_weights_only(model: nn.Module) -> None:
+    sim = sim_of(model, data(1))
+    weights = {site: p.detach().clone() for site, p in sim.model.named_parameters()}
+    ranges = dict(sim.encodings)
+    solved(sim, data(1), seq_mse.solve)
+    assert all(torch.equal(p, weights[name]) for name, p in sim.model.named_parameters())
+    changed = {site for site, encoding in sim.encodings.items() if encoding != ranges[site]}
+    assert {site for site in changed if site.endswith("weight")} <= set(SITES)
+    assert changed & set(SITES)
+    ranges = dict(sim.encodings)
+    solved(sim, data(1), adaround.solve)
+    assert sim.encodings == ranges
+    for site in SITES:
+        raw = sim.model.get_parameter(site.replace(":", ".")).detach().numpy()
+        assert np.array_equal(ranges[site].fake_quantize(raw), raw)
+        assert sim.quantizers[site].frozen
+
+
+def test_rounded_weights_survive_a_second_calibration(model: nn.Module) -> None:
+    sim = sim_of(model, data(1))
+    solved(sim, data(1), adaround.solve)
+    error = held_out_error(sim, model)
+    calibrate(sim, data(1), progress=False)
+    assert held_out_error(sim, model) == error
+
+
+def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module) -> None:
+    """The moments of a later layer see float inputs of the untouched model, quantized ones of the solved one."""
+    sim = sim_of(model, data(1))
+    seen: dict[str, LayerProblem] = {}
+
+    def recording(problem: LayerProblem) -> Solution:
+        seen[problem.site] = problem
+        return adaround.solve(problem)
+
+    solved(sim, data(1), recording)
+
+    def inputs(of: nn.Module, call: Any) -> Tensor:
+        found: list[Tensor] = []
+        handle = of.get_submodule("head").register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        for batch in data(1):
+            call(batch)
+        handle.remove()
+        return torch.cat(found)
+
+    with torch.no_grad():
+        x, x_quantized = inputs(model, model), inputs(sim.model, sim)
+    head = seen["head:weight"]
+    torch.testing.assert_close(head.g[0], x.T @ x)
+    torch.testing.assert_close(head.c[0], x.T @ x_quantized)
+    torch.testing.assert_close(head.g_quantized[0], x_quantized.T @ x_quantized)
+    assert seen["twice:weight"].rows > seen["up:weight"].rows / 2
+
+
+def test_the_same_seed_gives_the_same_sim(model: nn.Module) -> None:
+    sims = [sim_of(model, data(1)) for _ in range(3)]
+    for sim, seed in zip(sims, (1, 1, 2), strict=True):
+        solved(sim, data(1), adaround.solve, seed=seed)
+    assert_same(state(sims[0]), state(sims[1]))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(sims[0].model.parameters(), sims[2].model.parameters(), strict=True)
+    )
+
+
+def test_the_callers_model_and_the_parameters_identity_stay(model: nn.Module) -> None:
+    before = copy.deepcopy(model.state_dict())
+    sim = sim_of(model, data(1))
+    parameters = [(p, p.data_ptr()) for p in sim.model.parameters()]
+    solved(sim, data(1), adaround.solve)
+    assert [(p, p.data_ptr()) for p in sim.model.parameters()] == parameters
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_failure_leaves_the_sim_as_it_was(model: nn.Module) -> None:
+    sim = sim_of(model, data(1))
+    sim.model.train()
+    before, output = state(sim), sim(data(1)[0])
+    solver_calls: list[str] = []
+
+    def failing(problem: LayerProblem) -> Solution:
+        solver_calls.append(problem.site)
+        if len(solver_calls) == 4:
+            raise KeyboardInterrupt
+        return adaround.solve(problem)
+
+    with pytest.raises(KeyboardInterrupt):
+        solved(sim, data(1), failing)
+    assert_same(before, state(sim))
+    assert torch.equal(sim(data(1)[0]), output)
+    solved(sim, data(1), seq_mse.solve)
+    assert sim.model.training
+
+
+def test_bad_data_is_named_and_changes_nothing(model: nn.Module) -> None:
+    sim = sim_of(model, data(1))
+    before = state(sim)
+    bad = data(1)
+    bad[1][0, 0, 0, 0] = torch.nan
+    with pytest.raises(DataError, match="conv:weight, batch 1: the layer's input holds NaN"):
+        solved(sim, bad, adaround.solve)
+    with pytest.raises(DataError, match="reads the data several times"):
+        solved(sim, iter(data(1)), adaround.solve)
+    with pytest.raises(DataError, match="holds no batch"):
+        solved(sim, [], adaround.solve)
+    assert_same(before, state(sim))
+
+
+def test_an_uncalibrated_sim_is_refused(model: nn.Module) -> None:
+    sim = quantize(model, data(1)[0], w4a8())
+    with pytest.raises(CalibrationError, match="qsdk.calibrate"):
+        solved(sim, data(1), seq_mse.solve)  # type: ignore[arg-type]
+
+
+def test_labels_go_through_forward(model: nn.Module) -> None:
+    sim = sim_of(model, data(1))
+    labelled = [(batch, torch.zeros(len(batch))) for batch in data(1)]
+    report = solved(sim, labelled, seq_mse.solve, forward=lambda m, b: m(b[0]))
+    assert report.summary["layers"] == 5
+
+
+class Odd(nn.Module):
+    """Weights that no solver can take, each for its own reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.half = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.plain = nn.Linear(6, 6)
+        self.loose = nn.Parameter(torch.randn(6, 6) / 3)
+        self.output = nn.Linear(6, 7, bias=False)
+        self.output.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Give [N, T, 7]."""
+        x = self.half(self.table(tokens))
+        x = self.plain(self.attention(x, x, x, need_weights=False)[0])
+        return self.output(F.linear(x, self.loose))
+
+
+def test_layers_that_cannot_be_solved_are_listed_with_the_reason() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randint(7, (4, 5)),) for _ in range(3)]
+    sim = sim_of(Odd().eval(), batches, w4a8().skip("half", dtype=float16))
+    report = solved(sim, batches, adaround.solve)
+    notes = {row["site"]: row["note"] for row in report.rows}
+    weights = {site for site, decision in sim.plan.decisions.items() if decision.kind == "weight"}
+    assert notes.keys() == weights
+    assert notes["plain:weight"] == ""
+    assert "float" in notes["half:weight"]
+    assert all(note for site, note in notes.items() if site != "plain:weight"), notes
+    assert report.summary == {"layers": 1, "left": len(weights) - 1}
+
+
+def test_data_without_randomness_is_not_consumed_twice_at_once(model: nn.Module) -> None:
+    """A re-iterable that counts: one pass to find the order, one per layer."""
+
+    class Counting:
+        passes = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            self.passes += 1
+            return iter(data(1))
+
+    counting = Counting()
+    solved(sim_of(model, data(1)), counting, seq_mse.solve)
+    assert counting.passes == 1 + len(SITES)
