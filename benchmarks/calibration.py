@@ -1,0 +1,64 @@
+"""Min-max calibration of the demo network, in units of plain float forward passes over the same images.
+
+One JSON line; target: at most 1.05. `over_folded` is the same against the model with its BatchNorms folded.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import qsdk
+from qsdk.demo.data import load
+from qsdk.demo.model import load_pretrained
+
+ROUNDS, BATCH = 15, 256
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    model = load_pretrained()
+    batches = list(torch.from_numpy(load().calibration_images).split(BATCH))
+    sim = qsdk.quantize(model, batches[0][:2], qsdk.w8a8())
+
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+
+    def folded() -> None:
+        with torch.no_grad(), sim.float_phase() as folded_model:
+            for batch in batches:
+                folded_model(batch)
+
+    def calibrate() -> None:
+        qsdk.calibrate(sim, batches, progress=False)
+
+    works = (plain, folded, calibrate)
+    for work in works:
+        work()
+    rounds = [[seconds(work) for work in works] for _ in range(ROUNDS)]
+    over_float = [row[2] / row[0] for row in rounds]
+    over_folded = [row[2] / row[1] for row in rounds]
+    print(
+        json.dumps(
+            {
+                "benchmark": "min-max calibration, demo network, 1024 images",
+                "over_float": round(statistics.median(over_float), 3),
+                "over_folded": round(statistics.median(over_folded), 3),
+                "spread": [round(min(over_float), 3), round(max(over_float), 3)],
+                "target_over_float": 1.05,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
