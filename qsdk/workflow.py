@@ -8,10 +8,12 @@ from typing import Any, Literal
 from onnx import ModelProto
 from torch import nn
 
-from onnx_backend import integer, measure, parity, qdq_read
 from onnx_backend import model as onnx_model
+from onnx_backend import parity, qdq_read
 from onnx_backend import validate as validation
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.measure import measure
 from onnx_backend.read_graph import read_graph
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
@@ -32,7 +34,7 @@ from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim, stored_values
 from torch_bridge.trace import marked_onnx
-from torch_bridge.wrapper import unwrap_model
+from torch_bridge.training import eval_mode
 
 Sim = QuantSim | OnnxSim
 Forward = Callable[[Any, Any], Any]
@@ -76,7 +78,7 @@ def quantize(
     try:
         return _planned(prepared, config)
     except BaseException:
-        unwrap_model(prepared.model)
+        prepared.give_back()  # matters in place: the caller's model is theirs again
         raise
 
 
@@ -116,8 +118,9 @@ def calibrate(
     if isinstance(sim, OnnxSim):
         _refuse_forward(forward)
         return sim.calibrate(data, method=method, weight_method=weight_method, progress=progress)
-    options = {"method": method, "weight_method": weight_method, "forward": forward, "progress": progress}
-    return calibration.calibrate(sim, data, **options)  # type: ignore[arg-type]
+    return calibration.calibrate(
+        sim, data, method=method, weight_method=weight_method, forward=forward, progress=progress
+    )
 
 
 def seq_mse(
@@ -196,12 +199,8 @@ def export(
 
 def _marked(sim: QuantSim) -> ModelProto:
     """Trace the sim's model as it is now, and hold its sites against the plan's."""
-    was_training = sim.model.training
-    sim.model.eval()
-    try:
+    with eval_mode(sim.model):
         traced = simplify(onnx_model.load(marked_onnx(sim.model, sim.runtime, sim.example)))
-    finally:
-        sim.model.train(was_training)
     sites = set(read_graph(traced).sites)
     different = sites.symmetric_difference(sim.plan.decisions)
     if different:
@@ -265,9 +264,10 @@ def to_integer(
         FileFormatError: the model is unreadable or invalid.
     """
     opened = _opened(model)
-    options = {"target": target, "edges": edges, "rounding": rounding, "requantize": requantize}
-    result = integer.convert(opened, allow_float=allow_float, **options)  # type: ignore[arg-type]
-    measured = measure.measure(opened, result.model, edges=edges)
+    result = convert(
+        opened, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
+    )
+    measured = measure(opened, result.model, edges=edges)
     certificate = {**result.certificate, "measured": measured}
     write_text(f"{os.fspath(out)}.certificate.json", json.dumps(certificate, indent=1) + "\n")
     onnx_model.save(result.model, out)

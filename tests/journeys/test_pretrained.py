@@ -8,8 +8,8 @@ import torch
 import zoo
 
 import qsdk
-from onnx_backend.integer_check import integer_findings
-from onnx_backend.integer_reference import run_reference
+from onnx_backend.integer.check import integer_findings
+from onnx_backend.integer.reference import run_reference
 
 pytestmark = pytest.mark.network
 

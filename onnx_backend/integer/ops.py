@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.integer_context import (
+from onnx_backend.integer.context import (
     Args,
     Context,
     attributes,
@@ -20,7 +20,7 @@ from onnx_backend.integer_context import (
     integer_name,
     settled,
 )
-from onnx_backend.integer_layers import (
+from onnx_backend.integer.layers import (
     accumulated,
     conv,
     gemm,
@@ -28,10 +28,10 @@ from onnx_backend.integer_layers import (
     plus_constant,
     product_bounds,
 )
-from onnx_backend.integer_moves import MOVES, argmax, pad
-from onnx_backend.integer_pool import average_pool, global_average_pool, reduce_mean, reduce_sum
-from onnx_backend.integer_qdq import dequantize, quantize
-from onnx_backend.integer_values import (
+from onnx_backend.integer.moves import MOVES, argmax, pad
+from onnx_backend.integer.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
+from onnx_backend.integer.qdq import dequantize, quantize
+from onnx_backend.integer.values import (
     Array,
     Constant,
     Integers,

@@ -1,6 +1,6 @@
 """From a Q/DQ model to an integer-only one: int32 accumulators, fixed-point requantization, no float tensor inside.
 
-The graph is walked once. A float tensor of the Q/DQ model is only a *value* (`integer_values`): codes with an encoding,
+The graph is walked once. A float tensor of the Q/DQ model is only a *value* (`values`): codes with an encoding,
 a function of codes, or an accumulator that still has to be requantized. Nodes are written when a QuantizeLinear says
 what the codes are (Jacob et al. 2017, section 2, for every op).
 """
@@ -13,11 +13,11 @@ from typing import Any
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, inliner
 
-from onnx_backend.integer_check import integer_findings, require_integer_only
-from onnx_backend.integer_context import Context, edge_dtype, label, leave, surroundings
-from onnx_backend.integer_emit import Builder
-from onnx_backend.integer_ops import INTEGER_TYPES, LOWERINGS, copied, stored
-from onnx_backend.integer_values import Codes, Failed, FloatInput, Integers, Lookup, Refused, Value
+from onnx_backend.integer.check import integer_findings, require_integer_only
+from onnx_backend.integer.context import Context, edge_dtype, label, leave, surroundings
+from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.ops import INTEGER_TYPES, LOWERINGS, copied, stored
+from onnx_backend.integer.values import Codes, Failed, FloatInput, Integers, Lookup, Refused, Value
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
@@ -49,22 +49,6 @@ class Refusal:
     op_type: str
     reason: str
     remedy: str
-
-
-def to_integer(
-    model: ModelProto,
-    *,
-    target: str = "standard",
-    edges: str = "float",
-    rounding: Rounding = "half_even",
-    requantize: str = "integer",
-    allow_float: Sequence[str] = (),
-) -> tuple[ModelProto, Report]:
-    """Give the integer model and the report of `convert`, which see for arguments and errors."""
-    result = convert(
-        model, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
-    )
-    return result.model, result.report
 
 
 def convert(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.integer_values import Array, Encoding, Linear, Lookup, Refused
+from onnx_backend.integer.values import Array, Encoding, Linear, Lookup, Refused
 from qsdk.core.errors import ConfigError
 from qsdk.core.fixed_point import MAX_SHIFT, Rounding, fixed_point, tie_in_range, ties_possible
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer_context import Args, Context, attributes, constant_integers, integer_name, move
-from onnx_backend.integer_values import (
+from onnx_backend.integer.context import Args, Context, attributes, constant_integers, integer_name, move
+from onnx_backend.integer.values import (
     CodedConstant,
     Codes,
     Constant,

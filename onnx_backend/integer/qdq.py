@@ -3,8 +3,8 @@
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer_context import Args, Context, attributes, to_codes
-from onnx_backend.integer_values import (
+from onnx_backend.integer.context import Args, Context, attributes, to_codes
+from onnx_backend.integer.values import (
     GRIDS,
     Array,
     CodedConstant,

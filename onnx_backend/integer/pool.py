@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer_context import Args, Context, attributes, constant_integers, encoded
-from onnx_backend.integer_layers import accumulated
-from onnx_backend.integer_values import Array, Encoding, Refused, Value
+from onnx_backend.integer.context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer.layers import accumulated
+from onnx_backend.integer.values import Array, Encoding, Refused, Value
 
 
 def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:

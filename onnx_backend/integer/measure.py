@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.integer_reference import run_reference
+from onnx_backend.integer.reference import run_reference
 from onnx_backend.model import initializers, input_names
 from onnx_backend.session import simulation_session
 from qsdk.core.errors import IntegerError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, helper, numpy_helper
 
-from onnx_backend.integer_reference_ops import OPS
-from onnx_backend.integer_values import Array
+from onnx_backend.integer.reference_ops import OPS
+from onnx_backend.integer.values import Array
 from qsdk.core.errors import DataError, IntegerError
 
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer_context import Args, Context, attributes, encoded, label
-from onnx_backend.integer_values import (
+from onnx_backend.integer.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.values import (
     Array,
     CodedConstant,
     Constant,

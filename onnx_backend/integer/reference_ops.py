@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from onnx_backend.integer_values import Array
+from onnx_backend.integer.values import Array
 from qsdk.core import affine
 
 Attributes = Mapping[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 
-from onnx_backend.integer_emit import Builder, look_up, requantize
-from onnx_backend.integer_values import (
+from onnx_backend.integer.emit import Builder, look_up, requantize
+from onnx_backend.integer.values import (
     GRIDS,
     Codes,
     Constant,
