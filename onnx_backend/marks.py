@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_backend.int8_moves import COPY_KEY
 from onnx_backend.model import (
     MARK_DOMAIN,
     MARK_OP,
@@ -85,6 +86,7 @@ def open_qdq(model: ModelProto) -> Opened:
     lift_constants(opened)
     found = places(opened)
     casts, kinds = _casts(opened)
+    outputs = {value.name for value in opened.graph.output}
     replaced: dict[str, list[NodeProto]] = {}
     for place in found:
         output = place.dequantize.output[0]
@@ -93,12 +95,24 @@ def open_qdq(model: ModelProto) -> Opened:
     for site, (_, source, output) in casts.items():
         replaced[output] = [mark_node(site, source, output)]
     nodes: list[NodeProto] = []
+    copies: dict[str, str] = {}  # what a copied pair gives -> what it was given: the pair changes no value
     for node in opened.graph.node:
-        nodes.extend(replaced.get(node.output[0], [node]))
+        rename_inputs([node], copies)
+        if COPY_KEY in metadata(node) and node.output[0] not in outputs:
+            copies[node.output[0]] = node.input[0]
+        elif COPY_KEY in metadata(node):
+            nodes.append(helper.make_node("Identity", [node.input[0]], [node.output[0]], node.name))
+        else:
+            nodes.extend(_renamed(replaced.get(node.output[0], [node]), copies))
     _drop_unread(opened, nodes)
     opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     encodings = {place.site: place.encoding for place in found}
     return Opened(opened, encodings, kinds, {site: dtype for site, (dtype, *_) in casts.items()})
+
+
+def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
+    rename_inputs(nodes, names)
+    return nodes
 
 
 def _casts(model: ModelProto) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.int8_moves import separate_moves
 from onnx_backend.model import (
     array,
     at_opset,
@@ -71,6 +72,8 @@ def insert(
         elif node.output[0] not in lowering.folded:
             lowering.nodes.append(node)
     lowering.finish()
+    if dialect == "onnxruntime":
+        separate_moves(model)
     return model, lowering.rows
 
 

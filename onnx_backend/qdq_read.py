@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.int8_moves import COPY_KEY
 from onnx_backend.model import array, attributes, constant_tensor, initializers, metadata, producers
 from qsdk.core.dtypes import DTYPES, DType, dtype_named
 from qsdk.core.encoding import Encoding, storage_type
@@ -71,9 +72,10 @@ def _places(model: ModelProto) -> Iterator[Place]:
     stored: Mapping[str, TensorProto] = stored_tensors(model)
     made_by = producers(model.graph.node)
     for node in model.graph.node:
-        if node.op_type != "DequantizeLinear":
+        facts = metadata(node)
+        if node.op_type != "DequantizeLinear" or COPY_KEY in facts:
             continue
-        source, facts = node.input[0], metadata(node)
+        source = node.input[0]
         quantize = made_by.get(source)
         if quantize is not None and quantize.op_type != "QuantizeLinear":
             quantize = None

@@ -268,6 +268,29 @@ def test_a_narrow_grid_is_recovered_from_what_stands_in_front_and_held_at_run_ti
         assert list(read(lowered).values()) == [encoding]
 
 
+@pytest.mark.parametrize("dtype", ["uint3", "int3", "uint4", "int4"])
+def test_narrow_activations_load_and_agree_at_every_level(dtype):
+    marked, _, plan, encodings = prepared(mlp(), w8a8().override("*", activation=dtype))
+    lowered, _ = insert(marked, plan, encodings)
+    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+    wanted = simulation_session(lowered).run(None, {"x": x})[0]
+    step = 1.01 * encodings["add2:output"].scale[0]
+    for level in LEVELS:
+        assert np.abs(run(lowered, {"x": x}, level)[0] - wanted).max() <= step
+
+
+def test_the_simulation_keeps_both_of_two_pairs_in_a_row():
+    nodes = [mark_node("a:output", "x", "a"), mark_node("b:input", "a", "b"), node("Neg", ["b"], ["y"])]
+    model = make_model(nodes, {"x": [50]}, {"y": [50]}, {}, imports=[helper.make_opsetid("qsdk", 1)])
+    first = Encoding(dtype_named("uint8"), np.float32([0.5]), np.int32([100]))
+    second = Encoding(dtype_named("uint8"), np.float32([0.3]), np.int32([128]))
+    plan = Plan({s: Decision(s, "Neg", "activation", spec_of(first), "") for s in ("a:output", "b:input")})
+    lowered, _ = insert(model, plan, {"a:output": first, "b:input": second})
+    x = np.linspace(-20, 20, 50, dtype=np.float32)
+    got = simulation_session(lowered).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(got, -second.fake_quantize(first.fake_quantize(x)))
+
+
 def test_a_clip_that_means_something_else_narrows_nothing():
     nodes = [
         node("Clip", ["x", "lo", "hi"], ["c"]),
@@ -384,6 +407,43 @@ def test_a_relu_before_a_narrow_q_survives_the_default_level(dtype, zero_point):
     x = np.float32([-3, -1, 0, 1, 2])
     for level in LEVELS:
         np.testing.assert_array_equal(run(lowered, {"x": x}, level)[0], -encoding.fake_quantize(np.maximum(x, 0)))
+
+
+MOVED = {
+    "MaxPool": ({"kernel_shape": [2, 2]}, []),
+    "Reshape": ({}, ["shape"]),
+    "Transpose": ({"perm": [0, 1, 3, 2]}, []),
+    "Squeeze": ({}, ["axes"]),
+    "Unsqueeze": ({}, ["axes"]),
+    "Slice": ({}, ["axes", "one", "axes"]),
+}
+
+
+@pytest.mark.parametrize("behind", ["output", "float", "relu", "move"])
+@pytest.mark.parametrize("op", MOVED)
+def test_a_moved_int8_tensor_loads_at_the_default_level_and_keeps_its_values(op, behind):
+    options, more = MOVED[op]
+    last = {"output": [], "float": [node("Neg", ["o"], ["y"])], "relu": [node("Relu", ["o"], ["y0"])]}
+    last["relu"].append(mark_node("r:output", "y0", "y"))
+    last["move"] = [node("Transpose", ["o"], ["t"]), node("Neg", ["t"], ["y"])]
+    moved = "y" if behind == "output" else "o"
+    nodes = [mark_node("x:input", "x", "a"), node(op, ["a", *more], [moved], "move", **options), *last[behind]]
+    stored = {"shape": np.array([1, -1]), "axes": np.array([0]), "one": np.array([1])}
+    model = make_model(nodes, {"x": [1, 4, 4, 4]}, {"y": None}, stored, imports=[helper.make_opsetid("qsdk", 1)])
+    encoding = Encoding(dtype_named("int8"), np.float32([0.1]), np.int32([3]))
+    plan = Plan({s: Decision(s, op, "activation", spec_of(encoding), "") for s in ("x:input", "r:output")})
+    lowered, _ = insert(model, plan, dict.fromkeys(plan.decisions, encoding))
+    pure, _ = insert(model, plan, dict.fromkeys(plan.decisions, encoding), dialect="onnx")
+    assert all(found == encoding for found in read(lowered).values())
+    assert read(lowered).keys() == read(pure).keys()
+    x = np.random.default_rng(0).normal(size=(1, 4, 4, 4)).astype(np.float32)
+    wanted = run(pure, {"x": x}, LEVELS[0])[0]
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(lowered, {"x": x}, level)[0], wanted)
+    opened = open_qdq(lowered)
+    assert not [n for n in opened.model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    again, _ = insert(opened.model, plan, opened.encodings)
+    np.testing.assert_array_equal(run(again, {"x": x}, LEVELS[0])[0], wanted)
 
 
 def test_what_cannot_be_written_is_named():
