@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,9 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend import parity
+from onnx_backend.adopt import adopted_plan
 from onnx_backend.feeding import as_feeds, batches_of, run_session
-from onnx_backend.marks import Opened, mark, open_qdq
+from onnx_backend.marks import mark, open_qdq
 from onnx_backend.model import array, at_opset, attributes, initializers, is_mark, lift_constants, load
 from onnx_backend.observe import METHODS, observe
 from onnx_backend.qdq import insert
@@ -20,18 +21,17 @@ from onnx_backend.read_graph import inlined, read_graph
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.session import simulation_session
 from onnx_backend.validate import require_valid
+from qsdk.core.bias import with_room_for
 from qsdk.core.config import QuantConfig
 from qsdk.core.coverage import coverage_report, explanation
-from qsdk.core.dtypes import dtype_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
 from qsdk.core.graph import Graph
-from qsdk.core.operands import operands_of
 from qsdk.core.planning import Decision, Plan, make_plan
 from qsdk.core.ranges import encoding_from_range, range_of
 from qsdk.core.report import Report
 from qsdk.core.site import matches, nearest_owners, owner_of
-from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec, axis_of
+from qsdk.core.spec import axis_of
 
 Array = npt.NDArray[Any]
 _QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger"})
@@ -67,7 +67,10 @@ class OnnxSim:
         for node in model.graph.node:
             if node.op_type in _QUANTIZED_OPS:
                 named = node.name or node.output[0]
-                raise ModelError(f"the model is quantized already (node {named!r}); open it with qsdk.load")
+                raise ModelError(
+                    f"the model is quantized already (node {named!r}); pass config=None to adopt its encodings, or "
+                    "quantize the float model it came from"
+                )
         graph = read_graph(model)
         narrow = [t.name for t in graph.tensors if t.dtype in ("float16", "bfloat16", "float64")]
         if narrow:
@@ -85,7 +88,7 @@ class OnnxSim:
         require_valid(model, "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source))
         opened = open_qdq(at_opset(inlined(model)))
         graph = read_graph(opened.model)
-        sim = cls(opened.model, graph, _plan_of(graph, opened))
+        sim = cls(opened.model, graph, adopted_plan(graph, opened))
         sim._own = {site: e for site, e in opened.encodings.items() if sim.plan.decisions[site].bias_of is None}
         sim._lowered = model
         return sim
@@ -117,6 +120,7 @@ class OnnxSim:
         found = self._weight_encodings()
         found.update(observe(self._marked, self.plan, batches, METHODS[method], progress=progress))
         frozen = {site: encoding for site, encoding in self._own.items() if encoding.frozen}
+        self._make_room_for_biases(found, frozen)
         self._set({**self._own, **found, **frozen})
         rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
         return Report("Calibration", rows, {"method": method, "sites": len(rows)})
@@ -295,6 +299,14 @@ class OnnxSim:
             found[site] = encoding_from_range(range_of(values, decision.spec), decision.spec)
         return found
 
+    def _make_room_for_biases(self, found: dict[str, Encoding], frozen: Mapping[str, Encoding]) -> None:
+        """Widen the weight scales under which a bias would not fit int32."""
+        for site, bias in self._stored():
+            source, weight = self.plan.decisions[site].bias_of or ("", "")
+            if weight in found and weight not in frozen:
+                known = frozen[source] if source in frozen else found[source]
+                found[weight] = with_room_for(bias, known, found[weight])
+
     def _encoding(self, decision: Decision) -> Encoding:
         if decision.bias_of is None:
             return self._own[decision.encoding_site]
@@ -307,52 +319,3 @@ class OnnxSim:
 def _row(site: str, encoding: Encoding) -> dict[str, Any]:
     low, high = float(encoding.low.min()), float(encoding.high.max())
     return {"site": site, "dtype": encoding.dtype.name, "low": low, "high": high, "scales": encoding.scale.size}
-
-
-def _plan_of(graph: Graph, opened: Opened) -> Plan:
-    """The plan that a Q/DQ file must have come from: its encodings, and which biases are derived."""
-    derived = _derived_biases(graph, opened.encodings)
-    decisions = {}
-    for site, tensor in graph.sites.items():
-        facts = graph.tensors[tensor]
-        maker = graph.producer.get(tensor)
-        op_type = graph.ops[maker].type if maker is not None else "Stored" if facts.constant else "Input"
-        kind = cast(Kind, opened.kinds.get(site) or "activation")
-        encoding = opened.encodings.get(site)
-        spec = Spec(dtype_named(opened.casts[site])) if encoding is None else _spec_of(encoding)
-        decisions[site] = Decision(
-            site, op_type, kind, spec, "as the file says", "the file", bias_of=derived.get(site), shape=facts.shape
-        )
-    return Plan(decisions)
-
-
-def _spec_of(encoding: Encoding) -> Spec:
-    granularity: Granularity = PerTensor()
-    if encoding.axis is not None:
-        granularity = PerChannel(encoding.axis)
-        if encoding.block_size is not None:
-            granularity = PerBlock(encoding.axis, encoding.block_size)
-    return Spec(encoding.dtype, granularity, encoding.symmetric)
-
-
-def _derived_biases(graph: Graph, encodings: Mapping[str, Encoding]) -> dict[str, tuple[str, str]]:
-    """Bias site -> the sites of input and weight, where the file's scales are their products to the last digit."""
-    found: dict[str, tuple[str, str]] = {}
-    for index, op in enumerate(graph.ops):
-        for operand in operands_of(graph, index):
-            bias = graph.tensors[operand.root].site or ""
-            if operand.role != "bias" or bias not in encodings:
-                continue
-            head = index
-            if op.type == "Add":
-                head = graph.producer[next(t for t in op.inputs if t is not None and t != operand.tensor)]
-            source, weight = graph.ops[head].inputs[:2]
-            root = None if weight is None else graph.constant_root(weight)
-            if source is None or root is None:
-                continue
-            sites = (graph.tensors[source].site or "", graph.tensors[root].site or "")
-            if sites[0] in encodings and sites[1] in encodings:
-                product = np.multiply(encodings[sites[0]].scale, encodings[sites[1]].scale)
-                if np.array_equal(product, encodings[bias].scale):
-                    found[bias] = sites
-    return found

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from onnx import ModelProto
 from torch import nn
@@ -41,10 +41,18 @@ Forward = Callable[[Any, Any], Any]
 OnnxSource = str | os.PathLike[str] | ModelProto
 
 
+@overload
+def quantize(
+    model: nn.Module, example: Any, config: QuantConfig, *, in_place: bool = False, fold_batch_norm: bool = True
+) -> QuantSim: ...
+@overload
+def quantize(
+    model: OnnxSource, example: Any, config: QuantConfig | None, *, in_place: bool = False, fold_batch_norm: bool = True
+) -> OnnxSim: ...
 def quantize(
     model: nn.Module | OnnxSource,
     example: Any,
-    config: QuantConfig,
+    config: QuantConfig | None,
     *,
     in_place: bool = False,
     fold_batch_norm: bool = True,
@@ -55,7 +63,7 @@ def quantize(
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
         example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords; None will do
             for an ONNX model.
-        config: what is wanted where; see `qsdk.w8a8` and its kin.
+        config: what is wanted where; see `qsdk.w8a8` and its kin. None opens a Q/DQ ONNX model with its encodings.
         in_place: wrap the module itself, for models too large to copy.
         fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
 
@@ -70,6 +78,8 @@ def quantize(
         >>> sim.plan.decisions["self:weight"].spec.dtype
         int8
     """
+    if config is None and isinstance(model, str | os.PathLike | ModelProto):
+        return OnnxSim.from_qdq(_opened(model))
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
