@@ -1,13 +1,14 @@
 """Attaching quantizers: from a plan to the modules of a wrapped model."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.planning import Decision, Plan
-from qsdk.core.site import owner_of, port_of
+from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.runtime import Runtime
 from torch_bridge.wrapper import state_of
@@ -15,9 +16,10 @@ from torch_bridge.wrapper import state_of
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:
     """Give every quantized site its quantizer; `silent` sites exist but keep float32."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     runtime.quantizers = dict.fromkeys(silent)
     for site, decision in plan.decisions.items():
-        runtime.quantizers[site] = None if decision.spec is None else _quantizer(model, decision)
+        runtime.quantizers[site] = None if decision.spec is None else _quantizer(modules, decision)
     for quantizer in runtime.quantizers.values():
         if quantizer is None:
             continue
@@ -26,6 +28,7 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
             quantizer.home = _wanted(runtime, decision.tied_to)
         if decision.bias_of is not None:
             quantizer.factors = _wanted(runtime, decision.bias_of[0]), _wanted(runtime, decision.bias_of[1])
+    runtime.reused = frozenset(_reused(modules, plan.decisions))
     runtime.phase = "quantize"
 
 
@@ -36,24 +39,40 @@ def _wanted(runtime: Runtime, site: str) -> Quantizer:
     return found
 
 
-def _quantizer(model: nn.Module, decision: Decision) -> Quantizer:
-    owner = owner_of(decision.site).partition("@")[0]
-    port = port_of(decision.site)
-    module_path, slash, op = owner.partition("/")
-    modules = dict(model.named_modules())
+def _quantizer(modules: Mapping[str, nn.Module], decision: Decision) -> Quantizer:
+    """Make the quantizer of a site and give it to the module whose call the site belongs to."""
+    called, port = owner_of(decision.site), port_of(decision.site)
+    called_module, slash, op = called.partition("/")
+    module = modules.get(without_calls(called_module))
     if port == "input":
-        module, name = model, f"input_{owner}"
-    elif owner in modules or owner == "self":
-        module, name = modules.get(owner, model), port
-    elif slash and module_path in modules:
-        module, name = modules[module_path], f"{op}_{port}"
+        module, name = modules[""], f"input_{called}"
+    elif called == "self":
+        module, name = modules[""], port
+    elif module is None:
+        module, name = modules[""], f"{called}_{port}"
     else:
-        module, name = model, f"{owner}_{port}"
-    call = owner_of(decision.site).partition("@")[2]
-    safe = "".join(letter if letter.isalnum() else "_" for letter in name) + (f"_call_{call}" if call else "")
-    quantizer = Quantizer(decision, module, f"qsdk_{safe}")
+        name = f"{op}_{port}" if slash else port
+        if called_module != state_of(module).path:
+            name = f"{name}_of_{called_module}"
+    taken = {prefix for quantizer in state_of(module).quantizers for prefix in quantizer.buffer_names}
+    prefix = "qsdk_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+    while f"{prefix}_scale" in taken:
+        prefix += "_"
+    quantizer = Quantizer(decision, module, prefix, modules[""])
     state_of(module).quantizers.append(quantizer)
     return quantizer
+
+
+def _reused(modules: Mapping[str, nn.Module], sites: Iterable[str]) -> Iterator[str]:
+    """The modules that one forward pass calls several times: those of marked calls, and those with several paths."""
+    for site in sites:
+        for marked in re.finditer(r"@\d+(?=[./:])", site):
+            module = modules.get(without_calls(site[: marked.start()]))
+            if module is not None:
+                yield state_of(module).path
+    for module in modules.values():
+        if len(state_of(module).paths) > 1:
+            yield state_of(module).path
 
 
 def compare_sites(eager: Iterable[str], traced: Iterable[str], graph: Iterable[Any]) -> tuple[list[str], list[str]]:

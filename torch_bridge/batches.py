@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qsdk.core.errors import DataError
+from qsdk.core.errors import DataError, QsdkError
 
 Forward = Callable[[Any, Any], Any]
 
@@ -53,7 +52,9 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
         )
     try:
         return model(*given.args, **given.kwargs)
-    except (RuntimeError, TypeError) as error:
+    except QsdkError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         shapes = [tuple(v.shape) for v in (*given.args, *given.kwargs.values()) if isinstance(v, Tensor)]
         raise DataError(
             f"the model does not run on {where} (tensors of shape {shapes}): {error}; give batches shaped like the "
@@ -69,6 +70,8 @@ def progress_over(data: Iterable[Any], title: str, progress: bool) -> Iterator[t
     """
     if isinstance(data, Tensor | Mapping):
         raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
+    if not isinstance(data, Iterable):
+        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list or a DataLoader")
     count = 0
     for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
         yield count - 1, batch
@@ -90,9 +93,3 @@ def merged_batch_axis(example: Example) -> bool:
     """Whether all tensors of an example agree on the length of their first axis."""
     tensors = [v for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
     return bool(tensors) and all(t.ndim > 0 for t in tensors) and len({t.shape[0] for t in tensors}) == 1
-
-
-def first_place(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter or buffer."""
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device

@@ -15,6 +15,7 @@ from qsdk.core.report import Report
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
+from torch_bridge.training import eval_mode
 
 METHODS = {"min_max": "min_max", "post_training_tf": "min_max", "moving_average": "moving_average"}
 _MOMENTUM = 0.1
@@ -74,15 +75,10 @@ def calibrate(
             observer.update(x)
         return x
 
-    was_training = sim.model.training
-    sim.model.eval()
-    try:
-        with sim.runtime.in_phase("visit", observe), torch.no_grad():
-            for number, batch in progress_over(data, "calibrate", progress):
-                feed(sim.model, batch, sim.example, forward, f"batch {number}")
-                _require_finite(observers, number)
-    finally:
-        sim.model.train(was_training)
+    with eval_mode(sim.model), sim.runtime.in_phase("visit", observe), torch.no_grad():
+        for number, batch in progress_over(data, "calibrate", progress):
+            feed(sim.model, batch, sim.example, forward, f"batch {number}")
+            _require_finite(observers, number)
     ranges = {site: observer.range() for site, observer in observers.items()}
     found = {**_weight_encodings(sim), **_activation_encodings(wanted, ranges)}
     _make_room_for_biases(sim, found)

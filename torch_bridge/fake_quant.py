@@ -1,4 +1,4 @@
-"""Fake quantization on torch tensors: the exact formula in four passes, and the gradients of LSQ.
+"""Fake quantization on torch tensors: the exact formula in five passes, and the gradients of LSQ.
 
 `clip(rint(x / s) + z, lo, hi) - z == clip(rint(x / s), lo - z, hi - z)` bit for bit, because z is an integer, so the
 two additions of the formula in `qsdk.core.affine` fall away.
@@ -28,8 +28,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float, gain: float) -> Tensor:
-        levels = (x / scale).round_()
-        result = torch.clamp(levels, lo - zero_point, hi - zero_point).mul_(scale)
+        result = _on_grid(x, scale, zero_point, lo, hi)
         ctx.save_for_backward(x, scale, zero_point, result)
         ctx.grid = (lo, hi, gain)
         return result
@@ -63,8 +62,13 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: f
     """
     if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
         return _FakeQuantize.apply(x, scale, zero_point, lo, hi, gain)  # type: ignore[no-any-return, no-untyped-call]
+    return _on_grid(x, scale, zero_point, lo, hi)
+
+
+def _on_grid(x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
     levels = (x / scale).round_()
-    return torch.clamp(levels, lo - zero_point, hi - zero_point, out=levels).mul_(scale)
+    # adding 0 makes the zero that a small negative value rounds to positive, as a dequantized integer is
+    return torch.clamp(levels, lo - zero_point, hi - zero_point, out=levels).mul_(scale).add_(0.0)
 
 
 class _Cast(torch.autograd.Function):

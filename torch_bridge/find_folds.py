@@ -6,19 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.site import owner_of, port_of
+from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.fold import Fold, describe, obstacle
 from torch_bridge.runtime import Frame, Runtime
+from torch_bridge.wrapper import state_of
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class _Wiring:
-    """Who made which tensor, who read it, and how often each module ran."""
+    """Who made which tensor, who read it, and how often each module ran; modules go by their first path."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        found = model.named_modules(remove_duplicate=False)
+        self.first_path = {path: state_of(module).path for path, module in found}
         self.kept: list[Tensor] = []  # keeps ids unique while we watch
         self.maker: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
@@ -27,26 +31,26 @@ class _Wiring:
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         if port_of(site) == "output":
-            owner = owner_of(site).partition("@")[0]
+            owner = without_calls(owner_of(site))
+            # a module that its caller holds outside its own modules is `caller/path`
+            owner = self.first_path.get(owner) or self.first_path.get(owner.partition("/")[2]) or owner
             self.kept.append(x)
             self.maker[id(x)] = owner
             self.calls[owner] += 1
             self.result_of[owner] = x
         return x
 
-    def read(self, frame: Frame, args: tuple[Any, ...], result: Any) -> None:
-        if not isinstance(result, Tensor | tuple | list):
-            return
-        for value in args:
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, Tensor):
-                    self.kept.append(item)
-                    self.readers.setdefault(id(item), []).append(frame.owner)
+    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
+        if not _tensors(result):
+            return  # a shape or a number
+        for tensor in _tensors(arguments):
+            self.kept.append(tensor)
+            self.readers.setdefault(id(tensor), []).append(frame.path)
 
 
-def watch(runtime: Runtime, run: Callable[[], Any]) -> _Wiring:
+def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> _Wiring:
     """Run the model once and note its wiring."""
-    wiring = _Wiring()
+    wiring = _Wiring(model)
     runtime.reader = wiring.read
     try:
         with runtime.in_phase("visit", wiring.visit), torch.no_grad():
@@ -59,11 +63,7 @@ def watch(runtime: Runtime, run: Callable[[], Any]) -> _Wiring:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, tuple | list) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def find_folds(model: nn.Module, wiring: _Wiring, config: QuantConfig) -> tuple[list[Fold], dict[str, str]]:
@@ -93,18 +93,26 @@ def _fold_or_reason(
     reason = "no Linear or convolution stands directly before or after it"
     if source is not None and maker is not None and isinstance(modules.get(maker), _LINEAR):
         reason = _not_alone(maker, modules, wiring, wiring.readers[id(source)])
-        if isinstance(modules[maker], nn.Linear) and source.ndim != 2:
-            reason = f"its channels are not the features of {maker}"
+        reason = reason or _other_axis(maker, modules[maker], source)
         reason = reason or obstacle(norm, modules[maker], before=False) or ""
         if not reason:
             return describe(path, norm, maker, modules[maker], before=False)
     readers = wiring.readers.get(id(wiring.result_of[path]), [])
     after = readers[0] if len(readers) == 1 else None
     if after is not None and isinstance(modules.get(after), _LINEAR):
-        reason = _not_alone(after, modules, wiring, readers) or obstacle(norm, modules[after], before=True) or ""
+        reason = _not_alone(after, modules, wiring, readers) or _other_axis(
+            after, modules[after], wiring.result_of[path]
+        )
+        reason = reason or obstacle(norm, modules[after], before=True) or ""
         if not reason:
             return describe(path, norm, after, modules[after], before=True)
     return reason
+
+
+def _other_axis(layer: str, module: nn.Module, between: Tensor) -> str:
+    """BatchNorm counts channels on axis 1; a Linear on the last axis, an unbatched convolution on axis 0."""
+    ranks = 2 if isinstance(module, nn.Linear) else len(module._parameters["weight"].shape)  # type: ignore[union-attr]
+    return "" if between.ndim == ranks else f"its channels are not those of {layer}"
 
 
 def _not_alone(layer: str, modules: dict[str, nn.Module], wiring: _Wiring, readers: list[str]) -> str:

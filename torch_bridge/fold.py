@@ -1,5 +1,6 @@
 """Folding BatchNorm into the linear layer before or after it (Jacob et al. 2017, section 3.2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,8 @@ def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
         return "it keeps no running statistics"
     if not before:
         return None
-    padded = any(p != 0 for p in getattr(layer, "padding", ())) or getattr(layer, "padding", "") == "same"
+    padding = getattr(layer, "padding", ())
+    padded = padding == "same" if isinstance(padding, str) else any(p != 0 for p in padding)
     if padded and getattr(layer, "padding_mode", "zeros") == "zeros":
         return "the layer after it pads with zeros, which a folded shift would not reach"
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -73,7 +75,7 @@ def folded(
     if beta is not None:
         shift = shift + beta.double()
     wide = weight.double()
-    old_bias = torch.zeros(1, dtype=torch.float64) if bias is None else bias.double()
+    old_bias = wide.new_zeros(1) if bias is None else bias.double()
     if fold.before:
         return _fold_before(wide, old_bias, factor, shift, fold, weight.dtype)
     grouped = _channel_view(factor, wide, fold)
@@ -102,12 +104,15 @@ def _fold_before(
     return (weight * per_row.reshape(*per_row.shape, *tail)).to(dtype), (bias + added).to(dtype)
 
 
-def apply_fold(model: nn.Module, fold: Fold) -> None:
-    """Fold in place; the BatchNorm's places in the model become Identity."""
+def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
+    """Fold in place; the BatchNorm's places in the model become Identity. Gives what takes it back bit for bit."""
     norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
     statistics = {**norm._parameters, **norm._buffers}
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
     assert weight is not None
+    identity = nn.Identity()
+    old_weight = weight.detach().clone()
+    old_bias = None if bias is None else bias.detach().clone()
     with torch.no_grad():
         new_weight, new_bias = folded(weight, bias, statistics, fold)
         weight.copy_(new_weight)
@@ -115,19 +120,45 @@ def apply_fold(model: nn.Module, fold: Fold) -> None:
             layer._parameters["bias"] = nn.Parameter(new_bias, requires_grad=weight.requires_grad)
         else:
             bias.copy_(new_bias)
+    replace_module(model, norm, identity)
+
+    @torch.no_grad()
+    def undo() -> None:
+        weight.copy_(old_weight)
+        if bias is None or old_bias is None:
+            layer._parameters["bias"] = None
+        else:
+            bias.copy_(old_bias)
+        replace_module(model, identity, norm)
+
+    return undo
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in every place of another one."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child is norm:
-                module._modules[name] = nn.Identity()
+            if child is old:
+                module._modules[name] = new
 
 
 def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> None:
     """Fold a float checkpoint on its way into a folded model, in place; one that is already folded stays."""
-    norm, layer = f"{prefix}{fold.norm}.", f"{prefix}{fold.layer}."
-    if f"{norm}running_mean" not in state_dict or f"{layer}weight" not in state_dict:
+    norms, layers = (_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
+    if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
         return
     names = ("running_mean", "running_var", "weight", "bias")
-    statistics = {name: state_dict.pop(norm + name, None) for name in names}
-    state_dict.pop(f"{norm}num_batches_tracked", None)
-    weight, bias = folded(state_dict[f"{layer}weight"], state_dict.get(f"{layer}bias"), statistics, fold)
-    state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = weight, bias
+    statistics = {name: state_dict[norms[0] + name] for name in names if norms[0] + name in state_dict}
+    result = folded(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
+    for layer in layers:
+        state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = result
+    for norm in norms:
+        for name in (*names, "num_batches_tracked"):
+            state_dict.pop(norm + name, None)
+
+
+def _prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
+    """The beginnings of a module's keys in a state_dict, under all its paths in the model."""
+    module = model.get_submodule(path)
+    found = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]
+    return [f"{prefix}{other}." if other else prefix for other in (path, *(p for p in found if p != path))]

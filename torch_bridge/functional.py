@@ -31,6 +31,9 @@ def op_name(func: Callable[..., Any]) -> str | None:
     return None if not name or name in _WITHOUT_SITE else name
 
 
+# What torch.compiler.assume_constant_result sets, without loading the compiler: dynamo cannot read a method's name.
+op_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _OPERATORS = frozenset({f"__{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod")})
 
 

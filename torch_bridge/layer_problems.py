@@ -17,6 +17,7 @@ from qsdk.core.site import owner_of, port_of
 from torch_bridge.batches import Forward, feed, progress_over, require_reiterable
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
+from torch_bridge.training import eval_mode
 from torch_bridge.wrapper import state_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -179,10 +180,13 @@ def _layers_of(sim: QuantSim) -> tuple[list[_Layer], list[dict[str, Any]]]:
     return layers, rows
 
 
-def _readers(model: nn.Module) -> dict[Any, list[str]]:
-    readers: dict[Any, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        readers.setdefault(parameter, []).append(name)
+def _readers(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Parameter -> its names in the modules that hold it; a module with two paths is one module."""
+    readers: dict[Tensor, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                readers.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
     return readers
 
 
@@ -228,18 +232,15 @@ def _transaction(sim: QuantSim, layers: list[_Layer]) -> Iterator[dict[nn.Parame
     """
     originals = {layer.parameter: layer.parameter.data for layer in layers}
     before = [(layer.quantizer, layer.quantizer.frozen, _buffers(layer.quantizer)) for layer in layers]
-    was_training = sim.model.training
-    sim.model.eval()
     try:
-        yield originals
+        with eval_mode(sim.model):
+            yield originals
     except BaseException:
         _point(originals)
         for quantizer, frozen, buffers in before:
             quantizer.frozen = frozen
             quantizer.owner._buffers.update(buffers)
         raise
-    finally:
-        sim.model.train(was_training)
     for parameter, original in originals.items():
         if parameter.data is not original:
             original.copy_(parameter.data)

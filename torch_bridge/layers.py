@@ -64,19 +64,20 @@ def require_known(model: nn.Module, declared: Mapping[str, tuple[str, ...]], flo
     unknown = [
         (path, module)
         for path, module in model.named_modules()
-        if _is_unknown(module, declared) and not any(matches(pattern, path) for pattern in float_patterns)
+        if _is_unknown(module, declared) and not any(matches(pattern, path or "self") for pattern in float_patterns)
     ]
     if not unknown:
         return
-    lines = [f"  {path or '(the model itself)'}: {type(module).__qualname__}" for path, module in unknown]
+    lines = [f"  {path or 'self (the model itself)'}: {type(module).__qualname__}" for path, module in unknown]
     classes = {type(module).__name__: module for _, module in unknown}
     pasted = [f"  config = config.layer({name!r}, {_names(module)})" for name, module in classes.items()]
+    skips = "".join(f".skip({path or 'self'!r})" for path, _ in unknown)
     raise ModelError(
         "qsdk does not know what these modules do with their parameters:\n"
         + "\n".join(lines)
         + "\nDeclare the parameters to quantize as weights:\n"
         + "\n".join(pasted)
-        + f"\nor leave the modules float: config = config.skip({unknown[0][0]!r})"
+        + f"\nor leave the modules float: config = config{skips}"
     )
 
 

@@ -1,7 +1,7 @@
 """Preparing a module: copy, check, fold and wrap it, and learn which sites one forward pass reaches."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch_bridge.find_folds import find_folds, watch
 from torch_bridge.fold import Fold, apply_fold
 from torch_bridge.layers import require_known
 from torch_bridge.runtime import Runtime
+from torch_bridge.training import restore_modes
 from torch_bridge.wrapper import is_wrapped, state_of, unwrap_model, wrap_model
 
 
@@ -29,6 +30,7 @@ class Prepared:
         eager_sites: sites that one forward pass reached, in order.
         unfolded: BatchNorm path -> why it was not folded.
         folded: paths of the folded ones.
+        undo: takes folds and modes back.
     """
 
     model: nn.Module
@@ -37,6 +39,12 @@ class Prepared:
     eager_sites: tuple[str, ...]
     unfolded: Mapping[str, str]
     folded: tuple[str, ...]
+    undo: Callable[[], None]
+
+    def give_back(self) -> None:
+        """Make the model what it was before it was prepared."""
+        unwrap_model(self.model)
+        self.undo()
 
 
 def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bool, fold_batch_norm: bool) -> Prepared:
@@ -48,21 +56,37 @@ def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bo
     require_wrappable(model)
     given = as_example(example)
     own = model if in_place else _copied(model)
-    own.eval()
     declared = config.layers or {}
     float_patterns = [r.pattern for r in config.rules if r.weight is not None and r.weight.kind == "float"]
     require_known(own, declared, float_patterns)
+    modes = {module: module.training for module in own.modules()} if in_place else {}
+    undone: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undone:
+            undone.pop()()
+        restore_modes(modes)
+
     try:
-        return _wrap_and_fold(own, given, config, fold_batch_norm)
+        own.eval()
+        return _wrap_and_fold(own, given, config, fold_batch_norm, undone if in_place else None, undo)
     except BaseException:
         unwrap_model(own)  # matters in place: the caller's model is theirs again
+        undo()
         raise
 
 
-def _wrap_and_fold(own: nn.Module, given: Example, config: QuantConfig, fold_batch_norm: bool) -> Prepared:
+def _wrap_and_fold(
+    own: nn.Module,
+    given: Example,
+    config: QuantConfig,
+    fold_batch_norm: bool,
+    undone: list[Callable[[], None]] | None,
+    undo: Callable[[], None],
+) -> Prepared:
     declared = config.layers or {}
     runtime = wrap_model(own, declared)
-    wiring = watch(runtime, lambda: run_example(own, given))
+    wiring = watch(own, runtime, lambda: run_example(own, given))
     unfolded: Mapping[str, str] = {}
     folds: list[Fold] = []
     if fold_batch_norm:
@@ -70,7 +94,9 @@ def _wrap_and_fold(own: nn.Module, given: Example, config: QuantConfig, fold_bat
     if folds:
         unwrap_model(own)
         for fold in folds:
-            apply_fold(own, fold)
+            take_back = apply_fold(own, fold)
+            if undone is not None:
+                undone.append(take_back)
         runtime = wrap_model(own, declared)
         state_of(own).folds = tuple(folds)
     sites: list[str] = []
@@ -82,7 +108,7 @@ def _wrap_and_fold(own: nn.Module, given: Example, config: QuantConfig, fold_bat
     with runtime.in_phase("visit", note), torch.no_grad():
         run_example(own, given)
     folded = tuple(fold.norm for fold in folds)
-    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), unfolded, folded)
+    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), unfolded, folded, undo)
 
 
 def require_wrappable(model: nn.Module) -> None:

@@ -11,6 +11,8 @@ from qsdk.core.planning import Decision
 from qsdk.core.spec import axis_of, block_size_of
 from torch_bridge.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat
 
+_LOG2_FACTORS = (-20.0, 20.0)
+
 
 class Quantizer:
     """Fake-quantizes the tensor at one site.
@@ -21,14 +23,16 @@ class Quantizer:
     Attributes:
         decision: the plan's word on this site.
         owner: the module that holds the buffers.
+        model: the whole model.
         home: the quantizer whose encoding this one shares, or None.
         factors: for a bias, the quantizers of its input and its weight.
         frozen: neither calibrated nor trained nor searched.
     """
 
-    def __init__(self, decision: Decision, owner: nn.Module, prefix: str) -> None:
+    def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
         self.decision = decision
         self.owner = owner
+        self.model = model
         self.home: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = False
@@ -55,7 +59,7 @@ class Quantizer:
 
     @property
     def log_scale_name(self) -> str:
-        """The name of the owner's parameter that holds log2(scale) while scales are learned."""
+        """The name of the owner's parameter that holds log2 of the factor on the scale while it is learned."""
         return f"{self._scale_name}_log2"
 
     @property
@@ -84,8 +88,11 @@ class Quantizer:
         scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
         if scale_or_none is None or zero_point is None:
             raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
-        log_scale = self.owner._parameters.get(self.log_scale_name)
-        return (scale_or_none if log_scale is None else torch.exp2(log_scale)), zero_point
+        factor = self.owner._parameters.get(self.log_scale_name)
+        if factor is not None:
+            # the clamp keeps scales, and the product that a bias has, positive and finite whatever an optimizer did
+            scale_or_none = scale_or_none * torch.exp2(factor.clamp(*_LOG2_FACTORS))
+        return scale_or_none, zero_point
 
     def __call__(self, x: Tensor) -> Tensor:
         """Give x on the site's grid."""
@@ -94,6 +101,9 @@ class Quantizer:
             return x
         if not spec.dtype.is_quantized:
             return cast_through(x, spec.dtype)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            # a scale or a grid may not fit there, so the formula runs in float32
+            return self(x.float()).to(x.dtype)
         scale, zero_point = self.scale_and_zero_point()
         if not self.decision.quantized or spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
@@ -117,11 +127,23 @@ class Quantizer:
         )
 
     def set_encoding(self, encoding: Encoding) -> None:
-        """Install an encoding in the owner's buffers."""
+        """Install an encoding in the owner's buffers, on the device of the owner or else of the model."""
         assert self.owns_encoding, self.site
-        place = next((p for p in self.owner.parameters()), torch.empty(0))
+        tensors = (t for module in (self.owner, self.model) for t in (*module.parameters(), *module.buffers()))
+        place = next(tensors, torch.empty(0)).device
         for name, value in zip(self.buffer_names, (encoding.scale, encoding.zero_point), strict=True):
-            self.owner._buffers[name] = torch.from_numpy(value.astype(np.float32)).to(place.device)
+            self.owner._buffers[name] = torch.from_numpy(value.astype(np.float32)).to(place)
+
+    def misfit(self, parameter: Tensor) -> str | None:
+        """Why a scale or zero point does not belong here, or None."""
+        assert self.decision.spec is not None
+        granularity = self.decision.spec.granularity
+        shape = tuple(n for n in self.decision.shape or () if isinstance(n, int))
+        try:
+            affine.align(parameter, shape, axis_of(granularity), block_size_of(granularity))
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
         assert self.decision.spec is not None

@@ -16,16 +16,23 @@ from torch_bridge.quantizer import Quantizer
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
-Reader = Callable[["Frame", tuple[Any, ...], Any], None]
+Reader = Callable[["Frame", Any, Any], None]
 
 
 @dataclass
 class Frame:
-    """One call of a wrapped module: its path with call marks, and how often each op and child was called in it."""
+    """One call of a wrapped module.
 
-    owner: str
+    Attributes:
+        path: of the module in the model, the same for every call.
+        name: how this call is called in sites: the path it was reached by, with call marks.
+        leaf: whether the module is one op.
+        counts: how often each op and child was called in it.
+    """
+
+    path: str
+    name: str
     leaf: bool
-    tag: str
     counts: dict[str, int] = field(default_factory=dict)
 
     def next(self, name: str) -> int:
@@ -43,8 +50,9 @@ class Runtime:
             writes the site's name into a graph that is being traced.
         quantizers: by site; None where the plan keeps float32.
         visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
-        reader: what `visit` tells of every torch function: the frame, its arguments, its result.
+        reader: what `visit` tells of every torch function: the frame, its arguments its result.
         marked: the sites written into the graph by the last `mark` phase.
+        reused: paths of the modules that one forward pass calls more than once.
     """
 
     def __init__(self) -> None:
@@ -53,6 +61,7 @@ class Runtime:
         self.visitor: Visitor | None = None
         self.reader: Reader | None = None
         self.marked: list[str] = []
+        self.reused: frozenset[str] = frozenset()
         self.frame: Frame | None = None
 
     @contextmanager
@@ -65,14 +74,21 @@ class Runtime:
         finally:
             self.phase, self.visitor = before
 
-    def call(self, path: str, leaf: bool, has_output: bool, forward: Callable[[], Any]) -> Any:
-        """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site."""
+    def call(self, paths: tuple[str, ...], leaf: bool, has_output: bool, forward: Callable[[], Any]) -> Any:
+        """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
+
+        Args:
+            paths: all paths of the module in the model, the first one being its own.
+            leaf: whether the module is one op.
+            has_output: whether a leaf makes a new tensor.
+            forward: the module's own forward.
+        """
         parent = self.frame
         if parent is not None and parent.leaf:
             return forward()
-        number = 0 if parent is None else parent.next(f"module {path}")
-        tag = (parent.tag if parent is not None else "") + (f"@{number}" if number else "")
-        frame = Frame(path, leaf, tag)
+        if parent is None and paths[0] in self.reused:
+            _refuse_recomputation(paths[0])
+        frame = Frame(paths[0], _name_of_call(parent, paths), leaf)
         self.frame = frame
         try:
             if parent is None:
@@ -81,7 +97,7 @@ class Runtime:
             else:
                 result = forward()
             if leaf and has_output:
-                result = self.emit_result(path + tag, result)
+                result = self.emit_result(frame.name, result)
         finally:
             self.frame = parent
         return result
@@ -107,11 +123,11 @@ class Runtime:
         """
         if not x.is_floating_point() or self.phase == "float":
             return x
-        if self.phase == "mark":
-            self.marked.append(site)
-            return mark(x, site)
         frame, self.frame = self.frame, None
         try:
+            if self.phase == "mark":
+                self.marked.append(site)
+                return mark(x, site)
             if self.phase == "visit":
                 assert self.visitor is not None
                 return self.visitor(site, x)
@@ -147,14 +163,38 @@ class SiteMode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         frame = self.runtime.frame
         if frame is not None and self.runtime.reader is not None:
-            self.runtime.reader(frame, args, result)
+            self.runtime.reader(frame, (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
         name = op_name(func)
         if name is None or not reads_tensor(args, kwargs):
             return result
-        owner = f"{frame.owner}/{name}" if frame.owner else name
-        return self.runtime.emit_result(f"{owner}.{frame.next(name)}{frame.tag}", result)
+        owner = f"{frame.name}/{name}" if frame.name else name
+        return self.runtime.emit_result(f"{owner}.{frame.next(name)}", result)
+
+
+def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
+    """Name a call of a module by the path that its caller knows it under, numbered from the second call on."""
+    if parent is None:
+        return paths[0]
+    prefix = f"{parent.path}." if parent.path else ""
+    inside = [path[len(prefix) :] for path in paths if path.startswith(prefix)]
+    if inside:
+        nearest = min(inside, key=lambda path: path.count("."))
+        name = f"{parent.name}.{nearest}" if parent.name else nearest
+    else:
+        name = f"{parent.name}/{paths[0]}"  # the caller holds it outside its own modules
+    number = parent.next(f"module {name}")
+    return f"{name}@{number}" if number else name
+
+
+def _refuse_recomputation(path: str) -> None:
+    """Activation checkpointing calls a module again in the backward pass, where nothing says which call it repeats."""
+    if torch._C._current_graph_task_id() != -1:
+        raise ModelError(
+            f"{path} is called several times in one forward pass, so its recomputation cannot tell its sites apart; "
+            "checkpoint the module that calls it instead"
+        )
 
 
 def mark(x: Tensor, site: str) -> Tensor:

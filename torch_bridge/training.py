@@ -1,6 +1,6 @@
 """Quantization-aware training: scales become parameters for a while, positive by construction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,16 +11,34 @@ from torch_bridge.quantizer import Quantizer
 
 
 @contextmanager
-def training(model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales: bool) -> Iterator[nn.Module]:
-    """Put a wrapped model in train mode; with `learn_scales` its own scales are parameters log2(scale) inside.
+def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
+    """Put a model in eval mode for a while; afterwards every module has the mode it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield model
+    finally:
+        restore_modes(modes)
 
-    Gradients are those of LSQ (Esser et al. 2020) through log2, so that no step can make a scale negative.
+
+def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Give modules the modes that were noted, those of their children untouched."""
+    for module, mode in modes.items():
+        module.training = mode
+
+
+@contextmanager
+def training(model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales: bool) -> Iterator[nn.Module]:
+    """Put a wrapped model in train mode; with `learn_scales` each scale of its own gets a factor 2**p inside.
+
+    The parameters p start at 0. Their gradients are those of LSQ (Esser et al. 2020) through log2, so that no step can
+    make a scale negative, and a scale that is not trained stays bit for bit.
     Afterwards the model is in eval mode and the scales are fixed, also when the block raises.
     """
     learned = [q for q in quantizers if learn_scales and q.owns_encoding and not q.frozen]
-    for quantizer in learned:
-        scale, _ = quantizer.scale_and_zero_point()
-        quantizer.owner.register_parameter(quantizer.log_scale_name, nn.Parameter(torch.log2(scale)))
+    scales = [q.scale_and_zero_point()[0] for q in learned]  # names the site that has none, before anything changes
+    for quantizer, scale in zip(learned, scales, strict=True):
+        quantizer.owner.register_parameter(quantizer.log_scale_name, nn.Parameter(torch.zeros_like(scale)))
     model.train()
     try:
         yield model

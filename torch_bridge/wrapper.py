@@ -5,6 +5,7 @@ are read through quantizers while a sim runs, and whose forward passes results t
 forward the raw Parameter is read, so `.data`, `nn.init`, `.grad`, tying and parameter groups are as on the float model.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,14 +26,19 @@ STATE = "_qsdk_state"
 
 @dataclass
 class ModuleState:
-    """What a wrapped module knows of itself: its path, its place in the sim, and its own quantizers."""
+    """What a wrapped module knows of itself: its paths, its place in the sim, and its own quantizers."""
 
-    path: str
+    paths: tuple[str, ...]
     leaf: bool
     has_output: bool
     runtime: Runtime
     quantizers: list[Quantizer]
     folds: tuple[Fold, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The first path of the module, which names its parameters."""
+        return self.paths[0]
 
 
 def state_of(module: nn.Module) -> ModuleState:
@@ -50,9 +56,12 @@ def is_wrapped(module: nn.Module) -> bool:
 def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Runtime:
     """Wrap every module of a model in place and give the runtime they share."""
     runtime = Runtime()
-    for path, module in list(model.named_modules()):
+    paths: dict[nn.Module, tuple[str, ...]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module] = (*paths.get(module, ()), path)
+    for module, known in paths.items():
         names = quantized_parameters(module, declared)
-        module.__dict__[STATE] = ModuleState(path, is_leaf(module), has_output_site(module), runtime, [])
+        module.__dict__[STATE] = ModuleState(known, is_leaf(module), has_output_site(module), runtime, [])
         module.__class__ = quantized_class(type(module), names)  # type: ignore[arg-type]
     return runtime
 
@@ -78,16 +87,17 @@ class _Quantized(nn.Module):
         runtime = state.runtime
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             return self._root_forward(runtime, inner, args, kwargs)
-        return runtime.call(state.path, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+        return runtime.call(state.paths, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
 
     def _root_forward(
         self, runtime: Runtime, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         names = input_names(inner, args)
-        args = tuple(quantize_input(runtime, name, value) for name, value in zip(names, args, strict=True))
+        # surplus arguments go on as they are: the model's own error is the best one
+        args = (*(quantize_input(runtime, *pair) for pair in zip(names, args, strict=False)), *args[len(names) :])
         kwargs = {name: quantize_input(runtime, name, value) for name, value in kwargs.items()}
         state = state_of(self)
-        return runtime.call("", state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+        return runtime.call(state.paths, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
 
     def _load_from_state_dict(
         self,
@@ -109,6 +119,17 @@ class _Quantized(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
         own = {prefix + name for quantizer in state.quantizers for name in quantizer.buffer_names}
         missing_keys.extend(key for key in missing if key not in own)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move encodings with the module, but keep their type: `half()` would break scales and zero points."""
+        names = [name for quantizer in state_of(self).quantizers for name in quantizer.buffer_names]
+        before = {name: self._buffers.get(name) for name in names}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            moved = self._buffers.get(name)
+            if old is not None and moved is not None and moved.dtype != old.dtype:
+                self._buffers[name] = old.to(moved.device)
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         names = type(self)._qsdk_parameters
@@ -132,10 +153,16 @@ def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
     """Pass the tensors of a model input through their sites: `x:input`, and `x.0:input` inside containers."""
     if isinstance(value, Tensor):
         return runtime.emit(site_name(name, "input"), value)
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(quantize_input(runtime, f"{name}.{i}", item) for i, item in enumerate(value))
+    if isinstance(value, tuple | list):
+        parts = [quantize_input(runtime, f"{name}.{i}", item) for i, item in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        return {key: quantize_input(runtime, f"{name}.{key}", item) for key, item in value.items()}
+        parts_by_key = {key: quantize_input(runtime, f"{name}.{key}", item) for key, item in value.items()}
+        if type(value) is dict:
+            return parts_by_key
+        copied = copy.copy(value)
+        copied.update(parts_by_key)
+        return copied
     return value
 
 
@@ -158,6 +185,8 @@ def _through_quantizer(name: str) -> property:
         raw = self._parameters.get(name)
         if raw is None:
             raw = self._buffers.get(name)  # type: ignore[assignment]
+        if raw is None and name not in self._parameters and name not in self._buffers:
+            raise AttributeError(name)  # deleted; nn.Module.__getattr__ says it in full
         state = self.__dict__.get(STATE)
         if raw is None or state is None or state.runtime.frame is None:
             return raw
@@ -174,7 +203,7 @@ def _through_quantizer(name: str) -> property:
 def _prepare_buffers(
     module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Make room for the encodings that a state_dict brings; one half of an encoding is an error."""
+    """Make room for the encodings that a state_dict brings; half an encoding, or one that does not fit, is an error."""
     if not quantizer.owns_encoding:
         return
     present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
@@ -182,6 +211,12 @@ def _prepare_buffers(
         absent = next(name for name in quantizer.buffer_names if name not in present)
         error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
         state_dict.pop(prefix + present[0])
+        return
+    misfit = next((m for name in present if (m := quantizer.misfit(state_dict[prefix + name]))), None)
+    if misfit is not None:
+        error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
+        for name in present:
+            state_dict.pop(prefix + name)
         return
     for name in present:
         module._buffers[name] = torch.empty_like(state_dict[prefix + name])

@@ -76,9 +76,11 @@ def _choose(problem: LayerProblem, encodings: list[Encoding], cells: Tensor, blo
     scales = torch.from_numpy(np.stack([e.scale.reshape(-1) for e in encodings])).to(device)
     zero_points = torch.from_numpy(np.stack([e.zero_point.reshape(-1) for e in encodings])).float().to(device)
     grid = (problem.spec.dtype.lo, problem.spec.dtype.hi)
-    deviation = fake_quantize(problem, encodings[0]) - problem.weight
+    # blocks descend from the better of what there is and min-max, so that the layer ends below both
+    start = min((0, len(encodings) - 1), key=lambda i: problem.relative_error(fake_quantize(problem, encodings[i])))
+    deviation = fake_quantize(problem, encodings[start]) - problem.weight
     linear = problem.linear_term()
-    chosen = torch.zeros(scales.shape[1], dtype=torch.int64, device=device)
+    chosen = torch.full(scales.shape[1:], start, device=device)
     for columns in blocks:
         weight, cell = problem.weight[..., columns], cells[..., columns[0]]
         deviation[..., columns] = 0

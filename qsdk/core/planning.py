@@ -11,7 +11,7 @@ from qsdk.core.operands import Operand, operands_of
 from qsdk.core.patterns import Supergroup, find_supergroups
 from qsdk.core.site import matches, nearest_owners, owner_of
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.ties import Classes, find_ties, keeps_grid
+from qsdk.core.ties import PASS_THROUGH, Classes, find_ties, keeps_grid
 
 _FIXED_RANGES = {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
 
@@ -151,6 +151,9 @@ class _Planner:
         group = self.groups.get(op) if op is not None else None
         if group is not None and group.ops[-1] != op:
             return replace(bare, reason=f"inside {group.name}")
+        if facts.site is None and kind == "input":
+            read = self.graph.consumers[tensor] or tensor in self.graph.outputs
+            return replace(bare, reason="an input in a container that has no sites" if read else "no op reads it")
         if facts.site is None:
             return replace(bare, reason="inside a module or function whose output is the site")
         choice, rule = self.config.for_owners(*owners)
@@ -213,6 +216,8 @@ class _Planner:
                 continue
             readers = [self.graph.ops[op].type for op in self.graph.consumers[tensor]]
             reason = f"a parameter of {readers[0]} that has no integer form of its own" if readers else "no op reads it"
+            if readers and readers[0] in PASS_THROUGH:
+                reason = f"{readers[0]} hands it on to a site"
             root = self.graph.constant_root(tensor)
             if root is not None and root != tensor:
                 reason = f"a view of {self.graph.tensors[root].site or self.graph.tensors[root].name}"

@@ -1,10 +1,11 @@
 """Sites: the one name of a place, used in torch, ONNX, JSON and reports.
 
 `owner:port`, for example `layer1.0.conv1:weight`, `layer1.0/add.0:output`, `x:input`. The owner is a module's
-path, or `path/op.k` for the k-th call of a functional op in that module, or a model input's name; `@k` after an
-owner marks the k-th further call of a reused module.
+path, or `path/op.k` for the k-th call of a functional op in that module, or a model input's name; `@k` behind a
+module's name marks its k-th further call by its parent (`block@1.relu`, `block@1/add.0`).
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -25,6 +26,16 @@ def port_of(site: str) -> str:
     return site.rpartition(":")[2]
 
 
+def without_calls(owner: str) -> str:
+    """An owner without its call marks: the path of the module itself.
+
+    Example:
+        >>> without_calls("block@1.relu@2"), without_calls("block@1/add.0")
+        ('block.relu', 'block/add.0')
+    """
+    return re.sub(r"@\d+(?=[./]|$)", "", owner)
+
+
 def matches(pattern: str, owner: str) -> bool:
     """Whether a shell glob matches the whole owner path or any of its dotted suffixes.
 
@@ -34,7 +45,7 @@ def matches(pattern: str, owner: str) -> bool:
         >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.0", "layer1.0/add.0")
         (True, True, True)
     """
-    return any(fnmatchcase(candidate, pattern) for candidate in _suffixes(owner.partition("@")[0]))
+    return any(fnmatchcase(candidate, pattern) for candidate in _suffixes(without_calls(owner)))
 
 
 def _suffixes(owner: str) -> Iterable[str]:
