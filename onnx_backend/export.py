@@ -16,7 +16,7 @@ from onnx_backend.runtime_table import Dialect
 from qsdk.core import encodings_file
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
-from qsdk.core.files import write_text
+from qsdk.core.files import write_with_companions
 from qsdk.core.planning import Plan
 from qsdk.core.report import Report
 
@@ -60,8 +60,7 @@ def write_model(
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
     companion = encodings_path(path)
-    write_text(companion, text)
-    onnx_model.save(lowered, path)
+    write_with_companions(path, onnx_model.serialized(lowered), {companion: text})
     saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
     return Report("Export", rows, {"zero_point_bytes_saved": saved, "paths": [str(path), str(companion)]})
 

@@ -1,4 +1,4 @@
-"""Simplifying a traced model: constants that are computed from constants, and casts that only follow a type.
+"""Simplifying a traced model: constants that are computed from constants, and ops that change nothing.
 
 Small values only (bounds, axes, shapes): a weight is never touched, so that every mark keeps its initializer.
 """
@@ -10,27 +10,40 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.model import drop_unused_initializers, initializers, is_mark, lift_constants, replace_nodes
+from onnx_backend.model import (
+    drop_unused_initializers,
+    initializers,
+    is_mark,
+    lift_constants,
+    rename_inputs,
+    replace_nodes,
+)
 
 _LARGEST = 1024  # elements of a constant that may be folded
 _NOT_FOLDED = frozenset({"QuantizeLinear", "DequantizeLinear", "RandomNormal", "RandomUniform", "Bernoulli", "If"})
 
 
 def simplify(model: ModelProto) -> ModelProto:
-    """Give a copy in which small constant expressions are initializers and CastLike is Cast."""
+    """Give a copy in which small constant expressions are initializers and Identity and idle casts are gone."""
     result = ModelProto()
     result.CopyFrom(model)
     lift_constants(result)
     graph = result.graph
     stored = initializers(graph)
     small = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if _is_small(tensor.dims)}
-    kept = []
+    kept: list[NodeProto] = []
+    outputs = {info.name for info in graph.output}
+    bypassed: dict[str, str] = {}
     for node in graph.node:
+        rename_inputs([node], bypassed)
         if node.op_type == "CastLike":
             _to_cast(node, result, stored)
         folded = _fold(node, small, result)
         if folded is None:
-            kept.append(node)
+            if _changes_nothing(node, result, stored) and node.output[0] not in outputs:
+                bypassed[node.output[0]] = node.input[0]
+            else:
+                kept.append(node)
             continue
         for name, value in folded.items():
             small[name] = value
@@ -55,6 +68,16 @@ def _to_cast(node: NodeProto, model: ModelProto, stored: dict[str, Any]) -> None
     del node.input[1:]
     del node.attribute[:]
     node.attribute.append(helper.make_attribute("to", code))
+
+
+def _changes_nothing(node: NodeProto, model: ModelProto, stored: dict[str, Any]) -> bool:
+    """Whether a node is Identity, or a Cast to the type its input has (`copy_` is traced as one)."""
+    if node.op_type == "Identity":
+        return node.input[0] not in stored  # a stored tensor keeps its own name for each reader
+    if node.op_type != "Cast":
+        return False
+    before = _element_type(node.input[0], model, stored)
+    return before is not None and before == node.attribute[0].i
 
 
 def _element_type(name: str, model: ModelProto, stored: dict[str, Any]) -> int | None:

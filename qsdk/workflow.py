@@ -23,7 +23,7 @@ from qsdk.algorithms import seq_mse as seq_mse_solver
 from qsdk.algorithms.moments import Moments
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError, ExportError, ModelError
-from qsdk.core.files import write_text
+from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
 from qsdk.core.planning import make_plan
 from qsdk.core.report import Report
@@ -279,8 +279,8 @@ def to_integer(
     )
     measured = measure(opened, result.model, edges=edges)
     certificate = {**result.certificate, "measured": measured}
-    write_text(f"{os.fspath(out)}.certificate.json", json.dumps(certificate, indent=1) + "\n")
-    onnx_model.save(result.model, out)
+    companions: dict[Any, str] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
+    write_with_companions(out, onnx_model.serialized(result.model), companions)
     return Report(result.report.title, result.report.rows, {**result.report.summary, **measured})
 
 

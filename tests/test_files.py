@@ -1,14 +1,14 @@
 """Files appear whole or not at all."""
 
 import errno
+import os
 import stat
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from qsdk.core.errors import ExportError
-from qsdk.core.files import write_atomically, write_bytes, write_text
+from qsdk.core.files import write_atomically, write_bytes, write_text, write_with_companions
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -83,10 +83,10 @@ def test_a_missing_folder_is_named(tmp_path: Path):
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(**_: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(ExportError, match=r"cannot write .*a: Permission denied; .* or choose a writable one"):
         write_text(tmp_path / "a", "x")
 
@@ -102,3 +102,34 @@ def test_a_directory_is_not_overwritten(tmp_path: Path):
     with pytest.raises(ExportError, match="a is a directory; give the name of a file to write"):
         write_text(tmp_path / "a", "x")
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_symbolic_link_keeps_pointing_where_it_did(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "real" / "file.txt")
+    write_text(tmp_path / "link.txt", "new")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "real" / "file.txt").read_text() == "new"
+
+
+def test_a_new_file_has_the_mode_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file.txt", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.txt").stat().st_mode & 0o777 == 0o640
+
+
+def test_companions_are_in_place_before_the_file_that_commits_them(tmp_path):
+    write_with_companions(tmp_path / "model", b"1", {tmp_path / "beside": "one"})
+    assert (tmp_path / "model").read_bytes() == b"1"
+    assert (tmp_path / "beside").read_text() == "one"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ExportError, match="folder is a directory"):
+        write_with_companions(tmp_path / "folder", b"2", {tmp_path / "beside": "two"})
+    assert (tmp_path / "beside").read_text() == "one"
+    with pytest.raises(ExportError, match="missing"):
+        write_with_companions(tmp_path / "model", b"2", {tmp_path / "missing" / "beside": "two"})
+    assert (tmp_path / "model").read_bytes() == b"1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside", "folder", "model"]

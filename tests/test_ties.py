@@ -131,11 +131,22 @@ def test_concat_ties_those_that_agree_with_its_output_in_any_order(odd_one: int)
 def test_a_tie_ends_at_a_tensor_that_is_not_quantized():
     b = GraphBuilder()
     x = b.input()
-    middle = b.op("Reshape", [x])
-    y = b.op("Reshape", [middle])
+    middle = b.op("Reshape", [x], "middle:output")
+    y = b.op("Reshape", [middle], "y:output")
     graph = b.graph(y)
     assert not tied(graph, x, y, {x: "uint8", y: "uint8"})
     assert tied(graph, x, y, {x: "uint8", middle: "uint8", y: "uint8"})
+
+
+def test_a_tie_runs_through_a_tensor_inside_an_op():
+    b = GraphBuilder()
+    x = b.input()
+    inner = b.op("Slice", [x])  # x[:, 1:] is two Slices and one site
+    y = b.op("Slice", [inner], "getitem.0:output")
+    assert tied(b.graph(y), x, y, {x: "uint8", y: "uint8"})
+    other = b.op("Sigmoid", [x])
+    z = b.op("Slice", [other], "z:output")
+    assert not tied(b.graph(z), x, z, {x: "uint8", z: "uint8"})
 
 
 def test_a_tie_ends_where_the_specs_differ():

@@ -28,23 +28,23 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float, gain: float) -> Tensor:
-        result = _on_grid(x, scale, zero_point, lo, hi)
-        ctx.save_for_backward(x, scale, zero_point, result)
+        # not the result: the model may write over it in place (`out += identity`)
+        ctx.save_for_backward(x, scale, zero_point)
         ctx.grid = (lo, hi, gain)
-        return result
+        return _on_grid(x, scale, zero_point, lo, hi)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point, result = ctx.saved_tensors
+        x, scale, zero_point = ctx.saved_tensors
         lo, hi, gain = ctx.grid
-        levels = (x / scale).round_()
-        inside = (levels >= lo - zero_point) & (levels <= hi - zero_point)
-        grad = grads[0]
-        passed = grad * inside
-        scale_grad = None
+        ratio = x / scale
+        levels = ratio.round()
+        clipped = torch.clamp(levels, lo - zero_point, hi - zero_point)
+        inside = levels == clipped
+        passed, scale_grad = grads[0] * inside, None
         if ctx.needs_input_grad[1]:
-            # inside: round(x/s) - x/s; clipped: the end of the grid. Both are (y - x * inside) / s.
-            per_element = (grad * result - passed * x) / scale
+            # inside: round(x/s) - x/s; clipped: the end of the grid
+            per_element = grads[0] * (clipped - ratio * inside)
             scale_grad = per_element.sum_to_size(scale.shape) * gain
         return passed, scale_grad, None, None, None, None
 

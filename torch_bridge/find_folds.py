@@ -1,72 +1,15 @@
 """Finding the BatchNorms that can be folded: by watching one forward pass, so functional wiring counts too."""
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.fold import Fold, describe, obstacle
-from torch_bridge.runtime import Frame, Runtime
-from torch_bridge.wrapper import state_of
+from torch_bridge.wiring import Wiring
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 
 
-class _Wiring:
-    """Who made which tensor, who read it, and how often each module ran; modules go by their first path."""
-
-    def __init__(self, model: nn.Module) -> None:
-        found = model.named_modules(remove_duplicate=False)
-        self.first_path = {path: state_of(module).path for path, module in found}
-        self.kept: list[Tensor] = []  # keeps ids unique while we watch
-        self.maker: dict[int, str] = {}
-        self.readers: dict[int, list[str]] = {}
-        self.calls: Counter[str] = Counter()
-        self.result_of: dict[str, Tensor] = {}
-
-    def visit(self, site: str, x: Tensor) -> Tensor:
-        if port_of(site) == "output":
-            owner = without_calls(owner_of(site))
-            # a module that its caller holds outside its own modules is `caller/path`
-            owner = self.first_path.get(owner) or self.first_path.get(owner.partition("/")[2]) or owner
-            self.kept.append(x)
-            self.maker[id(x)] = owner
-            self.calls[owner] += 1
-            self.result_of[owner] = x
-        return x
-
-    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
-        if not _tensors(result):
-            return  # a shape or a number
-        for tensor in _tensors(arguments):
-            self.kept.append(tensor)
-            self.readers.setdefault(id(tensor), []).append(frame.path)
-
-
-def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> _Wiring:
-    """Run the model once and note its wiring."""
-    wiring = _Wiring(model)
-    runtime.reader = wiring.read
-    try:
-        with runtime.in_phase("visit", wiring.visit), torch.no_grad():
-            result = run()
-    finally:
-        runtime.reader = None
-    for leaf in _tensors(result):
-        wiring.readers.setdefault(id(leaf), []).append("")
-    return wiring
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def find_folds(model: nn.Module, wiring: _Wiring, config: QuantConfig) -> tuple[list[Fold], dict[str, str]]:
+def find_folds(model: nn.Module, wiring: Wiring, config: QuantConfig) -> tuple[list[Fold], dict[str, str]]:
     """Give the folds to make, and for every BatchNorm that stays: its path and why."""
     modules = dict(model.named_modules())
     folds, kept = [], {}
@@ -82,7 +25,7 @@ def find_folds(model: nn.Module, wiring: _Wiring, config: QuantConfig) -> tuple[
 
 
 def _fold_or_reason(
-    path: str, norm: nn.Module, modules: dict[str, nn.Module], wiring: _Wiring, config: QuantConfig
+    path: str, norm: nn.Module, modules: dict[str, nn.Module], wiring: Wiring, config: QuantConfig
 ) -> Fold | str:
     if config.names(path):
         return "a rule names it"
@@ -115,7 +58,7 @@ def _other_axis(layer: str, module: nn.Module, between: Tensor) -> str:
     return "" if between.ndim == ranks else f"its channels are not those of {layer}"
 
 
-def _not_alone(layer: str, modules: dict[str, nn.Module], wiring: _Wiring, readers: list[str]) -> str:
+def _not_alone(layer: str, modules: dict[str, nn.Module], wiring: Wiring, readers: list[str]) -> str:
     if len(readers) != 1:
         return f"the result of {layer} is also read elsewhere"
     if wiring.calls[layer] != 1:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ModelError
 from torch_bridge.batches import Example, as_example
-from torch_bridge.find_folds import find_folds, watch
+from torch_bridge.find_folds import find_folds
 from torch_bridge.fold import Fold, apply_fold
 from torch_bridge.layers import require_known
 from torch_bridge.runtime import Runtime
 from torch_bridge.training import restore_modes
+from torch_bridge.wiring import watch
 from torch_bridge.wrapper import is_wrapped, state_of, unwrap_model, wrap_model
 
 
@@ -99,6 +100,7 @@ def _wrap_and_fold(
                 undone.append(take_back)
         runtime = wrap_model(own, declared)
         state_of(own).folds = tuple(folds)
+    runtime.write_back = frozenset(wiring.read_again)
     sites: list[str] = []
 
     def note(site: str, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch_bridge.quantizer import Quantizer
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
-Reader = Callable[["Frame", Any, Any], None]
 
 
 @dataclass
@@ -42,6 +41,17 @@ class Frame:
         return number
 
 
+class Watcher(Protocol):
+    """Learns the wiring of a model while it runs."""
+
+    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
+        """A torch function was called in this frame."""
+
+    def wrote_over(self, site: str, x: Tensor) -> Tensor:
+        """An op wrote its result over its argument; gives the tensor to go on with."""
+        ...
+
+
 class Runtime:
     """Shared by all wrapped modules of a sim.
 
@@ -50,7 +60,8 @@ class Runtime:
             writes the site's name into a graph that is being traced.
         quantizers: by site; None where the plan keeps float32.
         visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
-        reader: what `visit` tells of every torch function: the frame, its arguments its result.
+        watcher: told of every torch function and in-place result while the model's wiring is learned.
+        write_back: sites of in-place ops whose tensor is read again by its old name.
         marked: the sites written into the graph by the last `mark` phase.
         reused: paths of the modules that one forward pass calls more than once.
     """
@@ -59,7 +70,8 @@ class Runtime:
         self.phase: Phase = "float"
         self.quantizers: dict[str, Quantizer | None] = {}
         self.visitor: Visitor | None = None
-        self.reader: Reader | None = None
+        self.watcher: Watcher | None = None
+        self.write_back: frozenset[str] = frozenset()
         self.marked: list[str] = []
         self.reused: frozenset[str] = frozenset()
         self.frame: Frame | None = None
@@ -74,7 +86,15 @@ class Runtime:
         finally:
             self.phase, self.visitor = before
 
-    def call(self, paths: tuple[str, ...], leaf: bool, has_output: bool, forward: Callable[[], Any]) -> Any:
+    def call(
+        self,
+        paths: tuple[str, ...],
+        leaf: bool,
+        has_output: bool,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
 
         Args:
@@ -82,10 +102,12 @@ class Runtime:
             leaf: whether the module is one op.
             has_output: whether a leaf makes a new tensor.
             forward: the module's own forward.
+            args: what it is called with.
+            kwargs: and by keyword.
         """
         parent = self.frame
         if parent is not None and parent.leaf:
-            return forward()
+            return forward(*args, **kwargs)
         if parent is None and paths[0] in self.reused:
             _refuse_recomputation(paths[0])
         frame = Frame(paths[0], _name_of_call(parent, paths), leaf)
@@ -93,19 +115,23 @@ class Runtime:
         try:
             if parent is None:
                 with SiteMode(self):
-                    result = forward()
+                    result = forward(*args, **kwargs)
             else:
-                result = forward()
+                result = forward(*args, **kwargs)
             if leaf and has_output:
-                result = self.emit_result(frame.name, result)
+                result = self.emit_result(frame.name, result, args)
         finally:
             self.frame = parent
         return result
 
-    def emit_result(self, owner: str, result: Any) -> Any:
-        """Pass every floating-point tensor of a result through its site: `output`, `output1`, ..."""
+    def emit_result(self, owner: str, result: Any, args: tuple[Any, ...] = ()) -> Any:
+        """Pass every floating-point tensor of a result through its site: `output`, `output1`, ...
+
+        A result that is one of `args` was written in place.
+        """
         if isinstance(result, Tensor):
-            return self.emit(site_name(owner, "output"), result)
+            site = site_name(owner, "output")
+            return self._emit_in_place(site, result) if any(result is a for a in args) else self.emit(site, result)
         if isinstance(result, tuple | list):
             parts = [
                 self.emit(site_name(owner, f"output{i or ''}"), part) if isinstance(part, Tensor) else part
@@ -132,6 +158,24 @@ class Runtime:
                 assert self.visitor is not None
                 return self.visitor(site, x)
             return self._quantizer(site, x)
+        finally:
+            self.frame = frame
+
+    def _emit_in_place(self, site: str, x: Tensor) -> Tensor:
+        """Write the site's values into a tensor that others read by its old name (`self.relu(x)` without `x =`)."""
+        frame, self.frame = self.frame, None
+        try:
+            if self.watcher is not None:
+                return self.emit(site, self.watcher.wrote_over(site, x))
+            made = self.emit(site, x)
+            if site not in self.write_back or made is x:
+                return made
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ModelError(
+                    f"the in-place op at {site} cannot be trained, because its tensor is read again by its old name; "
+                    "write y = op(x) and read y, or use the op that is not in place"
+                )
+            return x.copy_(made)
         finally:
             self.frame = frame
 
@@ -162,15 +206,15 @@ class SiteMode(TorchFunctionMode):
         """Run the function and quantize what it gives."""
         result = func(*args, **(kwargs or {}))
         frame = self.runtime.frame
-        if frame is not None and self.runtime.reader is not None:
-            self.runtime.reader(frame, (args, kwargs), result)
+        if frame is not None and self.runtime.watcher is not None:
+            self.runtime.watcher.read(frame, (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
         name = op_name(func)
         if name is None or not reads_tensor(args, kwargs):
             return result
         owner = f"{frame.name}/{name}" if frame.name else name
-        return self.runtime.emit_result(f"{owner}.{frame.next(name)}", result)
+        return self.runtime.emit_result(f"{owner}.{frame.next(name)}", result, args)
 
 
 def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:

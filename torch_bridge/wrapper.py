@@ -87,7 +87,7 @@ class _Quantized(nn.Module):
         runtime = state.runtime
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             return self._root_forward(runtime, inner, args, kwargs)
-        return runtime.call(state.paths, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
 
     def _root_forward(
         self, runtime: Runtime, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,7 +97,7 @@ class _Quantized(nn.Module):
         args = (*(quantize_input(runtime, *pair) for pair in zip(names, args, strict=False)), *args[len(names) :])
         kwargs = {name: quantize_input(runtime, name, value) for name, value in kwargs.items()}
         state = state_of(self)
-        return runtime.call(state.paths, state.leaf, state.has_output, lambda: inner(*args, **kwargs))
+        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
 
     def _load_from_state_dict(
         self,

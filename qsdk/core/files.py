@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import tempfile
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qsdk.core.errors import ExportError
@@ -12,23 +12,23 @@ from qsdk.core.errors import ExportError
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
     """Let `write(temporary_path)` produce a file in `path`'s folder, then rename it to `path`.
 
+    A symbolic link keeps pointing where it did; new files have the mode that the process's umask gives.
+
     Raises:
         ExportError: the folder is missing or cannot be written; the target is left as it was.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     if target.is_dir():
         raise ExportError(f"{target} is a directory; give the name of a file to write")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        temporary.touch(exist_ok=False)
     except OSError as error:
         raise ExportError(
             f"cannot write {target}: {error.strerror}; create the folder {target.parent} or choose a writable one"
         ) from error
-    os.close(descriptor)
-    temporary = Path(name)
     try:
         write(temporary)
-        temporary.chmod(0o644)
         temporary.replace(target)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error}; choose a folder with room and write access") from error
@@ -45,6 +45,23 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` as UTF-8 to `path` atomically; see `write_atomically`."""
     write_bytes(path, text.encode())
+
+
+def write_with_companions(
+    path: str | os.PathLike[str], data: bytes, companions: Mapping[str | os.PathLike[str], str]
+) -> None:
+    """Write `data` to `path` and texts to files beside it; `path` appears last, so that it commits the others.
+
+    Raises:
+        ExportError: something cannot be written; `path` is left as it was, and so are companions if `path` is at fault.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(data)
+        for companion, text in companions.items():
+            write_text(companion, text)
+
+    write_atomically(path, write)
 
 
 def _write(path: Path, data: bytes) -> None:

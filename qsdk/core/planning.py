@@ -169,7 +169,7 @@ class _Planner:
         """Point every member of a tie class at its first site."""
         loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
         classes = find_ties(self.graph, loose)
-        through = {tensor for tensor in loose if self._passes_through(tensor, loose, classes)}
+        through = {tensor for tensor in loose if self._passes_through(tensor, classes)}
         ranges: dict[int, set[tuple[float, float] | None]] = {}
         for tensor in loose:
             spec = activations[tensor].spec
@@ -188,14 +188,14 @@ class _Planner:
                 found[tensor] = replace(found[tensor], tied_to=home.site, passes_through=passes, reason=reason)
         return found
 
-    def _passes_through(self, tensor: int, groups: Mapping[int, Spec], classes: Classes) -> bool:
+    def _passes_through(self, tensor: int, classes: Classes) -> bool:
         """Whether every value of a tensor comes from tensors of its own class."""
         made_by = self.graph.producer.get(tensor)
         if made_by is None or not keeps_grid(self.graph, self.graph.ops[made_by]):
             return False
         op = self.graph.ops[made_by]
         data = op.inputs if op.type == "Concat" else op.inputs[:1]
-        return all(t in groups and classes.find(t) == classes.find(tensor) for t in data if t is not None)
+        return all(classes.find(t) == classes.find(tensor) for t in data if t is not None)
 
     def stored(self, activations: Mapping[int, Decision]) -> dict[int, Decision]:
         """Decide weights, biases and other stored tensors."""

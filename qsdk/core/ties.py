@@ -38,11 +38,21 @@ def find_ties(graph: Graph, groups: Mapping[int, object]) -> Classes:
     A tensor absent from `groups` (float, or inside a supergroup) is never tied, so a tie ends there.
     """
     classes = Classes()
+    reached = dict(groups)
     for op in graph.ops:
-        for left, right in _pairs(graph, op, groups):
-            if groups[left] == groups[right]:
+        _carry_through_inner_tensors(graph, op, reached)
+        for left, right in _pairs(graph, op, reached):
+            if reached[left] == reached[right]:
                 classes.union(left, right)
     return classes
+
+
+def _carry_through_inner_tensors(graph: Graph, op: Op, reached: dict[int, object]) -> None:
+    """Let a tensor inside a module or function (`x[:, 1:]` is two Slices) hand its input's class on."""
+    data = op.inputs[0] if op.inputs else None
+    if data in reached and op.type != "Concat" and keeps_grid(graph, op):
+        inner = [output for output in op.outputs if graph.tensors[output].site is None]
+        reached.update({output: reached[data] for output in inner if output not in reached})
 
 
 def keeps_grid(graph: Graph, op: Op) -> bool:

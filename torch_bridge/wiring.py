@@ -1,0 +1,76 @@
+"""Watching one forward pass: who made which tensor, who read it, and which in-place results are read by old names."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from qsdk.core.site import owner_of, port_of, without_calls
+from torch_bridge.runtime import Frame, Runtime
+from torch_bridge.wrapper import state_of
+
+
+class Wiring:
+    """Who made which tensor, who read it, and how often each module ran; modules go by their first path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = model.named_modules(remove_duplicate=False)
+        self.first_path = {path: state_of(module).path for path, module in found}
+        self.kept: list[Tensor] = []  # keeps ids unique while we watch
+        self.maker: dict[int, str] = {}
+        self.readers: dict[int, list[str]] = {}
+        self.calls: Counter[str] = Counter()
+        self.result_of: dict[str, Tensor] = {}
+        self.written_over: dict[int, str] = {}
+        self.read_again: set[str] = set()
+
+    def visit(self, site: str, x: Tensor) -> Tensor:
+        """Note which owner made a tensor."""
+        if port_of(site) == "output":
+            owner = without_calls(owner_of(site))
+            # a module that its caller holds outside its own modules is `caller/path`
+            owner = self.first_path.get(owner) or self.first_path.get(owner.partition("/")[2]) or owner
+            self.kept.append(x)
+            self.maker[id(x)] = owner
+            self.calls[owner] += 1
+            self.result_of[owner] = x
+        return x
+
+    def wrote_over(self, site: str, x: Tensor) -> Tensor:
+        """Note an in-place op; its result goes on under another identity, so that reads of the old one are seen."""
+        self.kept.append(x)
+        self.written_over[id(x)] = site
+        return x.view_as(x)
+
+    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
+        """Note who read which tensors to compute another."""
+        if not _tensors(result):
+            return  # a shape or a number
+        for tensor in _tensors(arguments):
+            self.kept.append(tensor)
+            if id(tensor) in self.written_over:
+                self.read_again.add(self.written_over[id(tensor)])
+            self.readers.setdefault(id(tensor), []).append(frame.path)
+
+
+def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
+    """Run the model once and note its wiring."""
+    wiring = Wiring(model)
+    runtime.watcher = wiring
+    try:
+        with runtime.in_phase("visit", wiring.visit), torch.no_grad():
+            result = run()
+    finally:
+        runtime.watcher = None
+    for leaf in _tensors(result):
+        if id(leaf) in wiring.written_over:
+            wiring.read_again.add(wiring.written_over[id(leaf)])
+        wiring.readers.setdefault(id(leaf), []).append("")
+    return wiring
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
