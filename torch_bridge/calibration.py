@@ -13,39 +13,12 @@ from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.ranges import Range, encoding_from_range, range_of
 from qsdk.core.report import Report
 from torch_bridge.batches import Forward, feed, progress_over
+from torch_bridge.observe import Observers
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.training import eval_mode
 
 METHODS = {"min_max": "min_max", "post_training_tf": "min_max", "moving_average": "moving_average"}
-_MOMENTUM = 0.1
-
-
-class _Observer:
-    """The running minimum and maximum of one site, kept as tensors so that nothing waits for the device."""
-
-    def __init__(self, averaged: bool) -> None:
-        self.averaged = averaged
-        self.low: Tensor | None = None
-        self.high: Tensor | None = None
-
-    def update(self, x: Tensor) -> None:
-        if x.numel() == 0:
-            return
-        low, high = torch.aminmax(x.detach())
-        if self.low is None or self.high is None:
-            self.low, self.high = low, high
-        elif self.averaged:
-            self.low, self.high = torch.lerp(self.low, low, _MOMENTUM), torch.lerp(self.high, high, _MOMENTUM)
-        else:
-            # minimum and maximum hand a NaN on, so one look per batch is enough
-            self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-
-    def range(self) -> Range | None:
-        if self.low is None or self.high is None:
-            return None
-        low, high = (np.array([t.float().item()], np.float32) for t in (self.low, self.high))
-        return Range(low, high)
 
 
 def calibrate(
@@ -67,20 +40,12 @@ def calibrate(
     averaged = _checked(method) == "moving_average"
     _checked(weight_method or "min_max")
     wanted = _observed_quantizers(sim)
-    observers = {site: _Observer(averaged) for site in wanted}
-
-    def observe(site: str, x: Tensor) -> Tensor:
-        observer = observers.get(site)
-        if observer is not None:
-            observer.update(x)
-        return x
-
-    with eval_mode(sim.model), sim.runtime.in_phase("visit", observe), torch.no_grad():
+    observers = Observers({site: q.decision.op_type for site, q in wanted.items()}, averaged=averaged)
+    with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
         for number, batch in progress_over(data, "calibrate", progress):
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
-            _require_finite(observers, number)
-    ranges = {site: observer.range() for site, observer in observers.items()}
-    found = {**_weight_encodings(sim), **_activation_encodings(wanted, ranges)}
+            observers.end_batch(number)
+    found = {**_weight_encodings(sim), **_activation_encodings(wanted, observers.ranges())}
     _make_room_for_biases(sim, found)
     for quantizer, encoding in found.values():
         quantizer.set_encoding(encoding)
@@ -102,20 +67,6 @@ def _observed_quantizers(sim: QuantSim) -> dict[str, Quantizer]:
         for site, quantizer in sim.quantizers.items()
         if quantizer.decision.quantized and quantizer.decision.kind in kinds and not quantizer.decision.passes_through
     }
-
-
-def _require_finite(observers: dict[str, _Observer], batch: int) -> None:
-    seen = [(site, o) for site, o in observers.items() if o.low is not None and o.high is not None]
-    if not seen:
-        return
-    ends = torch.stack([end.float() for _, o in seen for end in (o.low, o.high) if end is not None])
-    finite = torch.isfinite(ends)
-    if not bool(finite.all()):
-        site = seen[int(torch.nonzero(~finite)[0]) // 2][0]
-        raise DataError(
-            f"NaN or inf at the site {site} in batch {batch}; clean the data, or skip the owner if its float values "
-            "are meant to be infinite"
-        )
 
 
 def _weight_encodings(sim: QuantSim) -> dict[str, tuple[Quantizer, Encoding]]:
@@ -154,13 +105,12 @@ def raw_value(sim: QuantSim, site: str) -> Tensor:
 
 
 def _activation_encodings(
-    wanted: dict[str, Quantizer], ranges: dict[str, Range | None]
+    wanted: dict[str, Quantizer], ranges: dict[str, Range]
 ) -> dict[str, tuple[Quantizer, Encoding]]:
     merged: dict[str, Range] = {}
     for site, observed in ranges.items():
         home = wanted[site].decision.encoding_site
-        if observed is not None:
-            merged[home] = merged[home].merge(observed) if home in merged else observed
+        merged[home] = merged[home].merge(observed) if home in merged else observed
     found, unseen = {}, []
     for site, quantizer in wanted.items():
         spec = quantizer.decision.spec

@@ -106,7 +106,7 @@ class Runtime:
             kwargs: and by keyword.
         """
         parent = self.frame
-        if parent is not None and parent.leaf:
+        if self.phase == "float" or (parent is not None and parent.leaf):
             return forward(*args, **kwargs)
         if parent is None and paths[0] in self.reused:
             _refuse_recomputation(paths[0])
@@ -115,6 +115,10 @@ class Runtime:
         try:
             if parent is None:
                 with SiteMode(self):
+                    result = forward(*args, **kwargs)
+            elif leaf and self.phase == "visit" and self.watcher is None:
+                # nothing inside one op is a site, and calibration feels each detour through the mode
+                with torch._C.DisableTorchFunction():
                     result = forward(*args, **kwargs)
             else:
                 result = forward(*args, **kwargs)
@@ -156,7 +160,9 @@ class Runtime:
                 return mark(x, site)
             if self.phase == "visit":
                 assert self.visitor is not None
-                return self.visitor(site, x)
+                # the visitor's own arithmetic need not pass through the mode call by call
+                with torch._C.DisableTorchFunction():
+                    return self.visitor(site, x)
             return self._quantizer(site, x)
         finally:
             self.frame = frame
@@ -222,12 +228,18 @@ def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
     if parent is None:
         return paths[0]
     prefix = f"{parent.path}." if parent.path else ""
+    if len(paths) == 1 and parent.name == parent.path and paths[0].startswith(prefix):
+        return _numbered(parent, paths[0])  # the common case, kept short because it runs at every call
     inside = [path[len(prefix) :] for path in paths if path.startswith(prefix)]
     if inside:
         nearest = min(inside, key=lambda path: path.count("."))
         name = f"{parent.name}.{nearest}" if parent.name else nearest
     else:
         name = f"{parent.name}/{paths[0]}"  # the caller holds it outside its own modules
+    return _numbered(parent, name)
+
+
+def _numbered(parent: Frame, name: str) -> str:
     number = parent.next(f"module {name}")
     return f"{name}@{number}" if number else name
 
