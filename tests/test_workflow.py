@@ -186,3 +186,12 @@ def test_a_channel_of_zeros_keeps_its_bias_at_both_doors(tmp_path):
     other = qsdk.quantize(tmp_path / "float.onnx", None, qsdk.w8a8())
     qsdk.calibrate(other, [batch.numpy()], progress=False)
     np.testing.assert_allclose(other.run(batch.numpy())[0], network(batch).detach().numpy(), atol=0.004)
+
+
+def test_a_float16_island_is_refused_with_the_remedy(tmp_path, model):
+    made = qsdk.quantize(model, BATCHES[0], qsdk.w8a8().skip("conv", dtype=qsdk.float16))
+    qsdk.calibrate(made, BATCHES, progress=False)
+    qsdk.export(made, tmp_path / "model.onnx")
+    assert qsdk.check_parity(made, tmp_path / "model.onnx", BATCHES, progress=False).summary["passed"]
+    with pytest.raises(qsdk.IntegerError, match=r"Cast 'conv:weight/cast_back': .* drop the rule that keeps it float"):
+        qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx")

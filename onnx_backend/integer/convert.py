@@ -144,6 +144,8 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
         return copied(ctx, node, args)
+    if node.op_type == "Cast" and lowering is None:
+        raise Refused("it keeps its tensor in a float type", "quantize that site: drop the rule that keeps it float")
     if lowering is None:
         raise Refused("it has no integer form in this version", "replace it, or keep it outside the model")
     return lowering(ctx, node, args)
