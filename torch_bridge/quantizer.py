@@ -36,7 +36,6 @@ class Quantizer:
         self.home: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = False
-        self.enabled = True
         self._scale_name, self._zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
         if self.owns_encoding:
             owner.register_buffer(self._scale_name, None)
@@ -83,8 +82,7 @@ class Quantizer:
             return self.home.scale_and_zero_point()
         if self.factors is not None:
             scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
-            scale = self._tiled(scale.detach())
-            return scale, torch.zeros_like(scale)
+            return scale.detach(), torch.zeros_like(scale)
         scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
         if scale_or_none is None or zero_point is None:
             raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
@@ -97,7 +95,7 @@ class Quantizer:
     def __call__(self, x: Tensor) -> Tensor:
         """Give x on the site's grid."""
         spec = self.decision.spec
-        if spec is None or not self.enabled or self.decision.passes_through:
+        if spec is None or self.decision.passes_through:
             return x
         if not spec.dtype.is_quantized:
             return cast_through(x, spec.dtype)
@@ -105,7 +103,7 @@ class Quantizer:
             # a scale or a grid may not fit there, so the formula runs in float32
             return self(x.float()).to(x.dtype)
         scale, zero_point = self.scale_and_zero_point()
-        if not self.decision.quantized or spec.dtype.kind == "minifloat":
+        if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
         gain = 1.0 / float(max(x.numel() / scale.numel() * spec.dtype.hi, 1.0)) ** 0.5
         aligned = self._aligned(scale, x), self._aligned(zero_point, x)
@@ -150,11 +148,3 @@ class Quantizer:
         granularity = self.decision.spec.granularity
         shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
         return shaped.to(x.dtype)
-
-    def _tiled(self, scale: Tensor) -> Tensor:
-        """A grouped transposed convolution has one weight scale per channel of a group."""
-        shape = self.decision.shape
-        count = shape[0] if shape else None
-        if isinstance(count, int) and 1 < scale.numel() < count:
-            return scale.repeat(count // scale.numel())
-        return scale

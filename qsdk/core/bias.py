@@ -17,7 +17,7 @@ def with_room_for(bias: npt.ArrayLike, source: Encoding, weight: Encoding) -> En
     Args:
         bias: float values, one per output channel.
         source: encoding of the layer's input, per tensor.
-        weight: encoding of its weight, per tensor or per output channel (of one group, where they are shared).
+        weight: encoding of its weight, per tensor or per output channel.
 
     Returns:
         `weight` itself where every value fits, else a copy with larger scales in those channels.
@@ -25,8 +25,6 @@ def with_room_for(bias: npt.ArrayLike, source: Encoding, weight: Encoding) -> En
     needed = np.abs(np.asarray(bias, np.float64)) / (_ROOM * float(source.scale[0]))
     if weight.scale.size == 1:
         needed = needed.max(initial=0.0, keepdims=True).reshape(1)
-    elif needed.size != weight.scale.size:
-        needed = needed.reshape(-1, weight.scale.size).max(axis=0)
     if (needed <= weight.scale).all():
         return weight
     # the next float32 up: rounding down would leave the bias just outside
