@@ -1,0 +1,18 @@
+"""Settings of every test session."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is slow, not wrong. In CI the same examples are drawn every time, so that a run can be repeated.
+settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("house")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
