@@ -1,7 +1,7 @@
 """Fake quantization on torch tensors: the exact formula of `qsdk.core.affine` in place, and the gradients of LSQ.
 
 Its bounds are numbers: `clamp` with tensors as bounds would save the two passes over the zero point, but is not
-vectorised on a CPU and takes four times as long.
+vectorised on a CPU and takes two to three times as long (`benchmarks/fake_quant.py`).
 """
 
 from typing import Any
