@@ -26,7 +26,7 @@ class EveryOp(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
         self.depthwise = nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8)
         self.relu6 = nn.ReLU6(inplace=True)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
