@@ -1,7 +1,7 @@
 """Lowering of Conv, Gemm and MatMul to ConvInteger and MatMulInteger with int32 accumulators.
 
-Weights are stored unsigned: ONNX Runtime's integer kernels have no per-channel weight zero point and are 5 to 20 times
-slower with int8 weights. Weights of 4 bits stay packed and are widened by a Cast.
+Weights are stored unsigned: ONNX Runtime's integer kernels have no per-channel weight zero point and are several
+times slower with int8 weights. Weights of 4 bits stay packed and are widened by a Cast.
 """
 
 from collections.abc import Sequence

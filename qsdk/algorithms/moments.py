@@ -13,10 +13,7 @@ CHUNK = 1 << 24
 
 
 def patches_wanted(k: int) -> int:
-    """How many patches of length k determine a layer: 16 k, and no fewer than 1024.
-
-    Measured: 16 k sampled patches cost 1.1 forward passes and come within 3 % of the held-out error of all patches.
-    """
+    """How many patches of length k determine a layer: 16 k, and no fewer than 1024; all patches add little."""
     return max(16 * k, 1024)
 
 
