@@ -10,7 +10,7 @@ from qsdk.core.dtypes import dtype_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.graph import Graph
 from qsdk.core.operands import operands_of
-from qsdk.core.planning import Decision, Plan
+from qsdk.core.plan import Decision, Plan
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
 
 

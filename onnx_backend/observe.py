@@ -12,7 +12,7 @@ from onnx_backend.model import attributes, is_mark, load, replace_nodes, unique
 from onnx_backend.session import simulation_session
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, DataError
-from qsdk.core.planning import Plan
+from qsdk.core.plan import Plan
 from qsdk.core.ranges import Range, encoding_from_range
 
 METHODS = MappingProxyType({"min_max": "min_max", "post_training_tf": "min_max", "moving_average": "moving_average"})

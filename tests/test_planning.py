@@ -8,7 +8,8 @@ from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.dtypes import DTYPES, float16, int4, int8, int32, uint8, uint16
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
-from qsdk.core.planning import Decision, Plan, make_plan
+from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning import make_plan
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 from tests.strategies import GraphBuilder
 
@@ -179,7 +180,8 @@ def test_a_fixed_range_does_not_clip_what_it_is_concatenated_with(softmax_first:
         operands = [b.op("Softmax", [x], "softmax:output"), b.conv(x, "conv")]
     else:
         operands = [b.conv(x, "conv"), b.op("Softmax", [x], "softmax:output")]
-    plan = make_plan(b.graph(b.op("Concat", operands, "cat:output")), w8a8())
+    joined = b.op("Concat", operands, "cat:output")
+    plan = make_plan(b.graph(b.conv(joined, "after")), w8a8())
     homes = {site(plan, name).encoding_site for name in ("softmax:output", "conv:output", "cat:output")}
     assert len(homes) == 1
     for name in ("softmax:output", "conv:output", "cat:output"):

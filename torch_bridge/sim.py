@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qsdk.core.coverage import coverage_report, explanation
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.planning import Plan
+from qsdk.core.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.site import matches, nearest_owners, owner_of
 from torch_bridge.batches import Example, as_example

@@ -9,6 +9,23 @@ from qsdk.core.site import matches
 
 
 @dataclass(frozen=True)
+class Place:
+    """What rules look at.
+
+    Attributes:
+        owners: the names that an op, or the supergroup it belongs to, answers to.
+        op_types: its ONNX type, or those of the supergroup's members in order.
+        dtype: of the tensor in the float model, such as `float32`.
+        shape: of the tensor, where known.
+    """
+
+    owners: tuple[str, ...]
+    op_types: tuple[str, ...] = ()
+    dtype: str = "float32"
+    shape: tuple[int | str | None, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Rule:
     """Overrides for every owner that `pattern` matches; None leaves a choice as it is."""
 
@@ -19,6 +36,7 @@ class Rule:
     block_size: int | None = None
     per_channel: bool | None = None
     symmetric_activations: bool | None = None
+    tie: bool | None = None
 
     def __str__(self) -> str:
         said = {name: value for name, value in vars(self).items() if value is not None and name != "pattern"}
@@ -37,6 +55,8 @@ class QuantConfig:
         block_size: one weight scale per run of input channels; None for no blocks.
         symmetric_activations: fixes the zero points of activations.
         power_of_two: scales are powers of two.
+        tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
+            Concat of parts of different kinds that leaves the model (boxes and scores of a detector).
         rules: in order.
         layers: class name -> its parameters, for modules that qsdk does not know.
     """
@@ -48,6 +68,7 @@ class QuantConfig:
     block_size: int | None = None
     symmetric_activations: bool = False
     power_of_two: bool = False
+    tie: bool | None = None
     rules: tuple[Rule, ...] = ()
     layers: Mapping[str, tuple[str, ...]] | None = None
 
@@ -61,6 +82,7 @@ class QuantConfig:
         block_size: int | None = None,
         per_channel: bool | None = None,
         symmetric_activations: bool | None = None,
+        tie: bool | None = None,
     ) -> "QuantConfig":
         """Add a rule for the owners that `pattern` (a shell glob) matches; gives a new config.
 
@@ -75,6 +97,7 @@ class QuantConfig:
             block_size,
             per_channel,
             symmetric_activations,
+            tie,
         )
         if all(value is None for name, value in vars(rule).items() if name != "pattern"):
             raise ConfigError(
@@ -99,14 +122,18 @@ class QuantConfig:
         """Declare the parameters of a module class that qsdk does not know, so that they are quantized as weights."""
         return replace(self, layers={**(self.layers or {}), class_name: parameters})
 
-    def for_owners(self, *owners: str) -> tuple["QuantConfig", str]:
-        """The choices for an op known under these owners, and the rule that decided last ("default" if none)."""
+    def at(self, place: Place) -> tuple["QuantConfig", str]:
+        """The choices for a place, and the rule that decided last ("default" if none)."""
         chosen, decided = self, "default"
         for rule in self.rules:
-            if any(matches(rule.pattern, owner) for owner in owners):
+            if any(matches(rule.pattern, owner) for owner in place.owners):
                 said = {n: v for n, v in vars(rule).items() if v is not None and n != "pattern"}
                 chosen, decided = replace(chosen, **said), str(rule)
         return chosen, decided
+
+    def for_owners(self, *owners: str) -> tuple["QuantConfig", str]:
+        """The choices for an op known under these owners, and the rule that decided last ("default" if none)."""
+        return self.at(Place(owners))
 
     def names(self, owner: str) -> bool:
         """Whether any rule names this owner by more than a bare `*`."""

@@ -1,12 +1,10 @@
 """Operands: what part each stored tensor plays in the op that reads it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from qsdk.core.graph import Graph
 from qsdk.core.patterns import bias_of_add
-
-Role = Literal["weight", "bias", "embedding", "constant", "statistic"]
+from qsdk.core.spec import Role
 
 
 @dataclass(frozen=True)

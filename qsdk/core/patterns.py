@@ -1,9 +1,10 @@
 """Supergroups: ops quantized as one, matched on structure. Only the last tensor of a group is quantized."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qsdk.core.graph import Graph
+from qsdk.core.spec import Role
 
 HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "BatchNormalization"})
 ACTIVATIONS = frozenset({"Relu", "Clip"})
@@ -11,10 +12,17 @@ ACTIVATIONS = frozenset({"Relu", "Clip"})
 
 @dataclass(frozen=True)
 class Supergroup:
-    """Ops that run as one: their ids in order, and a name such as `Conv+Relu`."""
+    """Ops that run as one.
+
+    Attributes:
+        ops: their ids in order; the last one makes the group's output.
+        name: such as `Conv+Relu`.
+        roles: stored tensor (root id) -> its part in the group, where the ops themselves do not say it.
+    """
 
     ops: tuple[int, ...]
     name: str
+    roles: Mapping[int, Role] = field(default_factory=dict)
 
 
 def find_supergroups(graph: Graph) -> Mapping[int, Supergroup]:

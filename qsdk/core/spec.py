@@ -76,4 +76,11 @@ class Spec:
             raise ConfigError(f"block size {self.granularity.size} is not positive")
 
 
+def float_spec(dtype: DType) -> Spec | None:
+    """The spec of a site that a rule keeps in a float dtype: none for float32, a cast for the others."""
+    return None if dtype.name == "float32" else Spec(dtype)
+
+
 Kind = Literal["weight", "bias", "activation", "input", "output"]
+#: the part a stored tensor plays in the op that reads it
+Role = Literal["weight", "bias", "embedding", "constant", "statistic"]

@@ -10,6 +10,9 @@ PASS_THROUGH = frozenset(
     | {"Slice", "Split", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Dropout"}
 )
 
+# Ops whose output lies inside the range of their first input (and 0).
+_INSIDE_RANGE = frozenset({"Relu", "Clip", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize"})
+
 
 class Classes:
     """Equivalence classes over tensor ids; the smallest id of a class represents it."""
@@ -32,19 +35,69 @@ class Classes:
         self._parent[high] = low
 
 
-def find_ties(graph: Graph, groups: Mapping[int, object]) -> Classes:
+def find_ties(graph: Graph, groups: Mapping[int, object], apart: Collection[int] = ()) -> Classes:
     """Tie tensors over every grid-preserving op; `groups` maps a tensor id to what must be equal on both sides.
 
-    A tensor absent from `groups` (float, or inside a supergroup) is never tied, so a tie ends there.
+    A tensor absent from `groups` (float, or inside a supergroup) is never tied, so a tie ends there; the ops in
+    `apart` tie nothing.
     """
     classes = Classes()
     reached = dict(groups)
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
+        if index in apart:
+            continue
         _carry_through_inner_tensors(graph, op, reached)
         for left, right in _pairs(graph, op, reached):
             if reached[left] == reached[right]:
                 classes.union(left, right)
     return classes
+
+
+def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Mapping[str, object]) -> dict[int, str]:
+    """Find what leaves the model as a Concat of parts that one scale cannot serve; gives tensor id -> reason.
+
+    Such a Concat, and what only moves its values on to the outputs, is read by no op of the model, so nothing is lost
+    if each part keeps its own encoding. One scale for all would lose the scores of a detector beside its boxes.
+
+    Args:
+        graph: of the model.
+        choices: op id -> True (tie in any case), False (never), or None: apart where the parts are made by different
+            kinds of op.
+        bounds: op type -> the fixed range of what it makes; ops of one range are of one kind.
+    """
+    leaving = _leaving(graph)
+    found: dict[int, str] = {}
+    makers: dict[int, frozenset[str]] = {}
+    for index, op in enumerate(graph.ops):
+        moves = keeps_grid(graph, op)
+        data = [t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None]
+        parts = [t for t in data if not graph.tensors[t].constant]
+        carried = parts if moves else parts[: op.type in _INSIDE_RANGE]
+        made = frozenset[str]().union(*(makers.get(t, {"Input"}) for t in carried)) or frozenset({op.type})
+        makers.update(dict.fromkeys(op.outputs, made))
+        if not moves or not leaving.issuperset(op.outputs):
+            continue
+        wanted, several = choices.get(index), op.type == "Concat" and len(set(parts)) > 1
+        if several and wanted is not True and (wanted is False or len({bounds.get(m, m) for m in made}) > 1):
+            reason = f"leaves the model as a Concat of parts ({', '.join(sorted(made))}) that keep their own encodings"
+            found.update(dict.fromkeys(op.outputs, reason))
+        elif data and data[0] in found:
+            found.update(dict.fromkeys(op.outputs, found[data[0]]))
+    return found
+
+
+def _leaving(graph: Graph) -> set[int]:
+    """The tensors whose values only leave the model: no op reads them but to move them towards an output."""
+    outputs, found, moving = frozenset(graph.outputs), set[int](), set[int]()
+    for index in reversed(range(len(graph.ops))):
+        op = graph.ops[index]
+        for tensor in op.outputs:
+            readers = graph.consumers[tensor]
+            if (readers or tensor in outputs) and moving.issuperset(readers):
+                found.add(tensor)
+        if keeps_grid(graph, op) and found.issuperset(op.outputs):
+            moving.add(index)
+    return found
 
 
 def _carry_through_inner_tensors(graph: Graph, op: Op, reached: dict[int, object]) -> None:

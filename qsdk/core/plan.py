@@ -1,0 +1,62 @@
+"""Plans: what was decided for every tensor, and why. Plain frozen data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsdk.core.spec import Kind, Spec
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the plan says about one site.
+
+    Attributes:
+        site: its name; in parentheses where the tensor has none (inside an op, or a scalar).
+        op_type: the op that makes it, or reads it if it is stored.
+        kind: weight, bias, activation, input or output.
+        spec: what is wanted, or None where it stays float32.
+        reason: why.
+        rule: the rule that decided, or "default".
+        tied_to: the site whose encoding it shares, or None.
+        passes_through: its values are already on the grid of `tied_to`, so quantizing again changes nothing.
+        bias_of: `(input site, weight site)` whose scales multiply to a bias's scale.
+        shape: of the tensor, where known.
+    """
+
+    site: str
+    op_type: str
+    kind: Kind
+    spec: Spec | None
+    reason: str
+    rule: str = "default"
+    tied_to: str | None = None
+    passes_through: bool = False
+    bias_of: tuple[str, str] | None = None
+    shape: tuple[int | str | None, ...] | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the site has an encoding (its own, shared or derived)."""
+        return self.spec is not None and self.spec.dtype.is_quantized
+
+    @property
+    def state(self) -> str:
+        """`quantized`, `tied` or `float`."""
+        return "float" if not self.quantized else "tied" if self.tied_to else "quantized"
+
+    @property
+    def encoding_site(self) -> str:
+        """The site that owns the encoding."""
+        return self.tied_to or self.site
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Site -> decision, in graph order; `inside` holds the tensors that have no site."""
+
+    decisions: Mapping[str, Decision]
+    inside: tuple[Decision, ...] = ()
+
+    def calibrated_sites(self) -> list[str]:
+        """The sites whose activation ranges must be observed."""
+        return [d.site for d in self.decisions.values() if d.quantized and d.kind not in ("weight", "bias")]

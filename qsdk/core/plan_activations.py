@@ -1,0 +1,101 @@
+"""Planning of what is computed: graph inputs and op outputs, and the encodings they share."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from qsdk.core.plan import Decision
+from qsdk.core.plan_context import Context
+from qsdk.core.spec import Kind, PerTensor, Spec, float_spec
+from qsdk.core.ties import Classes, find_assemblies, find_ties, keeps_grid
+
+#: ops whose values lie between fixed bounds, whatever the data
+FIXED_RANGES = MappingProxyType(
+    {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+)
+
+
+def plan_activations(context: Context) -> dict[int, Decision]:
+    """Decide graph inputs and op outputs, ties included; gives tensor id -> decision."""
+    graph = context.graph
+    assembled = _assembled(context)
+    found = {}
+    for tensor in graph.inputs:
+        if graph.tensors[tensor].is_float:
+            found[tensor] = _decided(context, tensor, None, {})
+    for index, op in enumerate(graph.ops):
+        for tensor in op.outputs:
+            if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
+                found[tensor] = _decided(context, tensor, index, assembled)
+    return _tied(context, found)
+
+
+def _assembled(context: Context) -> dict[int, str]:
+    """Tensor -> why it stays float: it leaves the model as a Concat of parts that keep encodings of their own."""
+    return find_assemblies(context.graph, {index: _ties(context, index) for index in _movers(context)}, FIXED_RANGES)
+
+
+def _movers(context: Context) -> list[int]:
+    return [index for index, op in enumerate(context.graph.ops) if op.outputs and keeps_grid(context.graph, op)]
+
+
+def _ties(context: Context, op: int) -> bool | None:
+    return context.config.at(context.result_place(context.graph.ops[op].outputs[0], op))[0].tie
+
+
+def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[int, str]) -> Decision:
+    graph, facts = context.graph, context.graph.tensors[tensor]
+    op_type = "Input" if op is None else graph.ops[op].type
+    kind: Kind = "input" if tensor in context.inputs else "output" if tensor in context.outputs else "activation"
+    bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
+    group = None if op is None else context.groups.get(op)
+    if group is not None and group.ops[-1] != op:
+        return replace(bare, reason=f"inside {group.name}")
+    if facts.site is None and kind == "input":
+        read = graph.consumers[tensor] or tensor in context.outputs
+        return replace(bare, reason="an input in a container that has no sites" if read else "no op reads it")
+    if facts.site is None:
+        return replace(bare, reason="inside a module or function whose output is the site")
+    choice, rule = context.config.at(context.result_place(tensor, op))
+    dtype = choice.activation
+    if not dtype.is_quantized:
+        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by a rule", rule=rule)
+    if tensor in assembled:
+        return replace(bare, reason=assembled[tensor], rule=rule)
+    symmetric = choice.symmetric_activations or dtype.kind == "minifloat"
+    spec = Spec(dtype, PerTensor(), symmetric, choice.power_of_two, FIXED_RANGES.get(op_type))
+    return replace(bare, spec=spec, reason=op_type if group is None else group.name, rule=rule)
+
+
+def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Point every member of a tie class at its first site."""
+    loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
+    classes = find_ties(context.graph, loose, {index for index in _movers(context) if _ties(context, index) is False})
+    through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
+    ranges: dict[int, set[tuple[float, float] | None]] = {}
+    for tensor in loose:
+        spec = activations[tensor].spec
+        if tensor not in through and spec is not None:
+            ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
+    found = dict(activations)
+    for tensor in loose:
+        first = classes.find(tensor)
+        home, fixed = activations[first], ranges.get(first, {None})
+        # a fixed range holds for a class only if all that enters it lives there
+        shared = replace(loose[first], fixed_range=next(iter(fixed)) if len(fixed) == 1 else None)
+        found[tensor] = replace(activations[tensor], spec=shared)
+        if first != tensor:
+            reason = f"shares the encoding of {home.site}"
+            passes = tensor in through
+            found[tensor] = replace(found[tensor], tied_to=home.site, passes_through=passes, reason=reason)
+    return found
+
+
+def _passes_through(context: Context, tensor: int, classes: Classes) -> bool:
+    """Whether every value of a tensor comes from tensors of its own class."""
+    made_by = context.graph.producer.get(tensor)
+    if made_by is None or not keeps_grid(context.graph, context.graph.ops[made_by]):
+        return False
+    op = context.graph.ops[made_by]
+    data = op.inputs if op.type == "Concat" else op.inputs[:1]
+    return all(classes.find(t) == classes.find(tensor) for t in data if t is not None)

@@ -1,0 +1,158 @@
+"""Planning of what is stored: weights, biases and the constants that stay float."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qsdk.core.config import Place, QuantConfig
+from qsdk.core.dtypes import DType, int8, int32
+from qsdk.core.operands import Operand
+from qsdk.core.plan import Decision
+from qsdk.core.plan_context import Context
+from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
+from qsdk.core.ties import PASS_THROUGH
+
+
+def plan_stored(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Decide weights, biases and other stored tensors; gives tensor id -> decision.
+
+    Args:
+        context: graph and config.
+        activations: decided before, since a bias depends on its input.
+    """
+    found: dict[int, Decision] = {}
+    for index, operands in context.operands.items():
+        # weights before biases: a bias needs its weight's decision
+        for operand in sorted(operands, key=lambda o: o.role == "bias"):
+            if operand.root not in found:
+                found[operand.root] = _stored(context, index, operand, activations, found)
+            _alias(context, operand, found)
+    _rest(context, activations, found)
+    return found
+
+
+def _stored(
+    context: Context,
+    op: int,
+    operand: Operand,
+    activations: Mapping[int, Decision],
+    found: Mapping[int, Decision],
+) -> Decision:
+    facts, op_type = context.graph.tensors[operand.root], context.graph.ops[op].type
+    role, reader = _role(context, op, operand)
+    kind: Kind = "bias" if role == "bias" else "weight"
+    bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
+    if role == "statistic":
+        return replace(bare, reason=f"a parameter of {reader} that has no integer form of its own")
+    if facts.site is None:
+        scalar = not any(n != 1 for n in facts.shape or ())
+        return replace(bare, reason="a scalar constant" if scalar else "a stored tensor that no quantizer reads")
+    place = context.stored_place(op, operand.root)
+    choice, rule = context.config.at(place)
+    bare = replace(bare, rule=rule)
+    if role == "bias":
+        return _bias(context, op, bare, choice, activations, found)
+    dtype = choice.weight
+    if not dtype.is_quantized:
+        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by a rule")
+    if role != "weight" and dtype.bits < 8 and not _weight_is_named(context.config, place):
+        dtype = int8
+    granularity = _granularity(operand, choice, facts.shape)
+    symmetric = dtype.signed or dtype.kind == "minifloat"
+    return replace(bare, spec=Spec(dtype, granularity, symmetric, choice.power_of_two), reason=role)
+
+
+def _role(context: Context, op: int, operand: Operand) -> tuple[Role, str]:
+    """The part a stored tensor plays, and in what: its supergroup knows better than the op that reads it."""
+    group = context.groups.get(op)
+    if group is not None and operand.root in group.roles:
+        return group.roles[operand.root], group.name
+    return operand.role, context.graph.ops[op].type
+
+
+def _weight_is_named(config: QuantConfig, place: Place) -> bool:
+    """Whether a rule asks for a weight dtype here by more than a bare `*`."""
+    named = replace(config, rules=tuple(rule for rule in config.rules if rule.weight is not None))
+    return any(named.names(owner) for owner in place.owners)
+
+
+def _granularity(operand: Operand, choice: QuantConfig, shape: tuple[int | str | None, ...] | None) -> Granularity:
+    axis = operand.input_axis
+    if choice.block_size is not None and axis is not None and shape is not None and shape[axis] != 1:
+        return PerBlock(axis, choice.block_size)
+    if choice.per_channel and operand.channel_axis is not None:
+        return PerChannel(operand.channel_axis)
+    return PerTensor()
+
+
+def _bias(
+    context: Context,
+    op: int,
+    bare: Decision,
+    choice: QuantConfig,
+    activations: Mapping[int, Decision],
+    found: Mapping[int, Decision],
+) -> Decision:
+    if choice.bias.kind == "float":
+        return replace(bare, spec=float_spec(choice.bias), reason=f"kept {choice.bias} by a rule")
+    head = context.groups[op].ops[0] if op in context.groups else op
+    source = context.graph.ops[head].inputs[0]
+    weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)
+    fed = activations.get(source) if source is not None else None
+    held = found.get(weight) if weight is not None else None
+    for name, decision in (("input", fed), ("weight", held)):
+        if decision is None or decision.spec is None or not _narrow_integer(decision.spec.dtype):
+            return replace(bare, reason=f"its {name} is not an integer of 8 bits or fewer")
+    assert fed is not None
+    assert held is not None
+    assert held.spec is not None
+    if isinstance(held.spec.granularity, PerBlock):
+        return replace(bare, reason="its weight has one scale per block, so no one scale fits an accumulator")
+    per_channel = isinstance(held.spec.granularity, PerChannel)
+    if per_channel and held.op_type == "ConvTranspose" and context.graph.ops[head].attributes.get("group", 1) != 1:
+        return replace(bare, reason="its weight's scales are shared by groups, so they do not count its channels")
+    spec = Spec(int32, PerChannel(0) if per_channel else PerTensor())
+    sites = (fed.encoding_site, held.encoding_site)
+    return replace(bare, spec=spec, reason="input scale x weight scale", bias_of=sites)
+
+
+def _narrow_integer(dtype: DType) -> bool:
+    return dtype.is_integer and dtype.bits <= 8
+
+
+def _alias(context: Context, operand: Operand, found: dict[int, Decision]) -> None:
+    """A site that reads a stored tensor through Identity (a shared weight) is tied to it."""
+    graph = context.graph
+    current, home = operand.tensor, found[operand.root]
+    while current != operand.root:
+        op = graph.ops[graph.producer[current]]
+        site = graph.tensors[current].site
+        if op.type == "Identity" and site is not None:
+            tie = home.site if home.quantized else None
+            reason = f"the same parameter as {home.site}"
+            found[current] = replace(home, site=site, tied_to=tie, passes_through=False, reason=reason)
+        source = op.inputs[0]
+        assert source is not None
+        current = source
+
+
+def _rest(context: Context, activations: Mapping[int, Decision], found: dict[int, Decision]) -> None:
+    """State why the other stored tensors stay float: bounds, exponents, views, and what nothing reads."""
+    graph = context.graph
+    for tensor, facts in enumerate(graph.tensors):
+        if not facts.is_float or tensor in activations or tensor in found:
+            continue
+        readers = graph.consumers[tensor]
+        op_type = graph.ops[readers[0]].type if readers else "Constant"
+        reason = "no op reads it"
+        if readers:
+            group = context.groups.get(readers[0])
+            reason = (
+                f"a parameter of {group.name if group and group.roles else op_type} that has no integer form of its own"
+            )
+        if readers and op_type in PASS_THROUGH:
+            reason = f"{op_type} hands it on to a site"
+        root = graph.constant_root(tensor)
+        if root is not None and root != tensor:
+            reason = f"a view of {graph.tensors[root].site or graph.tensors[root].name}"
+        site = facts.site or f"({facts.name})"
+        found[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape)
