@@ -1,6 +1,6 @@
 """What a lowering may ask: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,6 +235,9 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     if isinstance(value, Codes):
         _stored(ctx, value, output)
         return value
+    if isinstance(value, Joined) and ctx.edges == "float":
+        _leave_joined(ctx, value, output)
+        return None
     if not isinstance(value, Lookup) or value.encoding is None:
         raise Refused(
             "it leaves the model unquantized", "quantize it: a QuantizeLinear/DequantizeLinear pair before it"
@@ -247,6 +250,35 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     zero = b.constant(value.encoding.zero_point, np.uint8, f"{output}.zero_point")
     _append(b, "DequantizeLinear", [value.name, scale, zero], output)
     return codes
+
+
+def _leave_joined(ctx: Context, value: Joined, output: str) -> None:
+    """Emit a Concat of codes and one DequantizeLinear with a scale per index of its axis: each part keeps its own.
+
+    Raises:
+        Refused: a part is not quantized, its size is not static, or the whole is moved afterwards.
+    """
+    parts = list(_parts_of(value, output))
+    b = ctx.builder
+    codes = b.node("Concat", [part.name for part, _ in parts], axis=value.axis)
+    encodings = [(part.encoding, size) for part, size in parts if part.encoding is not None]
+    scales = np.concatenate([np.full(size, encoding.scale, np.float32) for encoding, size in encodings])
+    zeros = np.concatenate([np.full(size, encoding.zero_point, np.uint8) for encoding, size in encodings])
+    names = [b.constant(scales, np.float32, f"{output}.scale"), b.constant(zeros, np.uint8, f"{output}.zero_point")]
+    _append(b, "DequantizeLinear", [codes, *names], output, axis=value.axis)
+
+
+def _parts_of(value: Joined, output: str) -> Iterator[tuple[Lookup, int]]:
+    remedy = f"quantize the Concat that makes {output!r} as one tensor: config.override(its owner, tie=True)"
+    for part, size in zip(value.parts, value.sizes, strict=True):
+        if isinstance(part, Joined) and part.axis == value.axis and not part.after:
+            yield from _parts_of(part, output)
+        elif not isinstance(part, Lookup) or part.encoding is None:
+            raise Refused("it is a Concat of parts that are not all quantized", remedy)
+        elif size is None or value.after:
+            raise Refused("it is a Concat of several encodings whose parts are moved or of dynamic size", remedy)
+        else:
+            yield part, size
 
 
 def _stored(ctx: Context, codes: Codes, output: str) -> None:

@@ -39,7 +39,7 @@ def measure(source: ModelProto, integer: ModelProto, *, edges: str, seed: int = 
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": True}
     theirs = simulation_session(source).run(names, inputs)
-    scales = [_output_scale(source, name) for name in names]
+    scales = [_output_scale(integer, name, ours[name].ndim) for name in names]
     steps = [np.abs(ours[n] - t) / s for n, t, s in zip(names, theirs, scales, strict=True)]
     largest = max((float(np.rint(step).max()) for step in steps if step.size), default=0.0)
     elements = max(sum(step.size for step in steps), 1)
@@ -74,9 +74,12 @@ def _range(quantize: NodeProto, source: ModelProto) -> tuple[float, float]:
     return (int(bounds.min) - zero_point) * scale, (int(bounds.max) - zero_point) * scale
 
 
-def _output_scale(source: ModelProto, name: str) -> float:
-    stored = initializers(source.graph)
-    maker = next((n for n in source.graph.node if name in n.output), None)
-    if maker is None or maker.op_type != "DequantizeLinear" or maker.input[1] not in stored:
-        return 1.0
-    return float(numpy_helper.to_array(stored[maker.input[1]]).reshape(-1)[0])
+def _output_scale(integer: ModelProto, name: str, rank: int) -> Array:
+    """The scale of an output, shaped to its rank; 1 for what leaves as integers."""
+    stored = initializers(integer.graph)
+    maker = next((n for n in integer.graph.node if name in n.output), None)
+    if maker is None or maker.op_type != "DequantizeLinear":
+        return np.ones((), np.float32)
+    scale = numpy_helper.to_array(stored[maker.input[1]])
+    axis = next((attribute.i for attribute in maker.attribute if attribute.name == "axis"), 1)
+    return scale.reshape([-1 if i == axis else 1 for i in range(rank)]) if scale.size > 1 else scale.reshape(())

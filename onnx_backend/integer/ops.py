@@ -197,7 +197,11 @@ def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
     parts = tuple(arg for arg in args if arg is not None)
     if any(isinstance(part, Integers) for part in parts):
         raise Refused("it mixes integer and float tensors", "concatenate tensors of one type")
-    return settled(ctx, Joined(parts, axis), node.output[0])
+    shapes = [ctx.shapes.get(name) for name in node.input]
+    first = shapes[0]
+    axis = axis % len(first) if first else axis
+    sizes = tuple(shape[axis] if shape else None for shape in shapes)
+    return settled(ctx, Joined(parts, axis, sizes), node.output[0])
 
 
 def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:

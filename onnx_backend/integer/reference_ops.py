@@ -255,7 +255,9 @@ def _quantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) -> A
 
 
 def _dequantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) -> Array:
-    return np.asarray(affine.dequantize(x.astype(np.float32), scale, zero_point.astype(np.float32)))
+    axis = int(attrs.get("axis", 1)) if scale.ndim else None
+    scales, zeros = (affine.align(part, x.shape, axis, None) for part in (scale, zero_point.astype(np.float32)))
+    return np.asarray(affine.dequantize(x.astype(np.float32), scales, zeros))
 
 
 OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -209,10 +209,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Joined:
-    """A Concat whose inputs still have to be brought to one encoding."""
+    """A Concat whose inputs still have to be brought to one encoding, or leave the model each with its own.
+
+    Attributes:
+        parts: the inputs.
+        axis: not negative where the rank is known.
+        sizes: of the parts along the axis, None for a dynamic one.
+        after: moves of the whole.
+    """
 
     parts: tuple["Value", ...]
     axis: int
+    sizes: tuple[int | None, ...] = ()
     after: tuple[Step, ...] = ()
 
 

@@ -1,0 +1,211 @@
+"""Mixed precision: the few sites that must be wider so that a metric stays within a budget."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from qsdk.core.advice import advise, decibels, noise_to_signal
+from qsdk.core.config import QuantConfig
+from qsdk.core.dtypes import DType, dtype_named, float32
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import ConfigError
+from qsdk.core.plan import Decision, Plan
+from qsdk.core.precision_search import Assignment, Search
+from qsdk.core.report import Report
+from qsdk.core.samples import FloatArray, SiteSample
+
+#: first twice the bits, then float16
+LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
+
+
+class PlannedSim(Protocol):
+    """What the search asks of a sim of either door."""
+
+    plan: Plan
+    config: QuantConfig | None
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        """Site -> encoding."""
+        ...
+
+    def replan(self, config: QuantConfig) -> None:
+        """Plan again; sites whose spec stays keep their encodings, the others derive theirs from the old ranges."""
+        ...
+
+    def snapshot(self) -> Any:
+        """What `restore` takes."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Be again what the snapshot says."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sites that are raised together, because they share an encoding.
+
+    Attributes:
+        sites: all of them.
+        choice: `weight` or `activation`, the config's word for their kind.
+        dtype: as they are.
+        elements: how many values they hold (of one batch, for activations).
+        noise: quantization noise over signal.
+    """
+
+    sites: tuple[str, ...]
+    choice: str
+    dtype: DType
+    elements: int
+    noise: float
+
+
+def search_precision(
+    sim: PlannedSim,
+    samples: Mapping[str, SiteSample],
+    stored: Iterable[tuple[str, FloatArray]],
+    metric: Callable[[Any], float],
+    *,
+    max_drop: float,
+    levels: Sequence[Mapping[str, str]] = LEVELS,
+    max_evaluations: int = 32,
+) -> Report:
+    """Raise as few sites as it takes to keep `metric(sim)` within `max_drop` of the float model's, and leave them so.
+
+    Args:
+        sim: calibrated, of either door.
+        samples: site -> sample of its float values.
+        stored: site -> float value of the weights.
+        metric: larger is better; called with the sim.
+        max_drop: how much the metric may lose against the sim with every site in float32.
+        levels: what a site may be raised to, the cheapest first; names of dtypes by `weight` and `activation`.
+        max_evaluations: of the metric, after which no more sites are taken back.
+
+    Returns:
+        One row per assignment tried, by cost: `bits` (mean over the elements of all candidates), `raised`, `metric`,
+        `drop`, `pareto` (nothing cheaper is as good), `chosen`; the sites raised, and advice, in the summary.
+
+    Raises:
+        ConfigError: a budget that is no number, an unknown dtype, or a sim without config. Whatever is raised, also by
+            the metric, the sim is what it was.
+    """
+    config = sim.config
+    if config is None:
+        raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
+    if not max_drop >= 0.0:
+        raise ConfigError(f"max_drop={max_drop} is no budget; give a number from 0 (inf allows any loss)")
+    dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
+    before = sim.snapshot()
+    try:
+        candidates = _candidates(sim, samples, dict(stored))
+        advice = advise(sim.plan, sim.encodings, samples)
+
+        def evaluate(assignment: Assignment) -> float:
+            sim.restore(before)
+            sim.replan(_config_of(config, candidates, assignment, dtypes))
+            return _number(metric(sim))
+
+        sim.replan(config.override("*", weight=float32, activation=float32, bias=float32))
+        reference = _number(metric(sim))
+        options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
+        noise = [candidate.noise for candidate in candidates]
+        search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
+        chosen, met = search.run()
+        sim.restore(before)
+        if any(chosen):
+            sim.replan(_config_of(config, candidates, chosen, dtypes))
+    except BaseException:
+        sim.restore(before)
+        raise
+    rows = _rows(search, candidates, dtypes, reference, chosen)
+    raised = [
+        _raised(candidate, dtypes[level - 1]) for candidate, level in zip(candidates, chosen, strict=True) if level
+    ]
+    facts = {"reference": reference, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + 1}
+    return Report("Mixed precision", rows, {**facts, "raised": raised, "advice": advice.to_dict()["rows"]})
+
+
+def _number(metric: Any) -> float:
+    value = float(metric)
+    if np.isnan(value):
+        raise ConfigError("the metric is NaN; give a function of the sim whose value is a number, larger being better")
+    return value
+
+
+def _candidates(
+    sim: PlannedSim, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
+) -> list[Candidate]:
+    classes: dict[str, list[Decision]] = {}
+    for decision in sim.plan.decisions.values():
+        if decision.quantized and decision.kind != "bias":
+            classes.setdefault(decision.encoding_site, []).append(decision)
+    encodings = sim.encodings
+    found = []
+    for home, members in classes.items():
+        encoding = encodings[home]
+        if encoding.frozen:
+            continue
+        seen = [pair for pair in (_values_of(member, samples, stored) for member in members) if pair is not None]
+        noise = max((noise_to_signal(values, encoding) for values, _ in seen), default=0.0)
+        choice = "weight" if members[0].kind == "weight" else "activation"
+        sites = tuple(member.site for member in members)
+        found.append(Candidate(sites, choice, encoding.dtype, sum(count for _, count in seen), noise))
+    return found
+
+
+def _values_of(
+    decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
+) -> tuple[FloatArray, int] | None:
+    """Values of a site to measure its noise on, and how many it holds; None where nothing was seen."""
+    if decision.kind == "weight":
+        values = stored.get(decision.site)
+        return None if values is None else (values, values.size)
+    sample = samples.get(decision.site)
+    return None if sample is None else (sample.values, sample.elements)
+
+
+def _raises(candidate: Candidate, level: Mapping[str, DType]) -> bool:
+    wanted = level.get(candidate.choice)
+    return wanted is not None and (wanted.bits > candidate.dtype.bits or wanted.kind == "float")
+
+
+def _config_of(
+    config: QuantConfig, candidates: Sequence[Candidate], assignment: Assignment, dtypes: Sequence[Mapping[str, DType]]
+) -> QuantConfig:
+    for candidate, level in zip(candidates, assignment, strict=True):
+        for site in candidate.sites if level else ():
+            wanted: dict[str, Any] = {candidate.choice: dtypes[level - 1][candidate.choice]}
+            config = config.override(site, **wanted)
+    return config
+
+
+def _raised(candidate: Candidate, level: Mapping[str, DType]) -> str:
+    more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
+    change = f"{candidate.dtype} -> {level[candidate.choice]}"
+    return f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)"
+
+
+def _rows(
+    search: Search,
+    candidates: Sequence[Candidate],
+    dtypes: Sequence[Mapping[str, DType]],
+    reference: float,
+    chosen: Assignment,
+) -> list[dict[str, Any]]:
+    elements = sum(candidate.elements for candidate in candidates) or 1
+
+    def bits(assignment: Assignment) -> float:
+        pairs = zip(candidates, assignment, strict=True)
+        return sum(c.elements * (dtypes[n - 1][c.choice] if n else c.dtype).bits for c, n in pairs) / elements
+
+    rows: list[dict[str, Any]] = []
+    best = -np.inf
+    for trial in sorted(search.trials, key=lambda trial: (bits(trial.assignment), -trial.metric)):
+        facts = {"bits": bits(trial.assignment), "raised": sum(map(bool, trial.assignment)), "metric": trial.metric}
+        front = trial.metric > best
+        best = max(best, trial.metric)
+        rows.append({**facts, "drop": reference - trial.metric, "pareto": front, "chosen": trial.assignment == chosen})
+    return rows
