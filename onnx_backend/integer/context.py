@@ -10,6 +10,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnx_backend.integer.emit import Builder, look_up, requantize
 from onnx_backend.integer.values import (
     GRIDS,
+    Bent,
     Codes,
     Constant,
     Encoding,
@@ -169,6 +170,8 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
     if isinstance(value, Linear):
         codes = requantize(b, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
+    if isinstance(value, Bent):
+        return _unbent(b, value, encoding, name)
     if isinstance(value, Joined):
         parts = [to_codes(ctx, part, encoding, f"{name}.{i}") for i, part in enumerate(value.parts)]
         return _moved(ctx, value.after, b.node("Concat", parts, axis=value.axis, name=name), encoding, name)
@@ -176,6 +179,14 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
         codes = _entered(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
     raise Refused("it quantizes an integer tensor", "quantize float tensors only")
+
+
+def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:
+    """Emit both halves: each is at the zero point where the other is not, so their sum lacks only one zero point."""
+    halves = [("positive", value.positive), ("negative", value.negative)]
+    codes = [b.cast(requantize(b, half, encoding, f"{name}.{side}"), TensorProto.INT32) for side, half in halves]
+    total = b.node("Sub", [b.node("Add", codes), b.constant(encoding.zero_point, np.int32)])
+    return b.cast(total, TensorProto.UINT8, name=name)
 
 
 def _moved(ctx: Context, steps: Sequence[Step], codes: str, encoding: Encoding, name: str) -> str:

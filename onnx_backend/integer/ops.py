@@ -16,23 +16,23 @@ from onnx_backend.integer.context import (
     Args,
     Context,
     attributes,
-    encoded,
     integer_name,
     settled,
 )
+from onnx_backend.integer.factors import as_sum, factor
 from onnx_backend.integer.layers import (
     accumulated,
     conv,
     gemm,
     matmul,
     plus_constant,
-    product_bounds,
 )
 from onnx_backend.integer.moves import MOVES, argmax, pad
 from onnx_backend.integer.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
 from onnx_backend.integer.qdq import dequantize, quantize
 from onnx_backend.integer.values import (
     Array,
+    Bent,
     Constant,
     Integers,
     Joined,
@@ -147,21 +147,53 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     if isinstance(left, Constant):
         left, right = right, left
     if isinstance(right, Constant):
-        return _scaled(_summand(node, left), right.values.astype(np.float64))
+        return _scaled(_summand(node, as_sum(ctx, left)), right.values.astype(np.float64))
     return _product(ctx, node, left, right)
 
 
 def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
-    operands = encoded(left, "its first input"), encoded(right, "its second input")
-    b = ctx.builder
-    centred = [
-        b.node("Sub", [b.cast(name, TensorProto.INT32), b.constant(encoding.zero_point, np.int32)])
-        for name, encoding in operands
-    ]
-    product = b.node("Mul", centred, name=f"{node.output[0]}.accumulator")
-    (_, first), (_, second) = operands
-    low, high = product_bounds(first, second)
+    first, second = factor(ctx, left, "its first input"), factor(ctx, right, "its second input")
+    product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
+    ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
+    low, high = (np.asarray(end, np.int64) for end in (min(ends), max(ends)))
     return accumulated(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
+
+
+def power(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Pow with a stored exponent to a table."""
+    left, right = args
+    with np.errstate(all="ignore"):
+        mapped = _mapped(np.power, left, right) if isinstance(right, Constant) else None
+    if mapped is None or (isinstance(mapped, Lookup) and not np.all(np.isfinite(mapped.values))):
+        raise Refused("it is no finite power of one quantized tensor with a stored exponent", _BETWEEN)
+    return mapped
+
+
+def leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower LeakyRelu: behind a layer to two requantizations, of one tensor to a table."""
+    slope = float(attributes(node).get("alpha", 0.01))
+    if isinstance(args[0], Linear):
+        return _bent(args[0], np.asarray(slope))
+    return _table(TABLES["LeakyRelu"])(ctx, node, args)
+
+
+def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower PRelu with a stored slope, as LeakyRelu with a slope per channel."""
+    value, slope = args
+    if not isinstance(slope, Constant):
+        raise Refused("its slope is an activation", "store the slope as an initializer")
+    if isinstance(value, Lookup) and _single(slope, value):
+        factor = slope.values.reshape(()).astype(np.float32)
+        return Lookup(value.name, np.where(value.values >= 0, value.values, value.values * factor), None)
+    return _bent(_summand(node, value), slope.values.astype(np.float64))
+
+
+def _bent(value: Linear, slope: Array) -> Value:
+    if np.any(slope <= 0):
+        raise Refused("its slope is not positive", _BETWEEN)
+    if not value.open:
+        raise Refused("its input is clipped or moved first", _BETWEEN)
+    return Bent(replace(value, lo=0.0), replace(_scaled(value, slope), hi=0.0))
 
 
 def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -321,15 +353,18 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "Div": div,
         "Gemm": gemm,
         "GlobalAveragePool": global_average_pool,
+        "LeakyRelu": leaky_relu,
         "MatMul": matmul,
         "Mul": mul,
+        "PRelu": prelu,
         "Pad": pad,
+        "Pow": power,
         "QuantizeLinear": quantize,
         "ReduceMean": reduce_mean,
         "ReduceSum": reduce_sum,
         "Relu": relu,
         "Sub": sub,
         **MOVES,
-        **{name: _table(function) for name, function in TABLES.items()},
+        **{name: _table(function) for name, function in TABLES.items() if name != "LeakyRelu"},
     }
 )

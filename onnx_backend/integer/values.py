@@ -224,7 +224,20 @@ class Joined:
     after: tuple[Step, ...] = ()
 
 
-Value = Failed | FloatInput | Integers | Codes | Constant | Lookup | Linear | Joined
+@dataclass(frozen=True)
+class Bent:
+    """A sum that a slope scales where it is negative (LeakyRelu, PRelu), still to be requantized.
+
+    Attributes:
+        positive: the sum, clipped below at 0.
+        negative: slope times the sum, clipped above at 0; one of the two is 0 everywhere.
+    """
+
+    positive: Linear
+    negative: Linear
+
+
+Value = Failed | FloatInput | Integers | Codes | Constant | Lookup | Linear | Joined | Bent
 
 
 def dequantized(name: str, encoding: Encoding) -> Lookup:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+#: ops that hand a stored tensor on in another shape, order or type
+_VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -72,6 +75,11 @@ class Graph:
         return found
 
     @cached_property
+    def output_set(self) -> frozenset[int]:
+        """The ids of the tensors that leave the model."""
+        return frozenset(self.outputs)
+
+    @cached_property
     def sites(self) -> Mapping[str, int]:
         """Site -> tensor id, in graph order."""
         return {tensor.site: index for index, tensor in enumerate(self.tensors) if tensor.site is not None}
@@ -79,19 +87,33 @@ class Graph:
     def sole_consumer(self, tensor: int) -> int | None:
         """The id of the only op that reads a tensor which does not leave the model, else None."""
         readers = self.consumers[tensor]
-        return readers[0] if len(readers) == 1 and tensor not in self.outputs else None
+        return readers[0] if len(readers) == 1 and tensor not in self.output_set else None
+
+    @cached_property
+    def _roots(self) -> Mapping[int, int]:
+        """Tensor id -> the stored tensor it is, or is a view of; one pass, however long a chain of views is."""
+        found = {index: index for index, tensor in enumerate(self.tensors) if tensor.constant}
+        for op in self.ops:
+            source = op.inputs[0] if op.type in ("Identity", "Transpose") and op.inputs else None
+            if source in found:
+                found.update(dict.fromkeys(op.outputs, found[source]))
+        return found
 
     def constant_root(self, tensor: int) -> int | None:
         """The stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
-        current = tensor
+        return self._roots.get(tensor)
+
+    def origin(self, tensor: int) -> tuple[int, tuple[int, ...]] | None:
+        """The stored tensor that a tensor is in another shape, order or type, and the ops in between; else None."""
+        current, between = tensor, []
         while not self.tensors[current].constant:
             made_by = self.producer.get(current)
-            if made_by is None or self.ops[made_by].type not in ("Identity", "Transpose"):
+            source = self.ops[made_by].inputs[0] if made_by is not None and self.ops[made_by].inputs else None
+            if made_by is None or source is None or self.ops[made_by].type not in _VIEWS:
                 return None
-            source = self.ops[made_by].inputs[0]
-            assert source is not None
+            between.append(made_by)
             current = source
-        return current
+        return current, tuple(between)
 
     def axis_at_root(self, tensor: int, axis: int) -> int:
         """Follow an axis of a constant back through its Transpose ops to the stored tensor."""

@@ -1,9 +1,10 @@
 """Operands: what part each stored tensor plays in the op that reads it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsdk.core.graph import Graph
-from qsdk.core.patterns import bias_of_add
+from qsdk.core.graph import Graph, Op
+from qsdk.core.linear_groups import bias_of_add
 from qsdk.core.spec import Role
 
 
@@ -39,20 +40,32 @@ _CONSTANTS = {"LayerNormalization": (1,), "RMSNormalization": (1,), "GroupNormal
     "GRU": (1, 2),
     "RNN": (1, 2),
 }
+_RESHAPES = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
 _ELEMENTWISE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Where", "MatMul", "Sum", "Mean", "Einsum"}
 )
 
 
-def operands_of(graph: Graph, op_id: int) -> list[Operand]:
+def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = None) -> list[Operand]:
     """List the stored floating-point tensors that an op reads as data, with their roles.
 
     Axes, bounds, pads and the like are not data and are left out.
+
+    Args:
+        graph: of the model.
+        op_id: of the op.
+        roles: stored tensor (root id) -> its part in the supergroup that the op is inside; an op that only reshapes
+            such a tensor then reads it as data.
     """
     op = graph.ops[op_id]
+    if op.type in _RESHAPES:
+        tensor = op.inputs[0]
+        root = None if tensor is None else graph.constant_root(tensor)
+        known = None if root is None or roles is None else roles.get(root)
+        return [] if tensor is None or root is None or known is None else [Operand(tensor, root, known)]
     found = []
     for position, tensor in enumerate(op.inputs):
-        root = None if tensor is None else graph.constant_root(tensor)
+        root = None if tensor is None else _root(graph, op, position, tensor)
         if tensor is None or root is None or not graph.tensors[root].is_float:
             continue
         role, axes = _role(graph, op_id, position, tensor)
@@ -60,6 +73,14 @@ def operands_of(graph: Graph, op_id: int) -> list[Operand]:
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
             found.append(Operand(tensor, root, role, *rooted))
     return found
+
+
+def _root(graph: Graph, op: Op, position: int, tensor: int) -> int | None:
+    """The stored tensor behind an input; that of a PRelu or a norm may be reshaped on the way."""
+    if position not in _CONSTANTS.get(op.type, ()):
+        return graph.constant_root(tensor)
+    origin = graph.origin(tensor)
+    return None if origin is None else origin[0]
 
 
 def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | None, tuple[int | None, int | None]]:

@@ -1,84 +1,114 @@
-"""Supergroups: ops quantized as one, matched on structure. Only the last tensor of a group is quantized."""
+"""Supergroups: ops quantized as one, matched on structure; inside one, only input, weights and output are quantized.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+`Pattern` with `op`, `any_of`, `stored`, `number` and `product` describes a group of one's own.
+"""
+
+from collections.abc import Mapping, Sequence
 
 from qsdk.core.graph import Graph
-from qsdk.core.spec import Role
+from qsdk.core.linear_groups import bias_of_add, linear_groups
+from qsdk.core.pattern_activations import ACTIVATIONS
+from qsdk.core.pattern_attention import ATTENTION
+from qsdk.core.pattern_masks import mask_tensors
+from qsdk.core.pattern_match import Matcher, Miss
+from qsdk.core.pattern_norms import NORMS
+from qsdk.core.pattern_terms import (
+    Captured,
+    Input,
+    Pattern,
+    Stored,
+    Term,
+    amiss,
+    any_of,
+    number,
+    op,
+    possible,
+    product,
+    stored,
+)
+from qsdk.core.supergroup import Found, NearMiss, Supergroup
 
-HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "BatchNormalization"})
-ACTIVATIONS = frozenset({"Relu", "Clip"})
+__all__ = [
+    "Supergroup",
+    "NearMiss",
+    "Found",
+    "PATTERNS",
+    "find_supergroups",
+    "match_supergroups",
+    "bias_of_add",
+    "Pattern",
+    "Term",
+    "Input",
+    "Stored",
+    "Captured",
+    "op",
+    "any_of",
+    "amiss",
+    "stored",
+    "number",
+    "product",
+]
+
+#: the patterns that come with qsdk, the preferred one first
+PATTERNS: tuple[Pattern, ...] = (*NORMS, *ACTIVATIONS, *ATTENTION)
 
 
-@dataclass(frozen=True)
-class Supergroup:
-    """Ops that run as one.
+def find_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> Mapping[int, Supergroup]:
+    """Map each op that is inside a supergroup to it; every other op stands alone and is absent."""
+    return match_supergroups(graph, patterns).groups
 
-    Attributes:
-        ops: their ids in order; the last one makes the group's output.
-        name: such as `Conv+Relu`.
-        roles: stored tensor (root id) -> its part in the group, where the ops themselves do not say it.
+
+def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> Found:
+    """Find the supergroups of a graph, and what looks like one and is none.
+
+    Patterns are tried from the last op to the first, so that the largest group wins; then layers take in the
+    activation behind them. A tensor that leaves the model or that another op reads is never inside a group.
+
+    Args:
+        graph: read by either door.
+        patterns: the preferred one first; one's own come before `PATTERNS`.
     """
+    matcher, anchored = Matcher(graph), _by_anchor(graph, patterns)
+    groups: dict[int, Supergroup] = {}
+    of_pattern: dict[int, str] = {}
+    misses: list[Miss] = []
+    for op_id in (index for index in reversed(range(len(graph.ops))) if graph.ops[index].outputs):
+        for pattern in anchored.get(graph.ops[op_id].type, ()) if op_id not in groups else ():
+            result = matcher.at(pattern, op_id)
+            if isinstance(result, Miss):
+                misses.append(result)
+            elif result is not None and not any(member in groups for member in result.ops):
+                groups.update(dict.fromkeys(result.ops, result))
+                of_pattern.update(dict.fromkeys(result.ops, pattern.name))
+                break
+    groups.update(linear_groups(graph, groups))
+    return Found(groups, _worth_reporting(misses, of_pattern), mask_tensors(graph, groups.values()))
 
-    ops: tuple[int, ...]
-    name: str
-    roles: Mapping[int, Role] = field(default_factory=dict)
 
-
-def find_supergroups(graph: Graph) -> Mapping[int, Supergroup]:
-    """Map each op that is inside a supergroup to it; every other op stands alone and is absent.
-
-    A group grows from its head along tensors that have one reader and do not leave the model.
-    """
-    found: dict[int, Supergroup] = {}
-    for index in range(len(graph.ops)):
-        if index in found or graph.ops[index].type not in HEADS:
-            continue
-        ops = _grow(graph, index)
-        if len(ops) > 1:
-            group = Supergroup(tuple(ops), "+".join(graph.ops[op].type for op in ops))
-            found.update(dict.fromkeys(ops, group))
+def _by_anchor(graph: Graph, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
+    """Op type -> the patterns that can end in it; those that no part of the graph can match are left out."""
+    types = frozenset(held.type for held in graph.ops)
+    found: dict[str, list[Pattern]] = {}
+    for pattern in patterns:
+        if possible(pattern.output, types) or pattern.is_near(types):
+            for type in pattern.anchors:
+                found.setdefault(type, []).append(pattern)
     return found
 
 
-def bias_of_add(graph: Graph, add: int) -> int | None:
-    """The tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
-
-    A bias is a stored, one-dimensional operand with one value per output channel; the MatMul has a stored weight and
-    no other reader. (Broadcasting puts one dimension on the last axis, which is no channel axis of a convolution.)
-    """
-    op = graph.ops[add]
-    if op.type != "Add" or len(op.inputs) != 2:
-        return None
-    for result, bias in (op.inputs, op.inputs[::-1]):
-        made_by = None if result is None else graph.producer.get(result)
-        if bias is None or result is None or made_by is None or graph.ops[made_by].type != "MatMul":
-            continue
-        root = graph.constant_root(bias)
-        fits = root is not None and _is_one_per_column(graph, root, made_by)
-        if fits and graph.sole_consumer(result) == add:
-            return bias
-    return None
-
-
-def _grow(graph: Graph, head: int) -> list[int]:
-    ops = [head]
-    following = _next(graph, head)
-    if graph.ops[head].type == "MatMul" and following is not None and bias_of_add(graph, following) is not None:
-        ops.append(following)
-        following = _next(graph, following)
-    if following is not None and graph.ops[following].type in ACTIVATIONS:
-        ops.append(following)
-    return ops
-
-
-def _next(graph: Graph, op: int) -> int | None:
-    return graph.sole_consumer(graph.ops[op].outputs[0])
-
-
-def _is_one_per_column(graph: Graph, bias: int, matmul: int) -> bool:
-    weight = graph.ops[matmul].inputs[1]
-    if weight is None or graph.constant_root(weight) is None:
-        return False
-    shape, columns = graph.tensors[bias].shape or (), graph.tensors[weight].shape or (None,)
-    return len(shape) == 1 and (columns[-1] is None or shape[0] == columns[-1])
+def _worth_reporting(misses: Sequence[Miss], of_pattern: Mapping[int, str]) -> tuple[NearMiss, ...]:
+    """One near miss for one place: that of the largest look, and none where the same pattern did match."""
+    kept: list[Miss] = []
+    covered: set[int] = set()
+    largest: dict[int, Miss] = {}
+    for miss in misses:
+        known = largest.get(miss.said.op)
+        if known is None or len(miss.ops) > len(known.ops):
+            largest[miss.said.op] = miss
+    for op_id in sorted(largest, reverse=True):
+        miss = largest[op_id]
+        matched = any(of_pattern.get(member) == miss.said.pattern for member in miss.ops)
+        if op_id not in covered and not matched:
+            kept.append(miss)
+            covered |= miss.ops
+    return tuple(miss.said for miss in reversed(kept))

@@ -1,0 +1,86 @@
+"""A layer and what follows it: the bias that an Add puts on a MatMul, and the activation behind."""
+
+from collections.abc import Container, Mapping
+
+import numpy as np
+
+from qsdk.core.graph import Graph
+from qsdk.core.supergroup import Supergroup
+
+#: ops that end in an accumulator, whose activation is folded into its requantization
+HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "BatchNormalization"})
+ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu", "PRelu"})
+
+
+def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergroup]:
+    """Map each op of a layer and its activation to their group, leaving out ops that another group has taken.
+
+    A group grows from its head along tensors that have one reader and do not leave the model.
+    """
+    found: dict[int, Supergroup] = {}
+    for index, head in enumerate(graph.ops):
+        if index in found or index in taken or head.type not in HEADS or not head.outputs:
+            continue
+        ops = _grow(graph, index)
+        if len(ops) > 1 and not any(op in taken for op in ops):
+            group = Supergroup(tuple(ops), "+".join(graph.ops[op].type for op in ops))
+            found.update(dict.fromkeys(ops, group))
+    return found
+
+
+def bias_of_add(graph: Graph, add: int) -> int | None:
+    """The tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
+
+    A bias is a stored, one-dimensional operand with one value per output channel; the MatMul has a stored weight and
+    no other reader. (Broadcasting puts one dimension on the last axis, which is no channel axis of a convolution.)
+    """
+    op = graph.ops[add]
+    if op.type != "Add" or len(op.inputs) != 2:
+        return None
+    for result, bias in (op.inputs, op.inputs[::-1]):
+        made_by = None if result is None else graph.producer.get(result)
+        if bias is None or result is None or made_by is None or graph.ops[made_by].type != "MatMul":
+            continue
+        root = graph.constant_root(bias)
+        fits = root is not None and _is_one_per_column(graph, root, made_by)
+        if fits and graph.sole_consumer(result) == add:
+            return bias
+    return None
+
+
+def _grow(graph: Graph, head: int) -> list[int]:
+    ops = [head]
+    following = _next(graph, head)
+    if graph.ops[head].type == "MatMul" and following is not None and bias_of_add(graph, following) is not None:
+        ops.append(following)
+        following = _next(graph, following)
+    if following is not None and _is_activation(graph, following):
+        ops.append(following)
+    return ops
+
+
+def _is_activation(graph: Graph, op_id: int) -> bool:
+    """Whether an op is an activation with stored bounds or a positive slope, which a requantization can take in."""
+    op = graph.ops[op_id]
+    if op.type not in ACTIVATIONS or op.domain not in ("", "ai.onnx"):
+        return False
+    origins = [graph.origin(tensor) for tensor in op.inputs[1:] if tensor is not None]
+    roots = [origin[0] for origin in origins if origin is not None]
+    if len(roots) < len(origins):
+        return False
+    slopes = [op.attributes.get("alpha", 0.01)] if op.type == "LeakyRelu" else []
+    if op.type == "PRelu":
+        slopes = [graph.value(root) for root in roots]
+    return all(slope is None or bool(np.all(np.asarray(slope) > 0)) for slope in slopes)
+
+
+def _next(graph: Graph, op: int) -> int | None:
+    return graph.sole_consumer(graph.ops[op].outputs[0])
+
+
+def _is_one_per_column(graph: Graph, bias: int, matmul: int) -> bool:
+    weight = graph.ops[matmul].inputs[1]
+    if weight is None or graph.constant_root(weight) is None:
+        return False
+    shape, columns = graph.tensors[bias].shape or (), graph.tensors[weight].shape or (None,)
+    return len(shape) == 1 and (columns[-1] is None or shape[0] == columns[-1])

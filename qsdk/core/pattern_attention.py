@@ -1,0 +1,137 @@
+"""Parts of attention that exporters write as arithmetic: softmax under a mask, and rotary position embedding (RoPE)."""
+
+from functools import partial
+from math import inf
+from typing import Any
+
+from qsdk.core.graph import Graph
+from qsdk.core.pattern_masks import HIDES, is_mask
+from qsdk.core.pattern_terms import Anything, Captured, Input, Pattern, Term, any_of, number, op
+
+
+def _masked_softmax() -> Term:
+    hidden = number(-inf, HIDES, "a fill of -20 or less")
+    lowest = op("ReduceMin", "x")
+    fill = any_of(hidden, op("Add", lowest, hidden), op("Sub", lowest, number(-HIDES, inf, "20 or more")))
+    chosen = any_of(op("Where", Anything(), "x", fill), op("Where", Anything(), fill, "x"))
+    softmax = op("Softmax", any_of(chosen, op("Add", "x", Input("mask", "statistic", is_mask))))
+    return any_of(_guarded(softmax), softmax)
+
+
+def _guarded(softmax: Term) -> Term:
+    """A softmax whose rows of NaN become 0: those in which everything is hidden."""
+    return op("Where", op("IsNaN", softmax), 0.0, softmax)
+
+
+# rotary position embedding: a tensor is cut in two parts along an axis, (a, b) -> (a cos - b sin, b cos + a sin)
+
+
+def _axis(graph: Graph, tensor: int | None, axis: int) -> int:
+    shape = None if tensor is None else graph.tensors[tensor].shape
+    return axis % len(shape) - len(shape) if shape else axis
+
+
+def _size(graph: Graph, tensor: int | None, axis: int) -> int | None:
+    shape = None if tensor is None else graph.tensors[tensor].shape
+    size = None if shape is None else shape[axis]
+    return size if isinstance(size, int) else None
+
+
+def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) -> Any:
+    """A bound of a Slice: its value if it is one constant, else the id of the tensor that gives it."""
+    inputs = graph.ops[op_id].inputs
+    given = inputs[position] if len(inputs) > position else None
+    if given is None:
+        return default
+    value = graph.scalar(given)
+    return ("computed", given) if value is None else int(value)
+
+
+def _sliced(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    """A Slice that takes the first or the second half, or the even or the odd elements."""
+    source = graph.ops[op_id].inputs[0]
+    start, end, axis, step = (_bound(graph, op_id, i, default) for i, default in ((1, None), (2, None), (3, 0), (4, 1)))
+    if not isinstance(axis, int) or not isinstance(step, int):
+        return "the axis or the step of its Slice is computed"
+    axis = _axis(graph, source, axis)
+    size = _size(graph, source, axis)
+    if step == 2:
+        return _cut(found, ("pairs", axis)) if start == part else "its Slice does not start at the right element"
+    cut = start if part else end
+    if part == 0 and start != 0:
+        return "its first Slice does not start at 0"
+    if part == 1 and isinstance(end, int) and (end < 0 or (size is not None and end < size)):
+        return "its second Slice stops before the end"
+    if isinstance(cut, int):
+        cut = cut % size if size is not None else abs(cut)
+        if size is not None and 2 * cut != size:
+            return "its Slices do not cut in halves"
+    return _cut(found, ("halves", axis, cut)) if step == 1 else f"its Slice takes steps of {step}"
+
+
+def _split(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    held = graph.ops[op_id]
+    axis = _axis(graph, held.inputs[0], held.attributes.get("axis", 0))
+    sizes = graph.value(held.inputs[1]) if len(held.inputs) > 1 else held.attributes.get("split")
+    uneven = sizes is not None and (len(sizes) != 2 or sizes[0] != sizes[1])
+    if len(held.outputs) != 2 or held.outputs.index(tensor) != part or uneven:
+        return "its Split does not cut in halves in order"
+    return _cut(found, ("halves", axis, None))
+
+
+def _gathered(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    held = graph.ops[op_id]
+    axis = _axis(graph, held.inputs[0], held.attributes.get("axis", 0))
+    index = graph.scalar(held.inputs[1]) if len(held.inputs) > 1 else None
+    if index != part or axis != -1 or _size(graph, held.inputs[0], -1) not in (2, None):
+        return "its Gather does not take one of two elements"
+    return _cut(found, ("pairs", axis))
+
+
+def _cut(found: Captured, cut: tuple[Any, ...]) -> Captured | str:
+    known = found.facts.get("cut", cut)
+    return found.noting("cut", cut) if known == cut else "its two parts are cut in different ways"
+
+
+def _joined(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: str) -> Captured | str:
+    """A Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
+    axis = found.facts["cut"][1]
+    if found.facts["cut"][0] != layout:
+        return "its parts are cut one way and put together another way"
+    if layout == "halves" and _axis(graph, tensor, graph.ops[op_id].attributes.get("axis", 0)) != axis:
+        return "its parts are cut along one axis and put together along another"
+    return found
+
+
+def _part(part: int) -> Term:
+    pairs = op("Reshape", "x")
+    return any_of(
+        op("Slice", "x", where=partial(_sliced, part=part)),
+        op("Split", "x", where=partial(_split, part=part)),
+        op("Gather", pairs, where=partial(_gathered, part=part)),
+    )
+
+
+def _both(first: Term, second: Term) -> Term:
+    halves = op("Concat", first, second, where=partial(_joined, layout="halves"))
+    stacked = op("Concat", op("Unsqueeze", first), op("Unsqueeze", second))
+    return any_of(halves, op("Reshape|Flatten", stacked, where=partial(_joined, layout="pairs")))
+
+
+def _rope() -> Term:
+    """Su et al. 2021 (arXiv:2104.09864)."""
+    cos, sin = Input("cos", "constant"), Input("sin", "constant")
+    first, second = _part(0), _part(1)
+    turned = _both(any_of(op("Neg", second), op("Mul", second, -1.0)), first)
+    by_parts = _both(
+        op("Sub", op("Mul", first, cos), op("Mul", second, sin)),
+        op("Add", op("Mul", second, cos), op("Mul", first, sin)),
+    )
+    return any_of(op("Add", op("Mul", turned, sin), op("Mul", "x", cos)), by_parts)
+
+
+ATTENTION = (
+    Pattern("MaskedSoftmax", _masked_softmax(), near=("Softmax", "Where")),
+    Pattern("GuardedSoftmax", _guarded(op("Softmax", "x"))),
+    Pattern("RoPE", _rope(), near=("Concat", "Neg", "Add")),
+)

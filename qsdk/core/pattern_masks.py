@@ -1,0 +1,103 @@
+"""Masks that are added to the scores of attention: what makes them, and which tensors only do that."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from qsdk.core.graph import Graph
+from qsdk.core.supergroup import Supergroup
+
+#: a score this far below the others has a weight of 2e-9, which no grid of a softmax shows
+HIDES = -20.0
+_MOVES = frozenset(
+    {"Unsqueeze", "Squeeze", "Expand", "Reshape", "Cast", "Slice", "Transpose", "Identity", "Tile", "Gather", "Concat"}
+)
+_JOINS = frozenset({"Add", "Min"})
+_DEPTH = 12  # ops between a mask and the constant that hides
+_READ_NO_VALUES = frozenset({"Shape", "Size"})
+
+
+def is_mask(graph: Graph, tensor: int) -> str | None:
+    """Why a tensor that is added to scores is no mask, or None if it is one."""
+    if _sources(graph, tensor, _DEPTH) is not None:
+        return None
+    return "what is added to its scores is no mask of -20 or less"
+
+
+def mask_tensors(graph: Graph, groups: Iterable[Supergroup]) -> frozenset[int]:
+    """The computed tensors that hold a mask of one of the groups, or a part of one, and that nothing else reads."""
+    group_of = {op: group for group in groups if "mask" in group.tensors for op in group.ops}
+    found: set[int] = set()
+    for group in {id(group): group for group in group_of.values()}.values():
+        found |= _sources(graph, group.tensors["mask"], _DEPTH) or set()
+    found = {tensor for tensor in found if tensor not in graph.output_set and tensor in graph.producer}
+    while True:
+        read = {
+            tensor
+            for tensor in found
+            if all(_only_hides(graph, tensor, op, found, group_of) for op in _readers(graph, tensor))
+        }
+        if read == found:
+            return frozenset(found)
+        found = read
+
+
+def _readers(graph: Graph, tensor: int) -> list[int]:
+    return [op for op in graph.consumers[tensor] if graph.ops[op].type not in _READ_NO_VALUES]
+
+
+def _only_hides(graph: Graph, tensor: int, reader: int, masks: set[int], group_of: Mapping[int, Supergroup]) -> bool:
+    group = group_of.get(reader)
+    if group is not None:
+        return True
+    return all(output in masks for output in graph.ops[reader].outputs)
+
+
+def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
+    """The tensors through which a tensor hides scores, itself included; None if it does not.
+
+    It hides where a Where or a product puts a constant of -20 or less.
+    """
+    if tensor is None or depth == 0:
+        return None
+    value = graph.value(tensor)
+    if value is not None:
+        return {tensor} if np.size(value) and float(np.min(value)) <= HIDES else None
+    made_by = graph.producer.get(tensor)
+    if made_by is None:
+        return None
+    op = graph.ops[made_by]
+    if op.type == "Where":
+        return _chosen(graph, tensor, op.inputs[1:], depth)
+    if op.type == "Mul":
+        hides = any((graph.scalar(operand) or 0.0) <= HIDES for operand in op.inputs)
+        return {tensor} if hides else None
+    parts = op.inputs if op.type in _JOINS else op.inputs[:1] if op.type in _MOVES else ()
+    # a sum of two masks would be looked at twice at every step
+    found = [_sources(graph, part, depth - 1 if op.type in _MOVES else depth // 2) for part in parts]
+    hiding = [part for part in found if part is not None]
+    return {tensor}.union(*hiding) if hiding else None
+
+
+def _is_number(graph: Graph, tensor: int | None) -> bool:
+    """Whether a tensor holds one number, however often (`zeros_like` is one that is expanded)."""
+    while tensor is not None and graph.scalar(tensor) is None:
+        made_by = graph.producer.get(tensor)
+        if made_by is None:
+            return False
+        op = graph.ops[made_by]
+        if op.type == "ConstantOfShape":
+            return True
+        if op.type not in _MOVES or op.type == "Concat":
+            return False
+        tensor = op.inputs[0]
+    return tensor is not None
+
+
+def _chosen(graph: Graph, tensor: int, branches: Iterable[int | None], depth: int) -> set[int] | None:
+    """A Where between a number and a mask, or two numbers of which one hides."""
+    branches = tuple(branches)
+    found = [_sources(graph, branch, depth - 1) for branch in branches]
+    plain = all(part is not None or _is_number(graph, branch) for part, branch in zip(found, branches, strict=True))
+    hiding = [part for part in found if part is not None]
+    return {tensor}.union(*hiding) if plain and hiding else None

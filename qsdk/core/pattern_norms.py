@@ -1,0 +1,226 @@
+"""Norms that exporters write as arithmetic: LayerNorm, RMSNorm, InstanceNorm and GroupNorm in every spelling."""
+
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from qsdk.core.graph import Graph
+from qsdk.core.pattern_terms import Anything, Captured, Input, Node, Pattern, Term, amiss, any_of, number, op, stored
+
+_REDUCES = "ReduceMean|ReduceSum"
+_EPSILON = number(0.0, 0.1, "an epsilon")
+
+
+def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
+    """The axes that a reduction runs over, from the end where the rank is known; or why they are unknown."""
+    found = graph.ops[op_id]
+    axes = found.attributes.get("axes")
+    if axes is None and len(found.inputs) > 1 and found.inputs[1] is not None:
+        value = graph.value(found.inputs[1])
+        if value is None:
+            return "the axes of its mean are computed"
+        axes = np.reshape(value, -1).tolist()
+    shape = None if found.inputs[0] is None else graph.tensors[found.inputs[0]].shape
+    if not axes and found.attributes.get("noop_with_empty_axes", 0):
+        return "its mean runs over no axis"
+    if shape is None:
+        return tuple(sorted(axes or ()))
+    return tuple(sorted({axis % len(shape) - len(shape) for axis in axes or range(len(shape))}))
+
+
+def _reduces(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: bool) -> Captured | str:
+    """A reduction over the same axes as every other one of the norm, noted with the number of elements it takes in."""
+    axes = _axes(graph, op_id)
+    if isinstance(axes, str):
+        return axes
+    if bool(graph.ops[op_id].attributes.get("keepdims", 1)) is not keeps:
+        return "its mean does not keep the axes it runs over"
+    if found.facts.get("axes", axes) != axes:
+        return "its mean and its variance run over different axes"
+    source = graph.ops[op_id].inputs[0]
+    shape = None if source is None else graph.tensors[source].shape
+    sizes = [None] if shape is None else [shape[axis] for axis in axes]
+    known = [size for size in sizes if isinstance(size, int)]
+    count = prod(known) if len(known) == len(sizes) else None
+    return found.noting("axes", axes).noting("count", count).noting("rank", None if shape is None else len(shape))
+
+
+def _restores(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+    """A reshape that gives the reduced axes back as 1."""
+    shape, axes = graph.tensors[tensor].shape, found.facts["axes"]
+    if shape is None or len(shape) != found.facts["rank"] or any(shape[axis] != 1 for axis in axes):
+        return "its mean does not keep the axes it runs over"
+    return found
+
+
+def _counts(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+    """A sum that is divided by the number of its elements."""
+    count, held = found.facts["count"], graph.ops[op_id]
+    divisors = [graph.scalar(operand) for operand in held.inputs]
+    values = [1 / v if held.type == "Mul" else v for v in divisors if v]
+    if count is None or len(values) != 1 or abs(values[0] - count) > 1e-3 * count:
+        return "its sum is not divided by the number of elements"
+    return found
+
+
+def _dropped(t: Term | str, type: str = "ReduceMean") -> Term:
+    return op(type, t, where=partial(_reduces, keeps=False))
+
+
+def _restored(t: Term) -> Term:
+    shaped = op("Reshape|Unsqueeze", t, where=_restores)
+    # an Expand to the shape that it has, which torch writes where a dimension is dynamic
+    return any_of(shaped, op("Expand", shaped, where=_restores))
+
+
+def _mean(t: Term | str) -> Term:
+    def reduced(type: str) -> Term:
+        kept = op(type, t, where=partial(_reduces, keeps=True))
+        return any_of(kept, _restored(_dropped(t, type)))
+
+    return any_of(reduced("ReduceMean"), op("Div|Mul", reduced("ReduceSum"), Anything(), where=_counts))
+
+
+def _square(t: Term | str) -> Term:
+    return any_of(op("Pow", t, 2.0), op("Mul", t, t))
+
+
+def _centred(t: Term | str) -> Term:
+    return any_of(op("Sub", t, _mean(t)), op("Add", t, op("Neg", _mean(t))))
+
+
+def _unbiased(squared: Term) -> Term:
+    """A variance that is multiplied by N and divided by N - 1."""
+    reason = "its variance is divided by N - 1, not by N"
+    inner = op("Div", op("Mul", _dropped(squared), Anything()), Anything())
+    kept = op("Div", op("Mul", _mean(squared), Anything()), Anything())
+    return any_of(amiss(kept, reason), _restored(amiss(inner, reason)))
+
+
+def _spread(difference: Term) -> Term:
+    """The mean of the squares, or what is often taken for it."""
+    squared = _square(difference)
+    absolute = amiss(op("Abs", difference), "its mean is of |x|, not of the square")
+    return any_of(_mean(any_of(squared, absolute)), _unbiased(squared))
+
+
+def _variance(t: Term | str) -> Term:
+    """The mean of the squared distance, or E[x^2] - E[x]^2 with or without a floor of 0."""
+    difference = op("Sub", _mean(_square(t)), _square(_mean(t)))
+    floored = any_of(op("Relu", difference), op("Max", difference, 0.0), op("Clip", difference, 0.0), difference)
+    return any_of(_spread(_centred(t)), floored)
+
+
+class _Spelling:
+    """How a variance becomes a factor."""
+
+    def __init__(self, variance: Term) -> None:
+        inside = any_of(op("Add", variance, _EPSILON), variance)
+        root = any_of(op("Sqrt", inside), op("Pow", inside, 0.5))
+        late = amiss(op("Add", root, _EPSILON), "the epsilon is added after the Sqrt")
+        turned = any_of(op("Reciprocal", inside), op("Div", 1.0, inside))
+        self.root = any_of(root, late)
+        self.inverse = any_of(
+            op("Reciprocal", self.root),
+            op("Div", 1.0, self.root),
+            op("Pow", self.root, -1.0),
+            op("Pow", inside, -0.5),
+            op("Sqrt", turned),
+        )
+
+    def normed(self, t: Term | str) -> Term:
+        """The distance over the root."""
+        return any_of(op("Div", t, self.root), op("Mul", t, self.inverse))
+
+    def scaled(self, t: Term | str) -> Term:
+        """The same times gamma, multiplied in anywhere."""
+        gamma, root, inverse = _GAMMA, self.root, self.inverse
+        return any_of(
+            op("Mul", self.normed(t), gamma),
+            op("Div", op("Mul", t, gamma), root),
+            op("Mul", op("Mul", t, gamma), inverse),
+            op("Mul", t, self.factor),
+            self.normed(t),
+        )
+
+    @property
+    def factor(self) -> Term:
+        """Gamma over the root."""
+        return any_of(op("Mul", self.inverse, _GAMMA), op("Div", _GAMMA, self.root))
+
+
+_GAMMA = any_of(stored("gamma"), op("Add", stored("gamma"), 1.0))
+_BETA = stored("beta", "statistic")
+
+
+def _shifted(t: Term) -> Term:
+    return any_of(op("Add", t, _BETA), t)
+
+
+def _folded(t: Term | str, spelling: _Spelling) -> Term:
+    """`x * k + (beta - mean * k)`, as TensorFlow writes it."""
+    factor = any_of(spelling.factor, spelling.inverse)
+    moved = op("Mul", _mean(t), factor)
+    return any_of(op("Add", op("Mul", t, factor), op("Sub", _BETA, moved)), op("Sub", op("Mul", t, factor), moved))
+
+
+def _varied(graph: Graph, tensor: int | None) -> set[int] | None:
+    """The axes, from the end, along which a stored tensor varies; None where its shape is unknown."""
+    shape = () if tensor is None else graph.tensors[tensor].shape
+    return None if shape is None else {axis - len(shape) for axis, size in enumerate(shape) if size != 1}
+
+
+def _is_affine(graph: Graph, found: Captured) -> str | None:
+    """Whether what is added can be a beta: along the normalised axes, or one axis, or as gamma; else another addend."""
+    beta, gamma = _varied(graph, found.tensors.get("beta")), _varied(graph, found.tensors.get("gamma"))
+    axes = set(found.facts.get("axes", ()))
+    if beta is None or gamma is None or len(beta) <= 1 or beta <= axes or beta <= gamma:
+        return None
+    return f"{graph.tensors[found.tensors['beta']].name!r} is added along more axes than a beta has"
+
+
+def _layer_or_instance(graph: Graph, found: Captured) -> str:
+    axes = set(found.facts.get("axes", ()))
+    varied = (_varied(graph, found.tensors.get("gamma")) or set()) | (
+        _varied(graph, found.tensors.get("beta")) or set()
+    )
+    outside = varied - axes if all(axis < 0 for axis in axes) else set()
+    return "LayerNorm" if not outside else "GroupNorm" if varied & axes else "InstanceNorm"
+
+
+def _is_by_groups(graph: Graph, found: Captured) -> str | None:
+    """Whether the norm between the two Reshapes is plain, and the second one undoes the first."""
+    for name, plain in (("scale", 1.0), ("bias", 0.0)):
+        held = graph.value(found.tensors.get(name))
+        if held is not None and not np.all(held == plain):
+            return f"the {name} of its InstanceNormalization is not {plain:g}"
+    before, after = (graph.tensors[t].shape for t in (found.tensors["x"], found.facts["back"]))
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)) or before == after:
+        return _is_affine(graph, found)
+    return "its second Reshape does not give the shape back"
+
+
+def _group_norm() -> Pattern:
+    """By groups: a Reshape, a norm without gamma, and a Reshape back."""
+    grouped = op("Reshape", "x")
+    instance = op("InstanceNormalization", grouped, stored("scale", "statistic"), stored("bias", "statistic"))
+    spelled = _Spelling(_variance(grouped)).normed(_centred(grouped))
+    back: Node = op(
+        "Reshape", any_of(instance, spelled), where=lambda g, _, tensor, found: found.noting("back", tensor)
+    )
+    return Pattern("GroupNorm", _shifted(any_of(op("Mul", back, _GAMMA), back)), _is_by_groups)
+
+
+def _layer_norm() -> Pattern:
+    spelling = _Spelling(_variance("x"))
+    output = any_of(_shifted(spelling.scaled(_centred("x"))), _folded("x", spelling))
+    return Pattern("LayerNorm", output, _is_affine, _layer_or_instance, ("Sub|Neg", _REDUCES, "Sqrt|Pow"))
+
+
+def _rms_norm() -> Pattern:
+    output = _shifted(_Spelling(_spread(Input("x"))).scaled("x"))
+    return Pattern("RMSNorm", output, _is_affine, None, (_REDUCES, "Sqrt|Pow"))
+
+
+NORMS = (_group_norm(), _layer_norm(), _rms_norm())

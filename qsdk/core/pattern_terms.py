@@ -1,0 +1,248 @@
+"""The language of patterns: terms that describe how a tensor is computed, read backward from the output of a group."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from qsdk.core.graph import Graph
+from qsdk.core.spec import Role
+
+#: ops whose operands may be swapped
+COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum"})
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a match has found so far.
+
+    Attributes:
+        tensors: name -> tensor id, of inputs and stored tensors.
+        facts: name -> what a `where` noted, such as the axes of a mean.
+        ops: ids of the ops inside.
+        roles: stored tensor (root id) -> its part.
+    """
+
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    ops: frozenset[int] = frozenset()
+    roles: Mapping[int, Role] = field(default_factory=dict)
+
+    def noting(self, name: str, fact: Any) -> "Captured":
+        """A copy with one more fact."""
+        return Captured(self.tensors, {**self.facts, name: fact}, self.ops, self.roles)
+
+    def inside(self, ops: frozenset[int]) -> "Captured":
+        """A copy with more ops inside."""
+        return Captured(self.tensors, self.facts, self.ops | ops, self.roles) if ops else self
+
+    def naming(self, name: str, tensor: int) -> "Captured":
+        """A copy with a tensor under a name."""
+        return Captured({**self.tensors, name: tensor}, self.facts, self.ops, self.roles)
+
+    def giving(self, root: int, role: Role) -> "Captured":
+        """A copy in which a stored tensor plays a part."""
+        return Captured(self.tensors, self.facts, self.ops, {**self.roles, root: role})
+
+
+#: (graph, op id, tensor it makes, captured so far) -> captured, or why the op does not fit
+Where = Callable[[Graph, int, int, Captured], "Captured | str"]
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """A tensor that enters the group; the same name means the same tensor.
+
+    Attributes:
+        name: under which it is captured.
+        stored: the part it plays if it is a stored tensor; None: it must be computed.
+        test: which tensors fit; gives why one does not, or None.
+    """
+
+    name: str
+    stored: Role | None = None
+    test: Callable[[Graph, int], str | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A stored floating-point tensor, seen through reshapes and casts."""
+
+    name: str
+    role: Role = "constant"
+    test: Callable[[Graph, int], str | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A one-element constant between `low` and `high`, inclusive; `says` names it in a near miss."""
+
+    low: float
+    high: float
+    says: str
+
+
+@dataclass(frozen=True, eq=False)
+class Anything:
+    """Any tensor, which the group reads and does not describe (a mask, a shape)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An op of one of the types, over operands; operands beyond those given are free."""
+
+    types: frozenset[str]
+    operands: tuple["Term", ...]
+    where: Where | None = None
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The operands in the order in which they are matched: ops first, since they fail soonest, numbers last."""
+        ranks = [2 if isinstance(t, Number) else 0 if heads(t) else 1 for t in self.operands]
+        return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+
+
+@dataclass(frozen=True, eq=False)
+class AnyOf:
+    """The first of several spellings that fits."""
+
+    choices: tuple["Term", ...]
+
+    @cached_property
+    def flat(self) -> tuple["Term", ...]:
+        """The choices, with nested ones in their place."""
+        parts = (choice.flat if isinstance(choice, AnyOf) else (choice,) for choice in self.choices)
+        return tuple(part for nested in parts for part in nested)
+
+    @cached_property
+    def types(self) -> frozenset[str]:
+        """The op types that can make it; none where a choice is no op."""
+        plain = all(isinstance(choice, Node) for choice in self.flat)
+        return heads(self) if plain else frozenset()
+
+    def made_by(self, type: str) -> tuple["Term", ...]:
+        """The choices that an op of this type can be."""
+        known = self._made_by.get(type)
+        if known is None:
+            known = tuple(t for t in self.flat if not isinstance(t, Node) or type in t.types)
+            self._made_by[type] = known
+        return known
+
+    @cached_property
+    def _made_by(self) -> dict[str, tuple["Term", ...]]:
+        return {}
+
+
+Term = Input | Stored | Number | Anything | Node | AnyOf
+
+
+def term(value: Term | str | float) -> Term:
+    """A string is an input of that name, a number is itself (to 1e-3 of its size)."""
+    if isinstance(value, str):
+        return Input(value)
+    if isinstance(value, int | float):
+        slack = 1e-3 * abs(value)
+        return Number(value - slack, value + slack, f"{value:.6g}")
+    return value
+
+
+def op(types: str, *operands: Term | str | float, where: Where | None = None) -> Node:
+    """An op of the default domain; `types` may name several, as in `"Relu|Clip"`.
+
+    Two operands of Add, Mul, Max, Min and Sum fit in either order. Casts between floating-point types and Identity
+    are looked through everywhere and never named.
+    """
+    return Node(frozenset(types.split("|")), tuple(term(value) for value in operands), where)
+
+
+def any_of(*choices: Term | str | float) -> AnyOf:
+    """Several spellings of one thing, the preferred one first."""
+    return AnyOf(tuple(term(choice) for choice in choices))
+
+
+def amiss(node: Node, reason: str) -> Node:
+    """What is often written in the place of the right thing: a match that holds it is a near miss, for this reason."""
+
+    def noting(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+        captured = node.where(graph, op_id, tensor, found) if node.where else found
+        return captured if isinstance(captured, str) else captured.noting("amiss", reason)
+
+    return Node(node.types, node.operands, noting)
+
+
+def stored(name: str, role: Role = "constant") -> Stored:
+    """A stored tensor: `constant` is quantized like a weight, `statistic` stays float."""
+    return Stored(name, role)
+
+
+def number(low: float, high: float, says: str) -> Number:
+    """A constant between two bounds; `says` reads well in "... stands where <says> was expected"."""
+    return Number(low, high, says)
+
+
+def product(*factors: Term | str | float) -> Term:
+    """A product in any order and association."""
+    terms = [term(factor) for factor in factors]
+    if len(terms) == 1:
+        return terms[0]
+    spellings = []
+    # every way to split the factors in two; the first one stays left, since Mul commutes
+    for chosen in range(2 ** (len(terms) - 1) - 1):
+        left = [terms[0]] + [t for bit, t in enumerate(terms[1:]) if chosen >> bit & 1]
+        right = [t for t in terms if t not in left]
+        spellings.append(op("Mul", product(*left), product(*right)))
+    return any_of(*spellings)
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A supergroup to look for.
+
+    The output is the last tensor of the group; what is captured as input stays outside and is quantized there, stored
+    tensors are quantized as their role says, and everything between stays float. `QuantConfig.pattern` adds one.
+
+    >>> relative = op("Div", "x", op("Add", op("Abs", "x"), 1.0))
+    >>> softsign = Pattern("Softsign", relative)
+    >>> snake = Pattern("Snake", op("Add", "x", op("Mul", op("Sin", product("x", stored("alpha"))), 0.5)))
+
+    Attributes:
+        name: of the group.
+        output: how the group's output is computed.
+        check: whether a match in structure means what the name says; gives why not, or None.
+        named: a better name for a match, where one structure serves several.
+        near: ops, as in `op`, that make a partial match worth reporting; none: only whole matches that `check`, another
+            reader or a graph output forbids are reported.
+    """
+
+    name: str
+    output: Term
+    check: Callable[[Graph, Captured], str | None] | None = None
+    named: Callable[[Graph, Captured], str] | None = None
+    near: tuple[str, ...] = ()
+
+    def is_near(self, types: frozenset[str]) -> bool:
+        """Whether a partial match with ops of these types is worth reporting."""
+        return bool(self.near) and all(types.intersection(wanted.split("|")) for wanted in self.near)
+
+    @cached_property
+    def anchors(self) -> frozenset[str]:
+        """The op types that can make the group's output."""
+        return heads(self.output)
+
+
+def heads(pattern: Term) -> frozenset[str]:
+    """The op types that a term can start with; none for a term that is no op."""
+    if isinstance(pattern, Node):
+        return pattern.types
+    if isinstance(pattern, AnyOf):
+        return frozenset().union(*(heads(choice) for choice in pattern.flat))
+    return frozenset()
+
+
+def possible(pattern: Term, types: frozenset[str]) -> bool:
+    """Whether a graph with ops of these types only can hold a match at all."""
+    if isinstance(pattern, Node):
+        return bool(pattern.types & types) and all(possible(operand, types) for operand in pattern.operands)
+    if isinstance(pattern, AnyOf):
+        return any(possible(choice, types) for choice in pattern.flat)
+    return True
