@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
-from qsdk.core.config import QuantConfig, Rule, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.choices import Resolver
+from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, uint8, uint16
 from qsdk.core.errors import ConfigError
+from qsdk.core.rules import CHOICES, Place, Rule
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 
@@ -24,6 +26,11 @@ def test_presets(preset, weight, activation):
     assert not preset().symmetric_activations
 
 
+def at(config: QuantConfig, *owners: str) -> tuple[QuantConfig, str]:
+    choice = Resolver(config).at(Place(owners))
+    return choice.wanted, choice.decided_by(*CHOICES)
+
+
 def test_a_rule_gives_a_new_config():
     base = w8a8()
     ruled = base.override("head", weight="int4")
@@ -35,20 +42,20 @@ def test_a_rule_gives_a_new_config():
 
 def test_the_last_matching_rule_wins_for_each_choice():
     config = w8a8().override("conv*", weight=int4, activation="uint16").override("conv2", weight=int16)
-    chosen, decided = config.for_owners("block.conv2")
+    chosen, decided = at(config, "block.conv2")
     assert (chosen.weight, chosen.activation) == (int16, uint16)
     assert decided == "'conv2' -> weight=int16"
     swapped = w8a8().override("conv2", weight=int16).override("conv*", weight=int4)
-    assert swapped.for_owners("block.conv2")[0].weight == int4
+    assert at(swapped, "block.conv2")[0].weight == int4
 
 
 def test_no_matching_rule_is_the_default():
-    chosen, decided = w8a8().override("conv", weight=int4).for_owners("fc")
+    chosen, decided = at(w8a8().override("conv", weight=int4), "fc")
     assert (chosen.weight, decided) == (int8, "default")
 
 
 def test_a_rule_matches_any_of_the_owners():
-    assert w8a8().override("relu", activation=uint16).for_owners("conv", "relu")[0].activation == uint16
+    assert at(w8a8().override("relu", activation=uint16), "conv", "relu")[0].activation == uint16
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_a_rule_matches_any_of_the_owners():
     ],
 )
 def test_every_choice_can_be_overridden(choice: str, value):
-    chosen, decided = w8a8().override("fc", **{choice: value}).for_owners("fc")
+    chosen, decided = at(w8a8().override("fc", **{choice: value}), "fc")
     assert getattr(chosen, choice) == value
     assert decided == f"'fc' -> {choice}={value}"
 
@@ -89,13 +96,13 @@ def test_a_bias_is_int32_or_float(bias: str):
 
 @pytest.mark.parametrize("bias", [int32, float32, float16, bfloat16])
 def test_biases_that_are_accepted(bias):
-    assert w8a8().override("fc", bias=bias).for_owners("fc")[0].bias == bias
+    assert at(w8a8().override("fc", bias=bias), "fc")[0].bias == bias
 
 
 def test_skip_leaves_everything_of_an_owner_float():
-    chosen, _ = w8a8().skip("bn*").for_owners("layer1.0.bn1")
+    chosen, _ = at(w8a8().skip("bn*"), "layer1.0.bn1")
     assert (chosen.weight, chosen.activation, chosen.bias) == (float32, float32, float32)
-    chosen, _ = w8a8().skip("bn*", dtype=float16).for_owners("bn1")
+    chosen, _ = at(w8a8().skip("bn*", dtype=float16), "bn1")
     assert (chosen.weight, chosen.activation, chosen.bias) == (float16, float16, float16)
 
 

@@ -1,64 +1,48 @@
 """Configs: presets and rules that say what is wanted where. Plain frozen data."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from qsdk.core.config_json import plain, read_object
 from qsdk.core.dtypes import DType, dtype_named, float32, int4, int8, int32, uint8, uint16
 from qsdk.core.errors import ConfigError
+from qsdk.core.files import write_text
+from qsdk.core.pattern_terms import Pattern
+from qsdk.core.report import Report
+from qsdk.core.rules import FixedRange, Rule, Shape, make_rule
 from qsdk.core.site import matches
 
 
 @dataclass(frozen=True)
-class Place:
-    """What rules look at.
-
-    Attributes:
-        owners: the names that an op, or the supergroup it belongs to, answers to.
-        op_types: its ONNX type, or those of the supergroup's members in order.
-        dtype: of the tensor in the float model, such as `float32`.
-        shape: of the tensor, where known.
-    """
-
-    owners: tuple[str, ...]
-    op_types: tuple[str, ...] = ()
-    dtype: str = "float32"
-    shape: tuple[int | str | None, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Overrides for every owner that `pattern` matches; None leaves a choice as it is."""
-
-    pattern: str
-    weight: DType | None = None
-    activation: DType | None = None
-    bias: DType | None = None
-    block_size: int | None = None
-    per_channel: bool | None = None
-    symmetric_activations: bool | None = None
-    tie: bool | None = None
-
-    def __str__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value is not None and name != "pattern"}
-        return f"{self.pattern!r} -> {', '.join(f'{name}={value}' for name, value in said.items())}"
-
-
-@dataclass(frozen=True)
 class QuantConfig:
-    """What is wanted at every site, and the rules that differ; the last matching rule wins.
+    """What is wanted at every site, and the rules that differ; the last matching rule wins, choice by choice.
 
     Attributes:
-        weight: dtype of weights (embeddings stay at 8 bits where it is narrower).
-        activation: dtype of activations, inputs and outputs.
+        weight: dtype of weights; embeddings, norms and other constants stay at 8 bits where it is narrower.
+        activation: dtype of activations, and of inputs and outputs unless they are given.
         bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
+        input: dtype of the model's inputs where it differs from other activations.
+        output: dtype of the model's outputs where it differs from other activations.
         per_channel: one weight scale per output channel, else per tensor.
         block_size: one weight scale per run of input channels; None for no blocks.
+        symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
         symmetric_activations: fixes the zero points of activations.
         power_of_two: scales are powers of two.
+        fixed_range: `(low, high)` whatever the data, "observed" for no fixed range at all; None for the ranges that
+            belong to an op (Softmax lies in 0..1).
         tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
             Concat of parts of different kinds that leaves the model (boxes and scores of a detector).
+        supergroup: whether ops that run as one are quantized as one.
+        supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
+            all that qsdk knows.
+        hardware: whose rules of placement hold on top, such as `v73`; None for no more than the rules above.
         rules: in order.
         layers: class name -> its parameters, for modules that qsdk does not know.
+        patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
+        notes: what `load_config` has to say about a foreign file; no part of the config.
     """
 
     weight: DType = int8
@@ -71,44 +55,75 @@ class QuantConfig:
     tie: bool | None = None
     rules: tuple[Rule, ...] = ()
     layers: Mapping[str, tuple[str, ...]] | None = None
+    input: DType | None = None
+    output: DType | None = None
+    symmetric_weights: bool | None = None
+    fixed_range: FixedRange | None = None
+    supergroup: bool = True
+    supergroups: tuple[str, ...] | None = None
+    hardware: str | None = None
+    patterns: tuple[Pattern, ...] = ()
+    notes: Report | None = field(default=None, compare=False, repr=False)
 
     def override(
         self,
-        pattern: str,
+        pattern: str = "*",
         *,
+        op_type: str | Sequence[str] | None = None,
+        shape: Shape | Sequence[int | None] | None = None,
+        tensor_dtype: DType | str | None = None,
         weight: DType | str | None = None,
         activation: DType | str | None = None,
         bias: DType | str | None = None,
+        input: DType | str | None = None,
+        output: DType | str | None = None,
         block_size: int | None = None,
         per_channel: bool | None = None,
+        symmetric_weights: bool | None = None,
         symmetric_activations: bool | None = None,
+        fixed_range: tuple[float, float] | str | None = None,
         tie: bool | None = None,
+        supergroup: bool | None = None,
+        optional: bool = False,
     ) -> "QuantConfig":
-        """Add a rule for the owners that `pattern` (a shell glob) matches; gives a new config.
+        """Add a rule for the places that fit `pattern` and every condition given; gives a new config.
+
+        Args:
+            pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
+            op_type: ONNX type or types, globs too.
+            shape: of the tensor; None stands for any dimension.
+            tensor_dtype: of the tensor in the float model.
+            weight: dtype of weights, as are the choices that follow those of `QuantConfig`.
+            activation: counts for inputs and outputs too, unless they are given beside it.
+            bias: int32 or a float dtype.
+            input: of the model's inputs.
+            output: of the model's outputs.
+            block_size: input channels per scale.
+            per_channel: one weight scale per output channel.
+            symmetric_weights: fixes the zero points of weights.
+            symmetric_activations: fixes the zero points of activations.
+            fixed_range: `(low, high)`, or "observed" to drop the range that belongs to the op.
+            tie: share the inputs' encoding.
+            supergroup: False to quantize the members of a supergroup one by one.
+            optional: the rule may match nothing, so it keeps no BatchNorm from being folded either.
 
         Raises:
             ConfigError: an unknown dtype, or a rule that says nothing.
         """
-        rule = Rule(
-            pattern,
-            None if weight is None else dtype_named(weight),
-            None if activation is None else dtype_named(activation),
-            None if bias is None else dtype_named(bias),
-            block_size,
-            per_channel,
-            symmetric_activations,
-            tie,
-        )
-        if all(value is None for name, value in vars(rule).items() if name != "pattern"):
-            raise ConfigError(
-                f"the rule for {pattern!r} overrides nothing; give weight=, activation= or another choice"
-            )
-        if rule.bias is not None and rule.bias.kind != "float" and rule.bias != int32:
-            raise ConfigError(f"a bias is int32 or float, not {rule.bias} (rule {pattern!r})")
-        return replace(self, rules=(*self.rules, rule))
+        options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional")}
+        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
-    def skip(self, pattern: str, dtype: DType | str = float32) -> "QuantConfig":
-        """Leave the owners that `pattern` matches in a float dtype; gives a new config.
+    def skip(
+        self,
+        pattern: str = "*",
+        dtype: DType | str = float32,
+        *,
+        op_type: str | Sequence[str] | None = None,
+        shape: Shape | Sequence[int | None] | None = None,
+        tensor_dtype: DType | str | None = None,
+        optional: bool = False,
+    ) -> "QuantConfig":
+        """Leave the places that fit `pattern` and every condition in a float dtype; gives a new config.
 
         Raises:
             ConfigError: dtype is not a float type.
@@ -116,28 +131,63 @@ class QuantConfig:
         found = dtype_named(dtype)
         if found.kind != "float":
             raise ConfigError(f"skip({pattern!r}) keeps owners float; {found} is not a float dtype, use override")
-        return self.override(pattern, weight=found, activation=found, bias=found)
+        where = {"op_type": op_type, "shape": shape, "tensor_dtype": tensor_dtype}
+        options = {**where, "weight": found, "activation": found, "bias": found}
+        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
         """Declare the parameters of a module class that qsdk does not know, so that they are quantized as weights."""
         return replace(self, layers={**(self.layers or {}), class_name: parameters})
 
-    def at(self, place: Place) -> tuple["QuantConfig", str]:
-        """The choices for a place, and the rule that decided last ("default" if none)."""
-        chosen, decided = self, "default"
-        for rule in self.rules:
-            if any(matches(rule.pattern, owner) for owner in place.owners):
-                said = {n: v for n, v in vars(rule).items() if v is not None and n != "pattern"}
-                chosen, decided = replace(chosen, **said), str(rule)
-        return chosen, decided
+    def pattern(self, *patterns: Pattern) -> "QuantConfig":
+        """Add supergroups of one's own, preferred to those known so far; gives a new config."""
+        return replace(self, patterns=(*patterns, *self.patterns))
 
-    def for_owners(self, *owners: str) -> tuple["QuantConfig", str]:
-        """The choices for an op known under these owners, and the rule that decided last ("default" if none)."""
-        return self.at(Place(owners))
+    def names(self, owner: str, *op_types: str) -> bool:
+        """Whether a rule names this owner, or one of its op types, by more than a bare `*`; optional rules do not."""
+        return any(
+            (rule.pattern.strip("*") or rule.op_type is not None)
+            and not rule.optional
+            and rule.fits_op_type(op_types)
+            and matches(rule.pattern, owner)
+            for rule in self.rules
+        )
 
-    def names(self, owner: str) -> bool:
-        """Whether any rule names this owner by more than a bare `*`."""
-        return any(matches(rule.pattern, owner) for rule in self.rules if rule.pattern.strip("*"))
+    def float_patterns(self) -> list[str]:
+        """The patterns of the rules that keep whatever they name float, with no further condition."""
+        kept = [rule for rule in self.rules if rule.weight is not None and rule.weight.kind == "float"]
+        return [rule.pattern for rule in kept if (rule.op_type, rule.shape, rule.tensor_dtype) == (None, None, None)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the config as plain values for JSON, of the form that `config_schema` describes.
+
+        Raises:
+            ConfigError: it holds patterns, which are Python.
+        """
+        if self.patterns:
+            named = ", ".join(pattern.name for pattern in self.patterns)
+            raise ConfigError(f"a file cannot hold the patterns {named}; save the config without, and add them again")
+        return plain(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the config as JSON, for `load_config`.
+
+        Raises:
+            ConfigError: it holds patterns, which are Python.
+            ExportError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> "QuantConfig":
+        """Read what `to_dict` gave; `where` names the source in errors.
+
+        Raises:
+            ConfigError: an unknown key, a value of the wrong type, or a rule that cannot be meant.
+        """
+        found = read_object(data, where)
+        rules = found.pop("rules", ())
+        return cls(**found, rules=rules)
 
 
 def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:

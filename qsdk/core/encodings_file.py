@@ -2,34 +2,54 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from qsdk.core.dtypes import dtype_named
+from qsdk.core.dtypes import DType, bfloat16, dtype_named, float16
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 
 FORMAT = "qsdk.encodings"
-VERSION = 1
+VERSION = 2  # 1 had no float16 and bfloat16 sites
 _FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen"}
 
 
-def dumps(encodings: Mapping[str, Encoding], provenance: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class StoredEncodings:
+    """What an encodings file, or a Q/DQ model, says.
+
+    Attributes:
+        encodings: by site.
+        casts: site -> float16 or bfloat16; None where a file of version 1 could not say.
+        provenance: plain values that say where they come from.
+    """
+
+    encodings: Mapping[str, Encoding]
+    casts: Mapping[str, DType] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dumps(
+    encodings: Mapping[str, Encoding], provenance: Mapping[str, Any], casts: Mapping[str, DType] | None = None
+) -> str:
     """Write encodings as JSON text, one line per site.
 
     Args:
         encodings: by site.
         provenance: plain values that say where they come from (config, method, versions).
+        casts: site -> float16 or bfloat16.
     """
-    lines = [f"    {json.dumps(site)}: {json.dumps(_plain(encoding))}" for site, encoding in encodings.items()]
-    body = ",\n".join(lines)
+    entries = {site: _plain(encoding) for site, encoding in encodings.items()}
+    entries |= {site: {"dtype": dtype.name} for site, dtype in (casts or {}).items()}
+    body = ",\n".join(f"    {json.dumps(site)}: {json.dumps(entry)}" for site, entry in entries.items())
     head = f'  "format": "{FORMAT}",\n  "version": {VERSION},\n  "provenance": {json.dumps(dict(provenance))}'
     return f'{{\n{head},\n  "encodings": {{\n{body}\n  }}\n}}\n'
 
 
-def loads(text: str, where: str) -> tuple[dict[str, Encoding], dict[str, Any]]:
-    """Read what `dumps` wrote: encodings by site, and the provenance.
+def loads(text: str, where: str) -> StoredEncodings:
+    """Read what `dumps` wrote.
 
     Args:
         text: the file's content.
@@ -48,7 +68,11 @@ def loads(text: str, where: str) -> tuple[dict[str, Encoding], dict[str, Any]]:
     sites, provenance = data.get("encodings"), data.get("provenance", {})
     if not isinstance(sites, dict) or not isinstance(provenance, dict):
         raise FileFormatError(f"{where} has no mapping under 'encodings' or 'provenance'; write it again")
-    return {site: _encoding(entry, f"{where}, site {site!r}") for site, entry in sites.items()}, provenance
+    casts = {site: dtype for site, entry in sites.items() if (dtype := _cast(entry)) is not None}
+    encodings = {
+        site: _encoding(entry, f"{where}, site {site!r}") for site, entry in sites.items() if site not in casts
+    }
+    return StoredEncodings(encodings, None if version == 1 else casts, provenance)
 
 
 def _plain(encoding: Encoding) -> dict[str, Any]:
@@ -79,6 +103,13 @@ def _parsed(text: str, where: str) -> Any:
         raise FileFormatError(f"{where} is truncated or no JSON at {place} ({error.msg}); write it again") from error
     except RecursionError as error:
         raise FileFormatError(f"{where} is nested too deeply to be an encodings file; write it again") from error
+
+
+def _cast(entry: Any) -> DType | None:
+    """The float dtype of an entry that is no more than one."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype"}:
+        return None
+    return next((dtype for dtype in (float16, bfloat16) if dtype.name == entry["dtype"]), None)
 
 
 def _encoding(entry: Any, where: str) -> Encoding:

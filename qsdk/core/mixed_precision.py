@@ -1,6 +1,6 @@
 """Mixed precision: the few sites that must be wider so that a metric stays within a budget."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from qsdk.core.plan import Decision, Plan
 from qsdk.core.precision_search import Assignment, Search
 from qsdk.core.report import Report
 from qsdk.core.samples import FloatArray, SiteSample
+from qsdk.core.sim_state import SimState, put_back_on_error
 
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
@@ -23,8 +24,15 @@ LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "act
 class PlannedSim(Protocol):
     """What the search asks of a sim of either door."""
 
-    plan: Plan
-    config: QuantConfig | None
+    @property
+    def plan(self) -> Plan:
+        """What was decided for every site."""
+        ...
+
+    @property
+    def config(self) -> QuantConfig | None:
+        """What was asked for; None for a sim opened from a Q/DQ file."""
+        ...
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -35,11 +43,15 @@ class PlannedSim(Protocol):
         """Plan again; sites whose spec stays keep their encodings, the others derive theirs from the old ranges."""
         ...
 
-    def snapshot(self) -> Any:
+    def stored_floats(self, sites: Collection[str]) -> Mapping[str, FloatArray]:
+        """Site -> float values of the stored tensors at these sites."""
+        ...
+
+    def snapshot(self) -> SimState:
         """What `restore` takes."""
         ...
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, state: SimState) -> None:
         """Be again what the snapshot says."""
         ...
 
@@ -66,7 +78,6 @@ class Candidate:
 def search_precision(
     sim: PlannedSim,
     samples: Mapping[str, SiteSample],
-    stored: Iterable[tuple[str, FloatArray]],
     metric: Callable[[Any], float],
     *,
     max_drop: float,
@@ -78,15 +89,15 @@ def search_precision(
     Args:
         sim: calibrated, of either door.
         samples: site -> sample of its float values.
-        stored: site -> float value of the weights.
         metric: larger is better; called with the sim.
         max_drop: how much the metric may lose against the sim with every site in float32.
         levels: what a site may be raised to, the cheapest first; names of dtypes by `weight` and `activation`.
         max_evaluations: of the metric, after which no more sites are taken back.
 
     Returns:
-        One row per assignment tried, by cost: `bits` (mean over the elements of all candidates), `raised`, `metric`,
-        `drop`, `pareto` (nothing cheaper is as good), `chosen`; the sites raised, and advice, in the summary.
+        One row per assignment tried, by the sum of `weight_bits` and `activation_bits` (means over the elements of all
+        candidates): these, `raised`, `metric`, `drop`, `chosen`, `pareto` (nothing cheaper is as good); the sites
+        raised, and advice, in the summary.
 
     Raises:
         ConfigError: a budget that is no number, an unknown dtype, or a sim without config. Whatever is raised, also by
@@ -98,14 +109,17 @@ def search_precision(
     if not max_drop >= 0.0:
         raise ConfigError(f"max_drop={max_drop} is no budget; give a number from 0 (inf allows any loss)")
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
-    before = sim.snapshot()
-    try:
-        candidates = _candidates(sim, samples, dict(stored))
+    with put_back_on_error(sim) as before:
+        candidates = _candidates(sim, samples)
         advice = advise(sim.plan, sim.encodings, samples)
 
-        def evaluate(assignment: Assignment) -> float:
+        def take(assignment: Assignment) -> None:
             sim.restore(before)
-            sim.replan(_config_of(config, candidates, assignment, dtypes))
+            if any(assignment):
+                sim.replan(_config_of(config, candidates, assignment, dtypes))
+
+        def evaluate(assignment: Assignment) -> float:
+            take(assignment)
             return _number(metric(sim))
 
         sim.replan(config.override("*", weight=float32, activation=float32, bias=float32))
@@ -114,17 +128,11 @@ def search_precision(
         noise = [candidate.noise for candidate in candidates]
         search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
         chosen, met = search.run()
-        sim.restore(before)
-        if any(chosen):
-            sim.replan(_config_of(config, candidates, chosen, dtypes))
-    except BaseException:
-        sim.restore(before)
-        raise
-    rows = _rows(search, candidates, dtypes, reference, chosen)
-    raised = [
-        _raised(candidate, dtypes[level - 1]) for candidate, level in zip(candidates, chosen, strict=True) if level
-    ]
+        take(chosen)
+    levelled = zip(candidates, chosen, strict=True)
+    raised = [_raised(candidate, dtypes[level - 1]) for candidate, level in levelled if level]
     facts = {"reference": reference, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + 1}
+    rows = _rows(search, candidates, dtypes, reference, chosen)
     return Report("Mixed precision", rows, {**facts, "raised": raised, "advice": advice.to_dict()["rows"]})
 
 
@@ -135,15 +143,13 @@ def _number(metric: Any) -> float:
     return value
 
 
-def _candidates(
-    sim: PlannedSim, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
-) -> list[Candidate]:
+def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Candidate]:
     classes: dict[str, list[Decision]] = {}
     for decision in sim.plan.decisions.values():
         if decision.quantized and decision.kind != "bias":
             classes.setdefault(decision.encoding_site, []).append(decision)
-    encodings = sim.encodings
-    found = []
+    weights = [d.site for members in classes.values() for d in members if d.kind == "weight"]
+    encodings, stored, found = sim.encodings, sim.stored_floats(weights), []
     for home, members in classes.items():
         encoding = encodings[home]
         if encoding.frozen:
@@ -195,17 +201,20 @@ def _rows(
     reference: float,
     chosen: Assignment,
 ) -> list[dict[str, Any]]:
-    elements = sum(candidate.elements for candidate in candidates) or 1
-
-    def bits(assignment: Assignment) -> float:
-        pairs = zip(candidates, assignment, strict=True)
-        return sum(c.elements * (dtypes[n - 1][c.choice] if n else c.dtype).bits for c, n in pairs) / elements
+    def bits(choice: str, assignment: Assignment) -> float:
+        of_kind = [(c, level) for c, level in zip(candidates, assignment, strict=True) if c.choice == choice]
+        elements = sum(candidate.elements for candidate, _ in of_kind) or 1
+        widths = [c.elements * (dtypes[level - 1][choice] if level else c.dtype).bits for c, level in of_kind]
+        return sum(widths) / elements
 
     rows: list[dict[str, Any]] = []
+    for trial in search.trials:
+        widths = {f"{choice}_bits": bits(choice, trial.assignment) for choice in ("weight", "activation")}
+        facts = {"raised": sum(map(bool, trial.assignment)), "metric": trial.metric, "drop": reference - trial.metric}
+        rows.append({**widths, **facts, "chosen": trial.assignment == chosen})
+    rows.sort(key=lambda row: (row["weight_bits"] + row["activation_bits"], -row["metric"]))
     best = -np.inf
-    for trial in sorted(search.trials, key=lambda trial: (bits(trial.assignment), -trial.metric)):
-        facts = {"bits": bits(trial.assignment), "raised": sum(map(bool, trial.assignment)), "metric": trial.metric}
-        front = trial.metric > best
-        best = max(best, trial.metric)
-        rows.append({**facts, "drop": reference - trial.metric, "pareto": front, "chosen": trial.assignment == chosen})
+    for row in rows:
+        row["pareto"] = row["metric"] > best
+        best = max(best, row["metric"])
     return rows

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qsdk.core.dtypes import DType
 from qsdk.core.spec import Kind, Spec
 
 
@@ -60,3 +61,9 @@ class Plan:
     def calibrated_sites(self) -> list[str]:
         """The sites whose activation ranges must be observed."""
         return [d.site for d in self.decisions.values() if d.quantized and d.kind not in ("weight", "bias")]
+
+
+def casts_of(plan: Plan) -> dict[str, DType]:
+    """Site -> float16 or bfloat16, for every site that is stored in one of them."""
+    specs = {site: decision.spec for site, decision in plan.decisions.items()}
+    return {site: spec.dtype for site, spec in specs.items() if spec is not None and not spec.dtype.is_quantized}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from qsdk.core.config import QuantConfig
 from qsdk.core.plan import Decision
 from qsdk.core.plan_context import Context
 from qsdk.core.spec import Kind, PerTensor, Spec, float_spec
@@ -11,8 +12,13 @@ from qsdk.core.ties import Classes, find_assemblies, find_ties, keeps_grid
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(
-    {"Softmax": (0.0, 1.0), "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+    {
+        **dict.fromkeys(("Softmax", "MaskedSoftmax", "GuardedSoftmax", "Sigmoid", "HardSigmoid"), (0.0, 1.0)),
+        **dict.fromkeys(("Tanh", "Sin", "Cos"), (-1.0, 1.0)),
+    }
 )
+
+_ACTIVATION_CHOICES = ("activation", "symmetric_activations", "fixed_range", "tie", "supergroup")
 
 
 def plan_activations(context: Context) -> dict[int, Decision]:
@@ -32,15 +38,18 @@ def plan_activations(context: Context) -> dict[int, Decision]:
 
 def _assembled(context: Context) -> dict[int, str]:
     """Tensor -> why it stays float: it leaves the model as a Concat of parts that keep encodings of their own."""
-    return find_assemblies(context.graph, {index: _ties(context, index) for index in _movers(context)}, FIXED_RANGES)
+    choices = {index: _ties(context, index) for index in _movers(context)} | dict.fromkeys(context.groups, True)
+    return find_assemblies(context.graph, choices, FIXED_RANGES)
 
 
 def _movers(context: Context) -> list[int]:
-    return [index for index, op in enumerate(context.graph.ops) if op.outputs and keeps_grid(context.graph, op)]
+    graph = context.graph
+    movers = (index for index, op in enumerate(graph.ops) if op.outputs and keeps_grid(graph, op))
+    return [index for index in movers if index not in context.groups]  # inside a supergroup it only computes
 
 
 def _ties(context: Context, op: int) -> bool | None:
-    return context.config.at(context.result_place(context.graph.ops[op].outputs[0], op))[0].tie
+    return context.result_choice(context.graph.ops[op].outputs[0], op).wanted.tie
 
 
 def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[int, str]) -> Decision:
@@ -54,23 +63,39 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
     if facts.site is None and kind == "input":
         read = graph.consumers[tensor] or tensor in context.outputs
         return replace(bare, reason="an input in a container that has no sites" if read else "no op reads it")
+    steers = context.steers.get(tensor)
     if facts.site is None:
-        return replace(bare, reason="inside a module or function whose output is the site")
-    choice, rule = context.config.at(context.result_place(tensor, op))
-    dtype = choice.activation
+        return replace(bare, reason=steers or "inside a module or function whose output is the site")
+    choice = context.result_choice(tensor, op)
+    wanted, rule = choice.wanted, choice.decided_by(*_ACTIVATION_CHOICES, *((kind,) if kind != "activation" else ()))
+    own = {"input": wanted.input, "output": wanted.output}.get(kind)
+    dtype = wanted.activation if own is None else own
     if not dtype.is_quantized:
-        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by a rule", rule=rule)
+        by = "a rule" if rule != "default" else "the config"
+        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}", rule=rule)
+    if steers is not None:
+        return replace(bare, reason=steers, rule=rule)
     if tensor in assembled:
         return replace(bare, reason=assembled[tensor], rule=rule)
-    symmetric = choice.symmetric_activations or dtype.kind == "minifloat"
-    spec = Spec(dtype, PerTensor(), symmetric, choice.power_of_two, FIXED_RANGES.get(op_type))
-    return replace(bare, spec=spec, reason=op_type if group is None else group.name, rule=rule)
+    symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
+    fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)
+    spec = Spec(dtype, PerTensor(), symmetric, wanted.power_of_two, fixed)
+    missed = context.near_misses.get(op) if op is not None and group is None else None
+    reason = op_type if missed is None else f"{op_type} ({missed})"
+    return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
+
+
+def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | None:
+    if wanted.fixed_range is None:
+        return FIXED_RANGES.get(op_type)
+    return None if wanted.fixed_range == "observed" else wanted.fixed_range
 
 
 def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Point every member of a tie class at its first site."""
     loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
-    classes = find_ties(context.graph, loose, {index for index in _movers(context) if _ties(context, index) is False})
+    apart = {index for index in _movers(context) if _ties(context, index) is False}
+    classes = find_ties(context.graph, loose, apart | context.groups.keys())
     through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
     ranges: dict[int, set[tuple[float, float] | None]] = {}
     for tensor in loose:

@@ -1,12 +1,30 @@
 """What every step of planning asks: the graph, its supergroups and operands, and what the config says of a place."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
-from qsdk.core.config import Place, QuantConfig
+from qsdk.core.chains import find_chains, is_chain
+from qsdk.core.choices import Choice, Resolver
+from qsdk.core.config import QuantConfig
 from qsdk.core.graph import Graph
+from qsdk.core.made_of_shapes import steering_tensors
 from qsdk.core.operands import operands_of
-from qsdk.core.patterns import find_supergroups
+from qsdk.core.patterns import PATTERNS, match_supergroups
+from qsdk.core.rules import Place
 from qsdk.core.site import owner_of
+from qsdk.core.supergroup import Supergroup
+
+#: the name of a supergroup -> the ONNX type that says the same, where it is another word
+ONNX_NAMES = MappingProxyType(
+    {
+        "LayerNorm": "LayerNormalization",
+        "RMSNorm": "RMSNormalization",
+        "GroupNorm": "GroupNormalization",
+        "SiLU": "Swish",
+        "MaskedSoftmax": "Softmax",
+        "GuardedSoftmax": "Softmax",
+    }
+)
 
 
 class Context:
@@ -14,23 +32,78 @@ class Context:
 
     def __init__(self, graph: Graph, config: QuantConfig) -> None:
         self.graph, self.config = graph, config
-        self.groups = find_supergroups(graph)
+        self.resolver = Resolver(config)
         self.operands = {index: operands_of(graph, index) for index in range(len(graph.ops))}
         self.inputs, self.outputs = frozenset(graph.inputs), frozenset(graph.outputs)
+        self.groups: Mapping[int, Supergroup] = {}
+        wanted, names = (*config.patterns, *PATTERNS), config.supergroups
+        found = match_supergroups(graph, [pattern for pattern in wanted if names is None or pattern.name in names])
+        self.near_misses = {miss.op: miss for miss in found.near_misses}
+        steering = steering_tensors(graph, found.masks)
+        self.steers = dict.fromkeys(steering, "made of shapes: no quantized op computes with it") | dict.fromkeys(
+            found.masks, "a mask of MaskedSoftmax: it only hides scores, and no grid serves it"
+        )
+        self.groups = self._wanted_groups(found.groups)
+        for op, group in self.groups.items():
+            self.operands[op] = operands_of(graph, op, group.roles)
+
+    def result_choice(self, tensor: int, op: int | None) -> Choice:
+        """What is wanted of an op's result, or of a graph input, with no op."""
+        return self.resolver.at(self.result_place(tensor, op))
 
     def result_place(self, tensor: int, op: int | None) -> Place:
         """Where an op's result (or a graph input, with no op) stands, for rules: a group answers as one."""
         facts = self.graph.tensors[tensor]
         if op is None:
-            return Place((owner_of(facts.site or ""),), ("Input",), facts.dtype, facts.shape)
+            site = facts.site or ""
+            return Place((owner_of(site),), ("Input",), facts.dtype, facts.shape, (site,))
         members = self.groups[op].ops if op in self.groups else (op,)
-        types = tuple(self.graph.ops[member].type for member in members)
-        return Place(self._owners(members), types, facts.dtype, facts.shape)
+        made = (self.graph.tensors[t].site for member in members for t in self.graph.ops[member].outputs)
+        sites = tuple(site for site in made if site is not None) if len(members) > 1 else (facts.site or "",)
+        return Place(self._owners(members), self._types(op), facts.dtype, facts.shape, sites)
 
     def stored_place(self, op: int, tensor: int) -> Place:
         """Where a stored tensor stands: with its own op alone, so that skipping a Relu leaves its Conv as it is."""
-        facts = self.graph.tensors[tensor]
-        return Place(self._owners((op,)), (self.graph.ops[op].type,), facts.dtype, facts.shape)
+        facts, own = self.graph.tensors[tensor], self.graph.ops[op].type
+        group = self.groups.get(op)
+        # only a pattern's name says that the Mul inside a LayerNorm is one
+        types = (own,) if group is None or tensor not in group.roles else (own, *_names(group))
+        return Place(self._owners((op,)), types, facts.dtype, facts.shape, (facts.site or "",))
+
+    def places(self) -> Iterable[Place]:
+        """Every place of the graph, those of ops inside a supergroup too."""
+        for tensor in self.graph.inputs:
+            yield self.result_place(tensor, None)
+        for index, op in enumerate(self.graph.ops):
+            for tensor in op.outputs:
+                yield self.result_place(tensor, index)
+            for operand in self.operands[index]:
+                yield self.stored_place(index, operand.root)
+
+    def _wanted_groups(self, matched: Mapping[int, Supergroup]) -> Mapping[int, Supergroup]:
+        found = dict(matched)
+        if self.config.supergroups is not None:
+            found = {op: group for op, group in matched.items() if not is_chain(group.name)}
+            found |= find_chains(self.graph, filter(is_chain, self.config.supergroups), found)
+        if self.config.supergroup and all(rule.supergroup is None for rule in self.config.rules):
+            return found
+        # a rule is asked of every member as if it stood alone
+        alone = {op for op in found for t in self.graph.ops[op].outputs if not self._stays_in_group(t, op)}
+        return {op: group for op, group in found.items() if alone.isdisjoint(group.ops)}
+
+    def _stays_in_group(self, tensor: int, op: int) -> bool:
+        return self.result_choice(tensor, op).wanted.supergroup
+
+    def _types(self, op: int) -> tuple[str, ...]:
+        """The op types that a result answers to: a chain has those of its members, another supergroup its name."""
+        group = self.groups.get(op)
+        if group is None:
+            return (self.graph.ops[op].type,)
+        types = [self.graph.ops[member].type for member in group.ops]
+        if not is_chain(group.name):
+            return _names(group)
+        # the Add of a linear layer is its bias, not a sum of two activations
+        return tuple(t for before, t in zip(["", *types], types, strict=False) if (before, t) != ("MatMul", "Add"))
 
     def _owners(self, members: Iterable[int]) -> tuple[str, ...]:
         members = tuple(members)
@@ -38,3 +111,7 @@ class Context:
         tensors += [operand.root for member in members for operand in self.operands[member]]
         sites = [self.graph.tensors[t].site for t in tensors]
         return tuple(dict.fromkeys(owner_of(site) for site in sites if site is not None))
+
+
+def _names(group: Supergroup) -> tuple[str, ...]:
+    return (group.name, ONNX_NAMES[group.name]) if group.name in ONNX_NAMES else (group.name,)

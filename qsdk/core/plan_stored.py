@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from qsdk.core.config import Place, QuantConfig
+from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, int8, int32
 from qsdk.core.operands import Operand
 from qsdk.core.plan import Decision
 from qsdk.core.plan_context import Context
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
 from qsdk.core.ties import PASS_THROUGH
+
+_WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights")
 
 
 def plan_stored(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
@@ -46,19 +48,25 @@ def _stored(
     if facts.site is None:
         scalar = not any(n != 1 for n in facts.shape or ())
         return replace(bare, reason="a scalar constant" if scalar else "a stored tensor that no quantizer reads")
-    place = context.stored_place(op, operand.root)
-    choice, rule = context.config.at(place)
-    bare = replace(bare, rule=rule)
+    choice = context.resolver.at(context.stored_place(op, operand.root))
+    wanted = choice.wanted
     if role == "bias":
-        return _bias(context, op, bare, choice, activations, found)
-    dtype = choice.weight
+        return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, found)
+    bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
+    dtype = wanted.weight
     if not dtype.is_quantized:
-        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by a rule")
-    if role != "weight" and dtype.bits < 8 and not _weight_is_named(context.config, place):
+        return _kept(bare, dtype)
+    if role != "weight" and dtype.bits < 8 and not choice.is_named("weight"):
         dtype = int8
-    granularity = _granularity(operand, choice, facts.shape)
-    symmetric = dtype.signed or dtype.kind == "minifloat"
-    return replace(bare, spec=Spec(dtype, granularity, symmetric, choice.power_of_two), reason=role)
+    granularity = _granularity(operand, wanted, facts.shape)
+    by_choice = dtype.signed if wanted.symmetric_weights is None else wanted.symmetric_weights
+    symmetric = by_choice or dtype.kind == "minifloat"
+    return replace(bare, spec=Spec(dtype, granularity, symmetric, wanted.power_of_two), reason=role)
+
+
+def _kept(bare: Decision, dtype: DType) -> Decision:
+    by = "a rule" if bare.rule != "default" else "the config"
+    return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}")
 
 
 def _role(context: Context, op: int, operand: Operand) -> tuple[Role, str]:
@@ -67,12 +75,6 @@ def _role(context: Context, op: int, operand: Operand) -> tuple[Role, str]:
     if group is not None and operand.root in group.roles:
         return group.roles[operand.root], group.name
     return operand.role, context.graph.ops[op].type
-
-
-def _weight_is_named(config: QuantConfig, place: Place) -> bool:
-    """Whether a rule asks for a weight dtype here by more than a bare `*`."""
-    named = replace(config, rules=tuple(rule for rule in config.rules if rule.weight is not None))
-    return any(named.names(owner) for owner in place.owners)
 
 
 def _granularity(operand: Operand, choice: QuantConfig, shape: tuple[int | str | None, ...] | None) -> Granularity:
@@ -93,7 +95,7 @@ def _bias(
     found: Mapping[int, Decision],
 ) -> Decision:
     if choice.bias.kind == "float":
-        return replace(bare, spec=float_spec(choice.bias), reason=f"kept {choice.bias} by a rule")
+        return _kept(bare, choice.bias)
     head = context.groups[op].ops[0] if op in context.groups else op
     source = context.graph.ops[head].inputs[0]
     weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)

@@ -8,8 +8,10 @@ from qsdk.core.graph import Graph
 from qsdk.core.plan import Plan
 from qsdk.core.plan_activations import plan_activations
 from qsdk.core.plan_context import Context
+from qsdk.core.plan_hardware import constrain_matmuls, constrain_norms
 from qsdk.core.plan_stored import plan_stored
-from qsdk.core.site import matches, nearest_owners, owner_of
+from qsdk.core.rules import Place, Rule
+from qsdk.core.site import nearest_owners, owner_of
 
 
 def make_plan(graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] = ()) -> Plan:
@@ -21,12 +23,13 @@ def make_plan(graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] 
         extra_owners: owners that rules may name although they have no site (a folded BatchNorm).
 
     Raises:
-        ConfigError: a rule matches no owner.
+        ConfigError: a rule matches nothing.
     """
-    _require_matches(graph, config, extra_owners)
     context = Context(graph, config)
-    activations = plan_activations(context)
-    by_tensor = {**activations, **plan_stored(context, activations)}
+    _require_matches(context, tuple(extra_owners))
+    activations = constrain_matmuls(context, plan_activations(context))
+    stored = constrain_norms(context, activations, plan_stored(context, activations))
+    by_tensor = {**activations, **stored}
     decisions, inside = {}, []
     for tensor in sorted(by_tensor):
         site = graph.tensors[tensor].site
@@ -37,10 +40,33 @@ def make_plan(graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] 
     return Plan(decisions, tuple(inside))
 
 
-def _require_matches(graph: Graph, config: QuantConfig, extra_owners: Iterable[str]) -> None:
-    owners = [owner_of(site) for site in graph.sites]
-    known = [*owners, *extra_owners]
-    for rule in config.rules:
-        if not any(matches(rule.pattern, owner) for owner in known):
+def _require_matches(context: Context, extra_owners: tuple[str, ...]) -> None:
+    """Refuse a rule that matches no owner, no site and no place; one without conditions may name what has no place."""
+    rules = context.config.rules
+    if all(rule.optional for rule in rules):
+        return
+    matcher, sites = context.resolver.matcher, context.graph.sites
+    owners = [*dict.fromkeys(map(owner_of, sites)), *extra_owners]
+    named = frozenset[int]().union(*map(matcher.of_owner, owners), *map(matcher.of_site, sites))
+    for place in context.places():
+        matcher.matching(place)
+    for index, rule in enumerate(rules):
+        if rule.optional or index in matcher.matched or (index in named and not rule.conditional):
+            continue
+        if index not in named:
+            what = "site" if ":" in rule.pattern else "owner"
+            known = list(context.graph.sites) if ":" in rule.pattern else owners
             near = ", ".join(nearest_owners(rule.pattern, known))
-            raise ConfigError(f"the rule {rule} matches no owner in the model; the nearest are: {near}")
+            raise ConfigError(f"the rule {rule} matches no {what} in the model; the nearest are: {near}")
+        places = [place for place in context.places() if index in matcher.named(place)]
+        raise ConfigError(f"the rule {rule} matches {_unmet(rule, places)}")
+
+
+def _unmet(rule: Rule, places: list[Place]) -> str:
+    """Which condition of a rule no place meets of those its pattern matches."""
+    if not any(rule.fits_op_type(place.op_types) for place in places):
+        present = sorted({op_type for place in places for op_type in place.op_types})
+        return f"no op of that type; there are: {', '.join(present)}"
+    near = [p for p in places if rule.fits_op_type(p.op_types)]
+    shown = "; ".join(f"{p.owners[0]}: {p.dtype} {p.shape}" for p in near[:3] if p.owners)
+    return f"no tensor of that shape and dtype; the nearest are: {shown}"

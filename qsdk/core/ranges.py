@@ -71,11 +71,13 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
         raise CalibrationError("a range must be finite")
     if (np.asarray(observed.low) > np.asarray(observed.high)).any():
         raise CalibrationError("a range must have its minimum below its maximum")
-    if spec.symmetric:
-        scale, zero_point = _symmetric(low, high, spec)
-    else:
-        scale, zero_point = _asymmetric(low, high, spec)
+    scale, zero_point = scale_and_zero_point(low, high, spec)
     return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
+
+
+def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    """Give the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape."""
+    return _symmetric(low, high, spec) if spec.symmetric else _asymmetric(low, high, spec)
 
 
 def _symmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:

@@ -45,7 +45,13 @@ def matches(pattern: str, owner: str) -> bool:
         >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.0", "layer1.0/add.0")
         (True, True, True)
     """
-    return any(fnmatchcase(candidate, pattern) for candidate in _suffixes(without_calls(owner)))
+    # brackets of a name are a class in a glob: the name as it is counts too
+    return any(name == pattern or fnmatchcase(name, pattern) for name in names_of(owner))
+
+
+def names_of(owner: str) -> tuple[str, ...]:
+    """The names that an owner answers to in patterns: its path and every dotted suffix, without call marks."""
+    return tuple(_suffixes(without_calls(owner)))
 
 
 def _suffixes(owner: str) -> Iterable[str]:

@@ -1,0 +1,172 @@
+"""What a target asks of a plan on top of the rules: operands of MatMul, weights of norms. Facts of AIMET 2.42."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from qsdk.core.dtypes import DTYPES, DType
+from qsdk.core.errors import ConfigError
+from qsdk.core.plan import Decision
+from qsdk.core.plan_context import ONNX_NAMES, Context
+from qsdk.core.spec import Spec
+from qsdk.core.ties import keeps_grid
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The constraints of a target.
+
+    Attributes:
+        as_output: norms whose weight takes the bits and the symmetry of their output.
+        symmetric_if_wide: norms whose weight is symmetric if it has 16 bits, and not otherwise.
+        widest_norm_weight: bits that weights of `symmetric_if_wide` have at most; None for no bound.
+        second_operand: what MatMul asks of a computed second operand: nothing; symmetric and 8 bits; or, if it has 16
+            bits, symmetric beside a first operand of 16 bits.
+    """
+
+    as_output: frozenset[str] = frozenset({"GroupNormalization", "InstanceNormalization", "RMSNormalization"})
+    symmetric_if_wide: frozenset[str] = frozenset({"LayerNormalization", "BatchNormalization"})
+    widest_norm_weight: int | None = None
+    second_operand: Literal["free", "8 bits", "16 beside 16"] = "free"
+
+
+#: the constraints of a config that names no target
+GENERIC = "aimet"
+_BEFORE_V73 = Hardware(widest_norm_weight=8, second_operand="8 bits")
+_SINCE_V73 = Hardware(second_operand="16 beside 16")
+HARDWARE = MappingProxyType(
+    {GENERIC: Hardware()}
+    | dict.fromkeys(("v66", "v68", "v69"), _BEFORE_V73)
+    | dict.fromkeys(("v73", "v75", "v79", "v81", "v85"), _SINCE_V73)
+)
+
+
+def hardware_named(name: str) -> str:
+    """The name that `QuantConfig.hardware` takes, of one written in any case.
+
+    Raises:
+        ConfigError: no such target is known.
+    """
+    if name.lower() not in HARDWARE:
+        raise ConfigError(f"unknown hardware {name!r}; known are {', '.join(HARDWARE)}")
+    return name.lower()
+
+
+def constrain_matmuls(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Give the activations with the operands of every MatMul as the target needs them; ties hold."""
+    name = context.config.hardware
+    if name is None or HARDWARE[hardware_named(name)].second_operand == "free":
+        return dict(activations)
+    found, members = dict(activations), _classes(activations)
+    narrow = HARDWARE[hardware_named(name)].second_operand == "8 bits"
+    # later ops first: a raised operand may be the second one of an earlier MatMul, and then raises another
+    waiting = [index for index, op in enumerate(context.graph.ops) if op.type == "MatMul"]
+    changed = True
+    while changed:
+        changed = False
+        for index in reversed(waiting):
+            changed |= _constrain(context, index, found, members, name, narrow=narrow)
+    return found
+
+
+def _constrain(
+    context: Context,
+    matmul: int,
+    found: dict[int, Decision],
+    members: Mapping[str, list[int]],
+    name: str,
+    *,
+    narrow: bool,
+) -> bool:
+    homes = [_quantized_at(context, tensor, found) for tensor in context.graph.ops[matmul].inputs]
+    specs = [None if home is None else found[home].spec for home in homes]
+    if len(homes) != 2 or any(spec is None or not spec.dtype.is_integer for spec in specs):
+        return False
+    first, second = specs
+    assert first is not None
+    assert second is not None
+    if narrow:
+        wanted = [(homes[1], replace(second, dtype=_of_bits(second.dtype, 8), symmetric=True))]
+    elif second.dtype.bits == 16:
+        wanted = [(homes[1], replace(second, symmetric=True))]
+        if homes[0] == homes[1]:
+            first = wanted[0][1]
+        wanted.append((homes[0], replace(first, dtype=_of_bits(first.dtype, 16))))
+    else:
+        return False
+    changed = False
+    for home, spec in wanted:
+        if home is not None and found[home].spec != spec:
+            _give(found, members[found[home].encoding_site], spec, f"a MatMul of {name} needs it")
+            changed = True
+    return changed
+
+
+def _quantized_at(context: Context, tensor: int | None, found: Mapping[int, Decision]) -> int | None:
+    """The tensor whose encoding an operand has: its own, or that of what it was moved from; None if it is stored."""
+    current = tensor
+    while current is not None and current in found and not found[current].quantized:
+        made_by = context.graph.producer.get(current)
+        op = None if made_by is None else context.graph.ops[made_by]
+        moved = op is not None and op.type != "Concat" and keeps_grid(context.graph, op)
+        current = op.inputs[0] if op is not None and moved else None
+    return current if current in found else None
+
+
+def _classes(activations: Mapping[int, Decision]) -> dict[str, list[int]]:
+    members: dict[str, list[int]] = {}
+    for tensor, decision in activations.items():
+        members.setdefault(decision.encoding_site, []).append(tensor)
+    return members
+
+
+def _give(found: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
+    for tensor in tensors:
+        reason = found[tensor].reason
+        note = f"{reason}; {spec.dtype}{', symmetric' if spec.symmetric else ''}: {why}"
+        found[tensor] = replace(found[tensor], spec=spec, reason=note)
+
+
+def constrain_norms(
+    context: Context, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
+) -> dict[int, Decision]:
+    """Give the stored tensors with the weights of norms as the target needs them."""
+    name = context.config.hardware
+    if name is None:
+        return dict(stored)
+    target, found = HARDWARE[hardware_named(name)], dict(stored)
+    for index, op in enumerate(context.graph.ops):
+        group = context.groups.get(index)
+        type = op.type if group is None else ONNX_NAMES.get(group.name, op.type)
+        if type not in target.as_output | target.symmetric_if_wide:
+            continue
+        last = index if group is None else group.ops[-1]
+        output = activations.get(context.graph.ops[last].outputs[0])
+        for operand in context.operands[index]:
+            decision = found.get(operand.root)
+            if decision is None or decision.kind != "weight" or decision.spec is None:
+                continue
+            if decision.spec.dtype.is_integer:
+                spec = _norm_weight(decision.spec, type, target, output)
+                if spec != decision.spec:
+                    _give(found, [operand.root], spec, f"{type} on {name} needs it")
+    return found
+
+
+def _norm_weight(spec: Spec, type: str, target: Hardware, output: Decision | None) -> Spec:
+    bits = max(spec.dtype.bits, 8)
+    if type in target.as_output:
+        made = output.spec if output is not None and output.quantized else None
+        wide = made.dtype.bits if made is not None and made.dtype.is_integer else bits
+        return replace(spec, dtype=_of_bits(spec.dtype, wide), symmetric=made is not None and made.symmetric)
+    if target.widest_norm_weight is not None:
+        bits = target.widest_norm_weight
+    return replace(spec, dtype=_of_bits(spec.dtype, bits), symmetric=bits >= 16)
+
+
+def _of_bits(dtype: DType, bits: int) -> DType:
+    """The dtype of that many bits, with this one's sign and strictness."""
+    found = DTYPES[re.sub(r"\d+.*", str(bits), dtype.name)]
+    return found.strict if dtype.signed and dtype.lo == -dtype.hi else found

@@ -1,0 +1,69 @@
+"""Plans as JSON: every decision in full, and where two plans differ."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from qsdk.core.dtypes import dtype_named
+from qsdk.core.plan import Decision, Plan
+from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
+
+_TUPLES = ("bias_of", "shape")
+#: what says why, and not what
+_WORDS = ("reason", "rule", "shape")
+
+
+def plain_plan(plan: Plan) -> dict[str, Any]:
+    """Give a plan as plain values for JSON."""
+    return {
+        "decisions": [_plain_decision(decision) for decision in plan.decisions.values()],
+        "inside": [_plain_decision(decision) for decision in plan.inside],
+    }
+
+
+def read_plan(data: Mapping[str, Any]) -> Plan:
+    """Read what `plain_plan` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError: the data is something else.
+    """
+    decisions = [_read_decision(entry) for entry in data["decisions"]]
+    return Plan({decision.site: decision for decision in decisions}, tuple(map(_read_decision, data["inside"])))
+
+
+def different_sites(left: Plan, right: Plan) -> list[str]:
+    """The sites that two plans decide differently, or that only one of them has."""
+    names = dict.fromkeys((*left.decisions, *right.decisions))
+    return [name for name in names if _facts(left.decisions.get(name)) != _facts(right.decisions.get(name))]
+
+
+def _facts(decision: Decision | None) -> dict[str, Any] | None:
+    return None if decision is None else {name: value for name, value in vars(decision).items() if name not in _WORDS}
+
+
+def _plain_decision(decision: Decision) -> dict[str, Any]:
+    return {**vars(decision), "spec": None if decision.spec is None else _plain_spec(decision.spec)}
+
+
+def _plain_spec(spec: Spec) -> dict[str, Any]:
+    where = {"axis": axis_of(spec.granularity), "block_size": block_size_of(spec.granularity)}
+    facts = {name: value for name, value in vars(spec).items() if name != "granularity"}
+    return {**facts, "dtype": spec.dtype.name, **where}
+
+
+def _read_decision(entry: Mapping[str, Any]) -> Decision:
+    given = {field.name: entry[field.name] for field in fields(Decision)}
+    for name in _TUPLES:
+        given[name] = None if given[name] is None else tuple(given[name])
+    return Decision(**{**given, "spec": None if given["spec"] is None else _read_spec(given["spec"])})
+
+
+def _read_spec(entry: Mapping[str, Any]) -> Spec:
+    given = {field.name: entry[field.name] for field in fields(Spec) if field.name != "granularity"}
+    axis, size = entry["axis"], entry["block_size"]
+    granularity: Granularity = PerTensor()
+    if axis is not None:
+        granularity = PerChannel(axis) if size is None else PerBlock(axis, size)
+    fixed = given["fixed_range"]
+    given["fixed_range"] = None if fixed is None else tuple(fixed)
+    return Spec(**{**given, "dtype": dtype_named(given["dtype"]), "granularity": granularity})

@@ -1,0 +1,259 @@
+"""Planning again: what a sim keeps of its encodings when its config changes, and the verb `set_precision`."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.bias import with_room_for
+from qsdk.core.config import QuantConfig
+from qsdk.core.dtypes import DType, dtype_named
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import CalibrationError, ConfigError, DataError
+from qsdk.core.graph import Graph
+from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning import make_plan
+from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.report import Report
+from qsdk.core.sim_state import SimState, Stored, encoding_of, matched_sites, owns_encoding
+from qsdk.core.site import matches, nearest_owners, owner_of
+from qsdk.core.spec import PerTensor
+
+Choices = Mapping[str, DType]
+
+
+def replanned(
+    state: SimState, graph: Graph, config: QuantConfig, stored: Stored, *, extra_owners: Iterable[str] = ()
+) -> SimState:
+    """Plan again with another config, without data.
+
+    A site whose spec and ties stay keeps its encoding, frozen or not. Another one derives it from the range that its
+    old encoding covers (a weight from its values), and stays uncalibrated if there was none.
+
+    Args:
+        state: of the sim.
+        graph: that it was planned from.
+        config: the new one.
+        stored: reads the stored tensors.
+        extra_owners: owners that rules may name although they have no site.
+
+    Raises:
+        ConfigError: a rule matches no owner, or the sim has no config to change.
+        DataError: NaN or inf in a stored tensor.
+    """
+    require_config(state.config)
+    plan = make_plan(graph, config, extra_owners=extra_owners)
+    return SimState(config, plan, _carried_over(state, plan, stored))
+
+
+def require_config(config: QuantConfig | None) -> QuantConfig:
+    """Give the config of a sim that has one.
+
+    Raises:
+        ConfigError: it was opened from a Q/DQ file, whose plan is what the file says.
+    """
+    if config is None:
+        raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
+    return config
+
+
+def _carried_over(state: SimState, plan: Plan, stored: Stored) -> dict[str, Encoding]:
+    if not state.own:
+        return {}
+    found, from_values = {}, []
+    members: dict[str, list[Decision]] = {}
+    for decision in plan.decisions.values():
+        if decision.quantized and not decision.passes_through:
+            members.setdefault(decision.encoding_site, []).append(decision)
+    for site, decision in plan.decisions.items():
+        if not owns_encoding(decision):
+            continue
+        kept = _kept(state, decision, members[site])
+        if kept is not None:
+            found[site] = kept
+        elif decision.kind == "weight":
+            from_values.append(site)
+        else:
+            derived = _derived(state, decision, members[site])
+            found |= {} if derived is None else {site: derived}
+    values = stored([site for site in from_values if _was_ready(state, site)])
+    found |= {site: _of_values(plan.decisions[site], value) for site, value in values.items()}
+    _make_room_for_biases(state, plan, found, stored)
+    return {site: found[site] for site in plan.decisions if site in found}
+
+
+def _was_ready(state: SimState, site: str) -> bool:
+    """Whether a weight had an encoding, or needed none."""
+    before = state.plan.decisions.get(site)
+    return before is None or not before.quantized or state.encoding(site) is not None
+
+
+def _kept(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
+    """The encoding that all members of a class had already, if their spec stays as well."""
+    before = [state.plan.decisions.get(member.site) for member in members]
+    if any(old is None or old.spec != home.spec or old.bias_of for old in before):
+        return None
+    encodings = [encoding_of(old, state.own) for old in before if old is not None]
+    first = encodings[0]
+    if first is None or any(other is None or other != first for other in encodings):
+        return None
+    return replace(first, frozen=all(encoding is not None and encoding.frozen for encoding in encodings))
+
+
+def _derived(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
+    """An encoding of the new spec for the range that the members' old encodings covered; None if one had none."""
+    spec = home.spec
+    assert spec is not None
+    if spec.fixed_range is not None:
+        low, high = (np.array([end], np.float32) for end in spec.fixed_range)
+        return encoding_from_range(Range(low, high), spec)
+    before = [state.encoding(member.site) for member in members]
+    known = [_covered(encoding) for encoding in before if encoding is not None]
+    if len(known) < len(members) or not isinstance(spec.granularity, PerTensor):
+        return None
+    merged = known[0]
+    for other in known[1:]:
+        merged = merged.merge(other)
+    return encoding_from_range(merged, spec)
+
+
+def _covered(encoding: Encoding) -> Range:
+    low, high = encoding.low.min(keepdims=True).reshape(1), encoding.high.max(keepdims=True).reshape(1)
+    largest = np.finfo(np.float32).max  # the end of a grid may lie just beyond float32
+    return Range(low.clip(-largest, largest), high.clip(-largest, largest))
+
+
+def _of_values(decision: Decision, values: npt.NDArray[Any]) -> Encoding:
+    assert decision.spec is not None
+    try:
+        return encoding_from_range(range_of(values, decision.spec), decision.spec)
+    except CalibrationError as error:
+        raise DataError(f"the stored tensor at {decision.site}: {error}; load a checkpoint that is finite") from error
+
+
+def _make_room_for_biases(state: SimState, plan: Plan, found: dict[str, Encoding], stored: Stored) -> None:
+    """Widen the new weight scales under which a bias would not fit int32."""
+    factors = {d.site: d.bias_of for d in plan.decisions.values() if d.bias_of and all(s in found for s in d.bias_of)}
+    touched = [site for site, parts in factors.items() if any(found[part] is not state.own.get(part) for part in parts)]
+    for site, bias in stored(touched).items():
+        source, weight = factors[site]
+        if not found[weight].frozen:
+            found[weight] = with_room_for(bias, found[source], found[weight])
+
+
+# --- set_precision ------------------------------------------------------------------------------------------------
+
+
+def precision_config(
+    plan: Plan,
+    config: QuantConfig | None,
+    match: str,
+    dtype: DType | str | None,
+    keywords: Mapping[str, DType | str | None],
+    folded: Collection[str],
+) -> tuple[QuantConfig, Choices]:
+    """The config with one more rule, and what the rule chooses for weights, activations and biases.
+
+    Args:
+        plan: of the sim.
+        config: of the sim.
+        match: a pattern of owners or a site.
+        dtype: for what it fits: a float dtype for weights, activations and biases; a signed one of 8 bits or fewer for
+            weights; an unsigned one for activations; float8 and float4 for both. At a site: for that site.
+        keywords: `weight`, `activation` and `bias`, where no dtype is given.
+        folded: the owners of folded BatchNorms.
+
+    Raises:
+        ConfigError: nothing asked for, a dtype that could mean two things, or a match that names a folded BatchNorm.
+    """
+    said = f"set_precision({match!r})"
+    given = {name: dtype_named(value) for name, value in keywords.items() if value is not None}
+    if (dtype is None) == (not given):
+        raise ConfigError(f"{said} takes either a dtype or weight=, activation= and bias=; give one of them")
+    site = plan.decisions.get(match)
+    if dtype is not None:
+        given = _meant(said, dtype_named(dtype), site)
+    if site is not None and set(given) != {_choice(site)}:
+        raise ConfigError(f"{said}: {site.site} is one {site.kind}; give a dtype, or {_choice(site)}=")
+    _require_unfolded(said, plan, match, folded)
+    return require_config(config).override(match, **given), given  # type: ignore[arg-type]
+
+
+def _meant(said: str, dtype: DType, site: Decision | None) -> dict[str, DType]:
+    if site is not None:
+        return {_choice(site): dtype}
+    if dtype.kind == "float":
+        return {"weight": dtype, "activation": dtype, "bias": dtype}
+    if dtype.kind == "minifloat":
+        return {"weight": dtype, "activation": dtype}
+    if dtype.is_integer and not dtype.signed:
+        return {"activation": dtype}
+    if dtype.is_integer and dtype.bits <= 8:
+        return {"weight": dtype}
+    raise ConfigError(
+        f"{said}: {dtype} could be meant for weights, activations or biases; say weight=, activation= or bias="
+    )
+
+
+def _choice(decision: Decision) -> str:
+    return decision.kind if decision.kind in ("weight", "bias") else "activation"
+
+
+def _require_unfolded(said: str, plan: Plan, match: str, folded: Collection[str]) -> None:
+    """Refuse a match that means BatchNorms of which some were folded."""
+    gone = [owner for owner in folded if matches(match, owner)]
+    others = [d for d in matched_sites(plan, match) if d.op_type != "BatchNormalization"]
+    if gone and not others:
+        raise ConfigError(
+            f"{said} names {', '.join(gone)}, a BatchNorm that was folded into its neighbour at quantize time; "
+            "quantize with fold_batch_norm=False, or with a rule for it in the config, such as "
+            f"config.skip({match!r}, dtype=float16)"
+        )
+
+
+def precision_report(before: SimState, after: SimState, match: str, chosen: Choices) -> Report:
+    """List the sites whose dtype, granularity or encoding changed; refuse a change that reached nothing.
+
+    Raises:
+        ConfigError: no site that matches has the dtype that was asked for; says why.
+    """
+    rule = str(require_config(after.config).rules[-1])
+    _require_effect(before.plan, after.plan, match, chosen, rule)
+    rows = []
+    for site, new in after.plan.decisions.items():
+        old = before.plan.decisions[site]
+        if (old.spec, old.encoding_site, old.bias_of) == (new.spec, new.encoding_site, new.bias_of):
+            continue
+        encoding = "none"
+        if new.quantized:
+            encoding = "uncalibrated" if after.encoding(site) is None else "found"
+        rows.append({"site": site, "before": _dtype_of(old).name, "after": _dtype_of(new).name, "encoding": encoding})
+    uncalibrated = sum(row["encoding"] == "uncalibrated" for row in rows)
+    return Report("Precision", rows, {"match": match, "changed": len(rows), "uncalibrated": uncalibrated})
+
+
+def _require_effect(before: Plan, after: Plan, match: str, chosen: Choices, rule: str) -> None:
+    meant = matched_sites(after, match)
+    reached = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
+    if any(_dtype_of(d) == chosen.get(_choice(d)) for d in (*meant, *reached)):
+        return
+    wanted = ", ".join(f"{name}={dtype}" for name, dtype in chosen.items())
+    refused = next((d for d in meant if _choice(d) in chosen), None)
+    if refused is not None:
+        raise ConfigError(
+            f"set_precision({match!r}, {wanted}): {refused.site} stays {_dtype_of(refused)}: {refused.reason}"
+        )
+    kinds = sorted({_choice(d) for d in meant})
+    near = ", ".join(
+        nearest_owners(match, [owner_of(d.site) for d in after.decisions.values() if _choice(d) in chosen])
+    )
+    raise ConfigError(
+        f"set_precision({match!r}, {wanted}) reaches nothing: what matches has only "
+        f"{' and '.join(kinds) or 'no sites'}; the nearest owners that have one are: {near}"
+    )
+
+
+def _dtype_of(decision: Decision) -> DType:
+    return dtype_named("float32") if decision.spec is None else decision.spec.dtype

@@ -1,0 +1,119 @@
+"""Saved sims: one zip file with a manifest, the plan, the encodings and what each door adds. It holds no code."""
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from qsdk.core import encodings_file
+from qsdk.core.config import QuantConfig
+from qsdk.core.errors import FileFormatError, QsdkError
+from qsdk.core.files import write_atomically
+from qsdk.core.plan import casts_of
+from qsdk.core.plan_json import plain_plan, read_plan
+from qsdk.core.sim_state import SimState
+
+FORMAT = "qsdk.sim"
+VERSION = 1
+_MANIFEST, _PLAN, _ENCODINGS = "manifest.json", "plan.json", "encodings.json"
+#: writes a part of the file into an open stream
+Part = Callable[[IO[bytes]], Any]
+
+
+@dataclass(frozen=True)
+class SimFile:
+    """A saved sim that was read.
+
+    Attributes:
+        door: `torch` or `onnx`.
+        state: config, plan and encodings.
+        facts: what the door noted.
+        parts: name -> content of what the door added.
+    """
+
+    door: str
+    state: SimState
+    facts: Mapping[str, Any]
+    parts: Mapping[str, bytes]
+
+
+def write_sim(
+    path: str | os.PathLike[str], door: str, state: SimState, facts: Mapping[str, Any], parts: Mapping[str, Part]
+) -> None:
+    """Write a sim's state and what its door adds; nothing is ever half-written.
+
+    Raises:
+        ConfigError: the config holds patterns, which are Python.
+        ExportError: the folder cannot be written; the target is left as it was.
+    """
+    config = None if state.config is None else state.config.to_dict()
+    manifest = {"format": FORMAT, "version": VERSION, "door": door, "config": config, "facts": dict(facts)}
+    texts = {
+        _MANIFEST: json.dumps(manifest, indent=1),
+        _PLAN: json.dumps(plain_plan(state.plan)),
+        _ENCODINGS: encodings_file.dumps(state.own, {"tool": "qsdk"}, casts_of(state.plan)),
+    }
+
+    def write(temporary: Path) -> None:
+        with zipfile.ZipFile(temporary, "w") as archive:
+            for name, text in texts.items():
+                archive.writestr(name, text)
+            for name, part in parts.items():
+                with archive.open(name, "w", force_zip64=True) as stream:
+                    part(stream)
+
+    write_atomically(path, write)
+
+
+def read_sim(path: str | os.PathLike[str]) -> SimFile:
+    """Read what `write_sim` wrote.
+
+    Raises:
+        FileFormatError: the file is missing, truncated, foreign or of a later version.
+    """
+    where = os.fspath(path)
+    if not Path(path).is_file():
+        raise FileFormatError(f"there is no file {where}; check the path, or write one with qsdk.save(sim, path)")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            contents = {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+        raise FileFormatError(
+            f"{where} is truncated or no saved sim ({error}); write it again with qsdk.save(sim, path)"
+        ) from error
+    manifest = _manifest(contents, where)
+    try:
+        config = manifest["config"]
+        texts = {name: contents.pop(name).decode() for name in (_PLAN, _ENCODINGS)}
+        state = SimState(
+            None if config is None else QuantConfig.from_dict(config, where=where),
+            read_plan(json.loads(texts[_PLAN])),
+            dict(encodings_file.loads(texts[_ENCODINGS], f"{_ENCODINGS} in {where}").encodings),
+        )
+        return SimFile(str(manifest["door"]), state, dict(manifest["facts"]), contents)
+    except FileFormatError:
+        raise
+    except (QsdkError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
+
+
+def _manifest(contents: dict[str, bytes], where: str) -> Mapping[str, Any]:
+    if _MANIFEST not in contents:
+        # the tail of a file cut short may be an archive within it
+        raise FileFormatError(
+            f"{where} is truncated or no saved sim (it has no {_MANIFEST}); write it again with qsdk.save(sim, path)"
+        )
+    try:
+        manifest = json.loads(contents.pop(_MANIFEST))
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise FileFormatError(f"{where} is no {FORMAT} file; write one with qsdk.save(sim, path)")
+    version = manifest.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise FileFormatError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
+    return manifest

@@ -1,0 +1,103 @@
+"""What a sim of either door can do to its own state: freeze, change precision, plan again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+from qsdk.core.config import QuantConfig
+from qsdk.core.dtypes import DType
+from qsdk.core.replan import precision_config, precision_report
+from qsdk.core.report import Report
+from qsdk.core.sim_state import SimState, put_back_on_error, with_frozen
+
+
+class StatefulSim(ABC):
+    """A sim that gives its state and takes another one."""
+
+    @abstractmethod
+    def snapshot(self) -> SimState:
+        """The state as it is: config, plan and encodings. It holds no weights."""
+
+    @abstractmethod
+    def restore(self, state: SimState) -> None:
+        """Be again what a snapshot says."""
+
+    @abstractmethod
+    def planned(self, config: QuantConfig) -> SimState:
+        """The state that another config leads to, without data; see `qsdk.core.replan.replanned`."""
+
+    @property
+    @abstractmethod
+    def folded(self) -> Collection[str]:
+        """The owners of the BatchNorms that were folded."""
+
+    def freeze(self, match: str = "*") -> int:
+        """Freeze the encodings of all sites that match: neither calibrated, trained nor searched; gives their number.
+
+        Args:
+            match: a pattern of owners or sites, a site, `weights` or `activations`; sites that share an encoding
+                freeze it for all.
+
+        Raises:
+            ConfigError: nothing matches, or only sites without an encoding of their own.
+            CalibrationError: a site that matches has no encoding yet.
+        """
+        state, count = with_frozen(self.snapshot(), match, True)
+        self.restore(state)
+        return count
+
+    def unfreeze(self, match: str = "*") -> int:
+        """Take `freeze` back for all sites that match; gives the number of encodings.
+
+        Raises:
+            ConfigError: nothing matches, or only sites without an encoding of their own.
+        """
+        state, count = with_frozen(self.snapshot(), match, False)
+        self.restore(state)
+        return count
+
+    def set_precision(
+        self,
+        match: str,
+        dtype: DType | str | None = None,
+        *,
+        weight: DType | str | None = None,
+        activation: DType | str | None = None,
+        bias: DType | str | None = None,
+    ) -> Report:
+        """Change the dtype of all sites that match, as one more rule of the config would.
+
+        Sites whose spec stays keep their encodings; the others derive theirs from the range that the old one covered
+        (weights from their values), so that the sim can be used at once.
+
+        Args:
+            match: a pattern of owners or sites, or a site.
+            dtype: for what it fits: a float dtype for weights, activations and biases; a signed one of 8 bits or fewer
+                for weights; an unsigned one for activations; float8 and float4 for both. At a site: for that site.
+            weight: dtype of weights.
+            activation: dtype of activations, inputs and outputs.
+            bias: int32 or a float dtype.
+
+        Returns:
+            Rows `site`, `before`, `after`, `encoding` (found, uncalibrated or none) of what changed.
+
+        Raises:
+            ConfigError: nothing matches or changes, or a dtype that could mean two things; the sim stays as it was.
+        """
+        keywords = {"weight": weight, "activation": activation, "bias": bias}
+        before = self.snapshot()
+        config, chosen = precision_config(before.plan, before.config, match, dtype, keywords, self.folded)
+        after = self.planned(config)
+        report = precision_report(before, after, match, chosen)
+        with put_back_on_error(self):
+            self.restore(after)
+        return report
+
+    def replan(self, config: QuantConfig) -> None:
+        """Plan again with another config; sites whose spec stays keep their encodings, the others derive theirs.
+
+        Raises:
+            ConfigError: a rule matches nothing; the sim stays as it was.
+        """
+        after = self.planned(config)
+        with put_back_on_error(self):
+            self.restore(after)

@@ -1,0 +1,129 @@
+"""Statistics of activations, collected batch by batch at either door, and the encodings they lead to."""
+
+import math
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from qsdk.core.encoding import Encoding, FloatArray
+from qsdk.core.errors import CalibrationError, DataError
+from qsdk.core.estimators import Estimator, averaged, range_from_histogram
+from qsdk.core.histogram import Histogram, histogram_of
+from qsdk.core.plan import Decision
+from qsdk.core.ranges import Range, encoding_from_range
+from qsdk.core.spec import Spec
+
+
+class Statistics:
+    """The extremes of each site, and a histogram where the estimator reads one. Its size does not depend on the data.
+
+    Attributes:
+        ranges: site -> extremes so far (their moving average, if that is the estimator).
+        histograms: site -> what was counted so far.
+    """
+
+    def __init__(self, chosen: Estimator) -> None:
+        self.chosen = chosen
+        self.ranges: dict[str, Range] = {}
+        self.histograms: dict[str, Histogram] = {}
+
+    def add(self, site: str, low: float, high: float, sample: FloatArray | None = None, step: int = 1) -> None:
+        """Take in a batch at a site.
+
+        Args:
+            site: whose.
+            low: the smallest value; finite.
+            high: the largest.
+            sample: every `step`-th value, flattened; needed if the estimator reads histograms.
+            step: see `sample_step`.
+        """
+        new = Range(np.array([low], np.float32), np.array([high], np.float32))
+        before = self.ranges.get(site)
+        if self.chosen.name == "moving_average":
+            self.ranges[site] = averaged(before, new)
+        else:
+            self.ranges[site] = new if before is None else before.merge(new)
+        if sample is not None:
+            counted = histogram_of(sample.reshape(1, -1), weight=float(step), ends=new)
+            known = self.histograms.get(site)
+            self.histograms[site] = counted if known is None else known.merge(counted)
+
+    def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
+        """The range that all these sites share, or None if no batch has reached any of them."""
+        seen = [site for site in sites if site in self.ranges]
+        if not seen:
+            return None
+        counted = [self.histograms[site] for site in seen if site in self.histograms]
+        if not self.chosen.reads_histogram or not counted:
+            merged = self.ranges[seen[0]]
+            for site in seen[1:]:
+                merged = merged.merge(self.ranges[site])
+            return merged
+        together = counted[0]
+        for histogram in counted[1:]:
+            together = together.merge(histogram)
+        return range_from_histogram(together, spec, self.chosen)
+
+
+def require_finite(site: str, number: int, *values: float) -> None:
+    """Refuse what is not finite.
+
+    Raises:
+        DataError: NaN or an infinity; names the site and the batch.
+    """
+    if not all(math.isfinite(value) for value in values):
+        raise DataError(
+            f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float values "
+            "are meant to be infinite"
+        )
+
+
+def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:
+    """The sites whose range counts: those of tie classes too, but nothing that merely passes values on."""
+    kinds = ("activation", "input", "output")
+    return {d.site: d for d in decisions if d.quantized and d.kind in kinds and not d.passes_through}
+
+
+def activation_encodings(
+    wanted: Iterable[Decision], statistics: Statistics, *, frozen: Collection[str], known: Collection[str]
+) -> dict[str, Encoding]:
+    """Give the encodings of the sites that have one of their own.
+
+    A fixed range holds whatever the data says. Members of a tie share one range, estimated from all they have seen.
+
+    Args:
+        wanted: see `observed`.
+        statistics: what the data has shown.
+        frozen: sites whose encoding stays.
+        known: sites that have an encoding, and keep it if no batch reached them.
+
+    Raises:
+        CalibrationError: a site that no batch reached and that has no encoding.
+    """
+    decisions = list(wanted)
+    members: dict[str, list[str]] = {}
+    for decision in decisions:
+        members.setdefault(decision.encoding_site, []).append(decision.site)
+    found, unseen = {}, []
+    for decision in decisions:
+        site, spec = decision.site, decision.spec
+        if decision.tied_to is not None or decision.bias_of is not None or spec is None or site in frozen:
+            continue
+        estimate = _fixed(spec) or statistics.range_of(members[site], spec)
+        if estimate is not None:
+            found[site] = encoding_from_range(estimate, spec)
+        elif site not in known:
+            unseen.append(site)
+    if unseen:
+        raise CalibrationError(
+            f"no batch reached {', '.join(unseen[:8])}; calibrate with data that takes this path through the model, or "
+            "skip these owners"
+        )
+    return found
+
+
+def _fixed(spec: Spec) -> Range | None:
+    if spec.fixed_range is None:
+        return None
+    low, high = (np.array([end], np.float32) for end in spec.fixed_range)
+    return Range(low, high)
