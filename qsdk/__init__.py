@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config_file import load_config
 from qsdk.core.dtypes import (
     DType,
     bfloat16,
@@ -42,11 +43,15 @@ from qsdk.core.errors import (
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk.verbs_files import load, load_encodings, save, save_encodings
+    from qsdk.verbs_precision import advise, mixed_precision
     from qsdk.workflow import adaround, calibrate, check_parity, export, quantize, seq_mse, to_integer, validate
 
 __version__ = "0.1.0"
 
 _VERBS = frozenset({"quantize", "calibrate", "seq_mse", "adaround", "export", "check_parity", "to_integer", "validate"})
+_FILE_VERBS = frozenset({"load_encodings", "save_encodings", "save", "load"})
+_PRECISION_VERBS = frozenset({"mixed_precision", "advise"})
 
 __all__ = [
     "quantize",
@@ -57,7 +62,14 @@ __all__ = [
     "check_parity",
     "to_integer",
     "validate",
+    "load_encodings",
+    "mixed_precision",
+    "advise",
+    "save_encodings",
+    "save",
+    "load",
     "QuantConfig",
+    "load_config",
     "w8a8",
     "w8a16",
     "w4a8",
@@ -97,6 +109,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
         return getattr(import_module("qsdk.workflow"), name)
+    if name in _FILE_VERBS:
+        return getattr(import_module("qsdk.verbs_files"), name)
+    if name in _PRECISION_VERBS:
+        return getattr(import_module("qsdk.verbs_precision"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")
 
 

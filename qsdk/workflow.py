@@ -1,4 +1,4 @@
-"""The verbs: each composes the two doors. The only file that knows both."""
+"""The verbs: each composes the two doors. Only this file and `verbs_*` know both."""
 
 import json
 import os
@@ -23,12 +23,13 @@ from qsdk.algorithms import seq_mse as seq_mse_solver
 from qsdk.algorithms.moments import Moments
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError, ExportError, ModelError
+from qsdk.core.estimators import PERCENTILE
 from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
 from qsdk.core.planning import make_plan
 from qsdk.core.report import Report
 from torch_bridge import calibration
-from torch_bridge.attach import attach, compare_sites
+from torch_bridge.attach import compare_sites
 from torch_bridge.layer_problems import solve_layers
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
@@ -79,26 +80,25 @@ def quantize(
         int8
     """
     if config is None and isinstance(model, str | os.PathLike | ModelProto):
-        return OnnxSim.from_qdq(_opened(model))
+        return OnnxSim.from_qdq(opened_qdq(model))
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
-        return OnnxSim.from_float(model, config)
+        return OnnxSim.from_float(model, config, example, fold_batch_norm=fold_batch_norm)
     prepared = prepare(model, example, config, in_place=in_place, fold_batch_norm=fold_batch_norm)
     try:
-        return _planned(prepared, config)
+        return _planned(prepared, config, fold_batch_norm=fold_batch_norm)
     except BaseException:
         prepared.give_back()  # matters in place: the caller's model is theirs again
         raise
 
 
-def _planned(prepared: Prepared, config: QuantConfig) -> QuantSim:
+def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
     marked = marked_onnx(prepared.model, prepared.runtime, prepared.example)
     graph = read_graph(simplify(onnx_model.load(marked)))
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    attach(prepared.model, prepared.runtime, plan, dead)
-    return QuantSim(prepared, plan, dead, not_exercised)
+    return QuantSim(prepared, graph, config, plan, dead, not_exercised, fold_batch_norm=fold_batch_norm)
 
 
 def calibrate(
@@ -107,6 +107,7 @@ def calibrate(
     *,
     method: str = "min_max",
     weight_method: str | None = None,
+    percentile: float = PERCENTILE,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
@@ -115,21 +116,29 @@ def calibrate(
     Args:
         sim: of either door.
         data: an iterable of tensors, tuples (positional) or mappings (keywords).
-        method: for activations: `min_max` (also `post_training_tf`) or `moving_average`.
-        weight_method: for weights; `min_max` where it is None.
+        method: for activations: `min_max` (also `post_training_tf`), `moving_average`, `percentile`, `mse`,
+            `tf_enhanced` (also `sqnr` and `post_training_tf_enhanced`) or `entropy`.
+        weight_method: for weights, one of the same; `min_max` where it is None.
+        percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
         forward: `(model, batch)`, to call the model yourself (PyTorch door).
         progress: show a progress bar.
 
     Raises:
-        ConfigError: an unknown method.
+        ConfigError: an unknown method, or a percentile outside 50..100.
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim stays as it was.
     """
     if isinstance(sim, OnnxSim):
-        _refuse_forward(forward)
-        return sim.calibrate(data, method=method, weight_method=weight_method, progress=progress)
+        refuse_forward(forward)
+        return sim.calibrate(data, method=method, weight_method=weight_method, percentile=percentile, progress=progress)
     return calibration.calibrate(
-        sim, data, method=method, weight_method=weight_method, forward=forward, progress=progress
+        sim,
+        data,
+        method=method,
+        weight_method=weight_method,
+        percentile=percentile,
+        forward=forward,
+        progress=progress,
     )
 
 
@@ -203,7 +212,7 @@ def export(
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
     marked = sim.marked() if isinstance(sim, OnnxSim) else _marked(sim)
-    provenance = {"tool": "qsdk", "config": str(sim.config) if isinstance(sim, OnnxSim) else ""}
+    provenance = {"tool": "qsdk", "config": str(sim.config)}
     return write_model(marked, plan, encodings, path, opset=opset, dialect=dialect, provenance=provenance)
 
 
@@ -235,9 +244,9 @@ def check_parity(
         FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
         DataError: data that the model does not take.
     """
-    opened = _opened(model)
+    opened = opened_qdq(model)
     if isinstance(sim, OnnxSim):
-        _refuse_forward(forward)
+        refuse_forward(forward)
         return sim.check_parity(opened, data, progress=progress)
     outputs: list[list[Any]] = []
 
@@ -273,7 +282,7 @@ def to_integer(
         ConfigError: an option that does not exist.
         FileFormatError: the model is unreadable or invalid.
     """
-    opened = _opened(model)
+    opened = opened_qdq(model)
     result = convert(
         opened, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
     )
@@ -299,7 +308,7 @@ def inspect(model: OnnxSource) -> Report:
     Raises:
         FileFormatError: the model is unreadable or invalid.
     """
-    found = qdq_read.read(_opened(model))
+    found = qdq_read.read(opened_qdq(model))
     rows = [
         {
             "site": site,
@@ -314,7 +323,12 @@ def inspect(model: OnnxSource) -> Report:
     return Report("Encodings", rows, {"sites": len(rows)})
 
 
-def _opened(source: OnnxSource) -> ModelProto:
+def opened_qdq(source: OnnxSource) -> ModelProto:
+    """Read a Q/DQ model and hold it against its companion and the rules of `validate`.
+
+    Raises:
+        FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
+    """
     opened = onnx_model.load(source)
     where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
     if not isinstance(source, ModelProto):
@@ -323,6 +337,11 @@ def _opened(source: OnnxSource) -> ModelProto:
     return opened
 
 
-def _refuse_forward(forward: Forward | None) -> None:
+def refuse_forward(forward: Forward | None) -> None:
+    """Refuse `forward=` at the ONNX door.
+
+    Raises:
+        ConfigError: it is given.
+    """
     if forward is not None:
         raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")

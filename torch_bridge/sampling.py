@@ -1,16 +1,14 @@
 """Sampling: one float pass that looks at the values of every site."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.core.samples import FloatArray, SiteSample
+from qsdk.core.samples import SiteSample
 from torch_bridge.batches import Forward, feed, progress_over
-from torch_bridge.calibration import raw_value
 from torch_bridge.sim import QuantSim
 from torch_bridge.training import eval_mode
 
@@ -18,25 +16,20 @@ from torch_bridge.training import eval_mode
 def sample_sites(
     sim: QuantSim, data: Iterable[Any], *, forward: Forward | None = None, progress: bool = True
 ) -> dict[str, SiteSample]:
-    """Take a bounded sample of the float values at every site.
+    """Take a bounded sample of the float values at every computed site.
 
     Raises:
         DataError: no data, or data the model does not take.
     """
     found: defaultdict[str, SiteSample] = defaultdict(SiteSample)
+    stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
 
     def visit(site: str, x: Tensor) -> Tensor:
-        found[site].add(x.detach().float().cpu().numpy())
+        if site not in stored:
+            found[site].add(x.detach().float().cpu().numpy())
         return x
 
     with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
         for number, batch in progress_over(data, "sample", progress):
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
     return dict(found)
-
-
-def float_weights(sim: QuantSim) -> Iterator[tuple[str, FloatArray]]:
-    """Give site and float value of every quantized weight."""
-    for site, decision in sim.plan.decisions.items():
-        if decision.quantized and decision.kind == "weight":
-            yield site, np.asarray(raw_value(sim, site).detach().float().cpu().numpy(), np.float32)

@@ -1,0 +1,219 @@
+"""Mixed precision by search, at both doors: the budget holds, and a search that fails leaves the sim as it was."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qsdk
+from qsdk.core.dtypes import int4, int8, uint8, uint16
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """One of its layers, `fragile`, holds two weights far apart, which four bits cannot serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fragile, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.fragile.weight[:, 0, 0, 0] = 4.0
+
+    def forward(self, x):
+        return self.last(self.fragile(self.first(x).relu()).relu())
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def exported(model: Net, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("float") / "float.onnx"
+    torch.onnx.export(model, (IMAGES,), path, dynamo=True, verbose=False)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=["torch", "onnx"])
+def calibrated(request, model: Net, exported: str):
+    made = qsdk.quantize(*((model, IMAGES) if request.param == "torch" else (exported, None)), qsdk.w4a8())
+    qsdk.calibrate(made, data_for(made), progress=False)
+    return made
+
+
+@pytest.fixture
+def sim(calibrated):
+    before = calibrated.snapshot()
+    yield calibrated
+    calibrated.restore(before)
+
+
+def outputs_of(sim) -> np.ndarray:
+    if hasattr(sim, "model"):
+        return sim(IMAGES).numpy()
+    return sim.run(IMAGES.numpy())[0]
+
+
+def data_for(sim) -> list:
+    return [IMAGES] if hasattr(sim, "model") else [IMAGES.numpy()]
+
+
+def sqnr_metric(model: Net):
+    exact = model(IMAGES).detach().numpy()
+
+    def metric(sim) -> float:
+        noise = float(np.square(outputs_of(sim) - exact).sum())
+        return min(60.0, -10 * math.log10(max(noise / float(np.square(exact).sum()), 1e-12)))
+
+    return metric
+
+
+def state_of(sim) -> tuple:
+    return sim.config, dict(sim.plan.decisions), sim.encodings
+
+
+def dtypes(sim) -> dict[str, str]:
+    return {site: encoding.dtype.name for site, encoding in sim.encodings.items() if ":bias" not in site}
+
+
+def test_the_budget_holds_and_few_sites_are_raised(sim, model: Net):
+    metric = sqnr_metric(model)
+    before = dtypes(sim)
+    report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=36.0, progress=False)
+    assert report.summary["met"]
+    assert metric(sim) >= report.summary["reference"] - 36.0
+    assert 0 < sum(before[site] != dtype for site, dtype in dtypes(sim).items()) < len(before)
+    (chosen,) = [row for row in report.rows if row["chosen"]]
+    assert chosen["metric"] == metric(sim)
+    assert len(report.summary["raised"]) == chosen["raised"]
+
+
+def test_behaviour_69_any_loss_allowed_keeps_the_lowest_bits_everywhere(sim, model: Net):
+    before = state_of(sim)
+    report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=math.inf, progress=False)
+    assert state_of(sim) == before
+    assert (report.summary["raised"], report.summary["met"]) == ([], True)
+
+
+def test_behaviour_69_no_loss_allowed_ends_at_the_baseline(sim, model: Net):
+    report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=0.0, progress=False)
+    kinds = {d.spec.dtype.name for d in sim.plan.decisions.values() if d.kind != "bias" and d.spec is not None}
+    assert kinds == {"float16"} or report.summary["met"]
+
+
+def test_behaviour_69_the_pareto_list_is_monotone(sim, model: Net):
+    report = qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=30.0, progress=False)
+    front = [row for row in report.rows if row["pareto"]]
+    costs = [row["weight_bits"] + row["activation_bits"] for row in front]
+    assert costs == sorted(costs)
+    assert all(cheap["metric"] < dear["metric"] for cheap, dear in itertools.pairwise(front))
+
+
+def test_only_the_fragile_layer_is_raised_where_only_it_fails(model: Net):
+    sim = qsdk.quantize(model, IMAGES, qsdk.w8a16().override("fragile", weight=int4))
+    qsdk.calibrate(sim, [IMAGES], progress=False)
+    metric = sqnr_metric(model)
+    assert metric(sim) < 26
+    qsdk.mixed_precision(sim, [IMAGES], metric, max_drop=34.0, progress=False)
+    assert sim.encodings["fragile:weight"].dtype == int8
+    assert (
+        sim.encodings["first/relu.0:output" if "first/relu.0:output" in sim.encodings else "relu.0:output"].dtype
+        == uint16
+    )
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_a_metric_that_raises_leaves_the_sim_as_it_was(sim, model: Net, fails_at: int):
+    before, out, calls = state_of(sim), outputs_of(sim), []
+
+    def metric(current) -> float:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise KeyboardInterrupt
+        return -float(len(calls))
+
+    with pytest.raises(KeyboardInterrupt):
+        qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=0.1, progress=False)
+    assert state_of(sim) == before
+    np.testing.assert_array_equal(outputs_of(sim), out)
+
+
+def test_frozen_sites_keep_their_precision(sim, model: Net):
+    sim.freeze("weights")
+    kept = {site: e for site, e in sim.encodings.items() if site.endswith(":weight")}
+    qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=0.0, progress=False)
+    assert {site: sim.encodings[site] for site in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_drop": -1.0}, "max_drop=-1.0 is no budget"),
+        ({"max_drop": float("nan")}, "max_drop=nan is no budget"),
+        ({"max_drop": 1.0, "levels": ({"weight": "int99"},)}, "int99"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(sim, options, message: str):
+    before = state_of(sim)
+    with pytest.raises(qsdk.ConfigError, match=message):
+        qsdk.mixed_precision(sim, data_for(sim), lambda s: 1.0, progress=False, **options)
+    assert state_of(sim) == before
+
+
+def test_a_metric_that_is_nan_is_refused(sim):
+    before = state_of(sim)
+    with pytest.raises(qsdk.ConfigError, match="the metric is NaN"):
+        qsdk.mixed_precision(sim, data_for(sim), lambda s: math.nan, max_drop=1.0, progress=False)
+    assert state_of(sim) == before
+
+
+def test_a_sim_that_is_not_calibrated_is_refused_before_the_data_is_read(model: Net):
+    sim = qsdk.quantize(model, IMAGES, qsdk.w8a8())
+    with pytest.raises(qsdk.CalibrationError, match="call qsdk\\.calibrate"):
+        qsdk.mixed_precision(sim, iter(()), lambda s: 1.0, max_drop=1.0, progress=False)
+
+
+def test_an_adopted_file_has_no_config_to_search(sim, tmp_path):
+    qsdk.export(sim, tmp_path / "m.onnx")
+    adopted = qsdk.quantize(tmp_path / "m.onnx", None, None)
+    with pytest.raises(qsdk.ConfigError, match="no config to change"):
+        qsdk.mixed_precision(adopted, [IMAGES.numpy()], lambda s: 1.0, max_drop=1.0, progress=False)
+
+
+def test_the_chosen_sim_exports_and_is_at_parity(sim, model: Net, tmp_path):
+    levels = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
+    qsdk.mixed_precision(sim, data_for(sim), sqnr_metric(model), max_drop=36.0, levels=levels, progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "m.onnx", data_for(sim), progress=False).summary["passed"]
+
+
+class Halves(nn.Module):
+    """Large and small values in one Concat that goes on inside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small, self.after = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.after(torch.cat([self.large(x) * 500.0, self.small(x)], 1))
+
+
+def test_advice_names_the_small_half_and_its_remedy_helps():
+    torch.manual_seed(1)
+    model = Halves().eval()
+    config = qsdk.w8a8()
+    sim = qsdk.quantize(model, IMAGES, config)
+    qsdk.calibrate(sim, [IMAGES], progress=False)
+    report = qsdk.advise(sim, [IMAGES], progress=False)
+    (row,) = [row for row in report.rows if row["site"] == "small:output"]
+    untied = qsdk.quantize(model, IMAGES, eval(row["remedy"], {"config": config}))
+    qsdk.calibrate(untied, [IMAGES], progress=False)
+    assert (sim.encodings["small:output"].dtype, untied.encodings["small:output"].dtype) == (uint8, uint8)
+    assert untied.encodings["small:output"].scale[0] < 0.1 * sim.encodings["small:output"].scale[0]
+    assert not [r for r in qsdk.advise(untied, [IMAGES], progress=False).rows if r["site"] == "small:output"]
