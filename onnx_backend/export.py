@@ -13,11 +13,12 @@ from onnx import ModelProto
 from onnx_backend import model as onnx_model
 from onnx_backend.qdq import insert
 from onnx_backend.runtime_table import Dialect
+from onnx_backend.skeleton import checkable
 from qsdk.core import encodings_file
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.files import write_with_companions
-from qsdk.core.plan import Plan
+from qsdk.core.plan import Plan, casts_of
 from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
@@ -51,18 +52,26 @@ def write_model(
         raise ConfigError(f'dialect={dialect!r} is unknown; choose "onnxruntime" or "onnx"')
     lowered, rows = insert(marked, plan, encodings, dialect=dialect)
     lowered = onnx_model.at_opset(lowered, opset)
-    text = encodings_file.dumps(encodings, provenance)
-    for key, value in ((ENCODINGS_KEY, text), (HASH_KEY, hashlib.sha256(text.encode()).hexdigest())):
-        entry = lowered.metadata_props.add()
-        entry.key, entry.value = key, value
+    text = encodings_file.dumps(encodings, provenance, casts_of(plan))
+    _set_properties(lowered, {ENCODINGS_KEY: text, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
     try:
-        onnx.checker.check_model(lowered, full_check=True)
+        onnx.checker.check_model(checkable(lowered), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
     companion = encodings_path(path)
     write_with_companions(path, onnx_model.serialized(lowered), {companion: text})
     saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
     return Report("Export", rows, {"zero_point_bytes_saved": saved, "paths": [str(path), str(companion)]})
+
+
+def _set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
+    """Write properties in place of those that an opened file brought along."""
+    kept = [entry for entry in model.metadata_props if entry.key not in properties]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    for key, value in properties.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:

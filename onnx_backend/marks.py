@@ -26,12 +26,13 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.graph import Graph
 
 
-def mark(model: ModelProto, graph: Graph) -> ModelProto:
-    """Give a copy of an unmarked model with a mark at every site of the graph that was read from it.
+def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelProto:
+    """Give an unmarked model, or a copy of it, with a mark at every site of the graph that was read from it.
 
-    Graph inputs and outputs keep their names; readers of an input or a stored tensor read its mark.
+    Graph inputs and outputs keep their names; readers of an input or a stored tensor read its mark, bodies of control
+    flow too.
     """
-    marked = load(model)
+    marked = model if in_place else load(model)
     lift_constants(marked)
     taken = names_in(marked.graph)
     sites = {tensor.name: tensor.site for tensor in graph.tensors if tensor.site is not None}
@@ -85,12 +86,14 @@ def open_qdq(model: ModelProto) -> Opened:
     opened = load(model)
     lift_constants(opened)
     found = places(opened)
-    casts, kinds = _casts(opened)
+    taken = names_in(opened.graph)
+    casts, kinds = _casts(opened, taken)
     outputs = {value.name for value in opened.graph.output}
     replaced: dict[str, list[NodeProto]] = {}
     for place in found:
         output = place.dequantize.output[0]
-        replaced[output] = _stored_mark(opened, place) if place.quantize is None else _activation_mark(opened, place)
+        marks = _stored_mark(opened, place, taken) if place.quantize is None else _activation_mark(opened, place)
+        replaced[output] = marks
         kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
     for site, (_, source, output) in casts.items():
         replaced[output] = [mark_node(site, source, output)]
@@ -115,12 +118,13 @@ def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto
     return nodes
 
 
-def _casts(model: ModelProto) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
     """Site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
     found: dict[str, tuple[str, str, str]] = {}
     kinds: dict[str, str] = {}
     stored = initializers(model.graph)
     before: dict[str, str] = {}
+    made: dict[str, str] = {}
     for node in model.graph.node:
         facts = metadata(node)
         if node.op_type != "Cast" or "qsdk.site" not in facts:
@@ -128,11 +132,12 @@ def _casts(model: ModelProto) -> tuple[dict[str, tuple[str, str, str]], dict[str
         site, source = facts["qsdk.site"], node.input[0]
         kinds[site] = facts["qsdk.kind"]
         if source in stored:
-            name = f"{source}_float32"
-            if name not in initializers(model.graph):
+            if source not in made:
+                # the name from before the export, so that exporting again gives the same file
+                made[source] = unique(source.removesuffix(f"_{facts['qsdk.dtype']}") or site, taken)
                 values = array(stored[source]).astype("float32")
-                model.graph.initializer.append(numpy_helper.from_array(values, name))
-            found[site] = (facts["qsdk.dtype"], name, node.output[0])
+                model.graph.initializer.append(numpy_helper.from_array(values, made[source]))
+            found[site] = (facts["qsdk.dtype"], made[source], node.output[0])
         elif source in before:
             found[site] = (facts["qsdk.dtype"], before[source], node.output[0])
         else:
@@ -140,16 +145,14 @@ def _casts(model: ModelProto) -> tuple[dict[str, tuple[str, str, str]], dict[str
     return found, kinds
 
 
-def _stored_mark(model: ModelProto, place: Place) -> list[NodeProto]:
+def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeProto]:
     assert place.stored is not None
     stored = initializers(model.graph)
-    output, name = place.dequantize.output[0], f"{place.stored}_float32"
+    output, name = place.dequantize.output[0], unique(place.stored.removesuffix("_quantized") or place.site, taken)
     codes = array(stored[place.stored])
     if place.permutation is not None:
         inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
         codes = codes.transpose(inverse)
-    if name in stored:
-        name = f"{place.site}_float32"
     model.graph.initializer.append(numpy_helper.from_array(place.encoding.dequantize(codes), name))
     if place.permutation is None:
         return [mark_node(place.site, name, output)]

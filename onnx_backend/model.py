@@ -1,7 +1,7 @@
 """Loading, stamping and saving ONNX models, and the small questions one asks of a graph."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.external_data import read_external_data
+from onnx_backend.subgraphs import names_of, reads, rename_reads
 from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.core.files import write_bytes
 
@@ -42,11 +44,8 @@ def load(source: str | os.PathLike[str] | bytes | ModelProto) -> ModelProto:
     except OSError as error:
         raise FileFormatError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     model = _decoded(data, str(path))
-    try:
-        onnx.load_external_data_for_model(model, str(path.parent))
-    except (OSError, ValueError, RuntimeError, onnx.checker.ValidationError) as error:
-        message = f"{path} keeps weights in another file that cannot be read ({error}); put that file beside it"
-        raise FileFormatError(message) from error
+    del data  # the proto holds its own copy
+    read_external_data(model, path)
     return model
 
 
@@ -171,11 +170,20 @@ def constant_tensor(node: NodeProto) -> TensorProto:
     raise ModelError(f"the Constant node {node.name or name!r} holds no numeric tensor; store it as an initializer")
 
 
+def is_constant(node: NodeProto) -> bool:
+    """Whether a node is a Constant that holds a dense numeric tensor."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
+        return False
+    kind = node.attribute[0].name
+    is_text = kind == "value" and node.attribute[0].t.data_type == TensorProto.STRING
+    return kind in ("value", "value_float", "value_floats", "value_int", "value_ints") and not is_text
+
+
 def lift_constants(model: ModelProto) -> None:
     """Turn Constant nodes with numeric values into initializers, in place."""
     kept = []
     for node in model.graph.node:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+        if is_constant(node):
             model.graph.initializer.append(constant_tensor(node))
         else:
             kept.append(node)
@@ -200,12 +208,11 @@ def producers(nodes: Iterable[NodeProto]) -> dict[str, NodeProto]:
 
 
 def consumers(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
-    """Tensor name -> the nodes that read it, once per reading node."""
+    """Tensor name -> the nodes that read it (also inside their bodies), once per reading node."""
     found: dict[str, list[NodeProto]] = {}
     for node in nodes:
-        for name in dict.fromkeys(node.input):
-            if name:
-                found.setdefault(name, []).append(node)
+        for name in reads(node):
+            found.setdefault(name, []).append(node)
     return found
 
 
@@ -216,11 +223,8 @@ def input_names(graph: GraphProto) -> list[str]:
 
 
 def names_in(graph: GraphProto) -> set[str]:
-    """Every tensor and node name of a graph."""
-    found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
-    for node in graph.node:
-        found.update((node.name, *node.input, *node.output))
-    return found
+    """Every tensor and node name of a graph, bodies included."""
+    return set(names_of(graph))
 
 
 def unique(name: str, taken: set[str]) -> str:
@@ -234,27 +238,17 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def rename_inputs(nodes: Iterable[NodeProto], renamed: Mapping[str, str]) -> None:
-    """Let nodes read the new names, in place."""
+    """Let nodes and their bodies read the new names, in place."""
     for node in nodes:
-        for position, name in enumerate(node.input):
-            if name in renamed:
-                node.input[position] = renamed[name]
+        rename_reads(node, renamed)
 
 
 def drop_unused_initializers(graph: GraphProto) -> None:
     """Remove stored tensors that nothing reads, in place."""
-    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-
-
-def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for branch in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _all_nodes(branch)
+    read = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
+    unread = [index for index, tensor in enumerate(graph.initializer) if tensor.name not in read]
+    for index in reversed(unread):  # what stays is not copied
+        del graph.initializer[index]
 
 
 def metadata(node: NodeProto) -> dict[str, str]:

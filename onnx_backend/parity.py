@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx_backend.model import array, input_names, load, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq_read import Place, places, stored_tensors
 from onnx_backend.session import simulation_session
+from onnx_backend.subgraphs import reads
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import DataError
 from qsdk.core.report import Report
@@ -226,7 +227,7 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[
             name = f"{item.site}/compared"
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
         cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    read = {name for node in cut.graph.node for name in node.input}
+    read = {name for node in cut.graph.node for name in reads(node)}
     fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
     cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
     del cut.graph.value_info[:]

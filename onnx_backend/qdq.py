@@ -173,7 +173,9 @@ class _Lowering:
         """The name of a site's new tensor: the graph output's if it is one, else one that says the site."""
         if output in self.outputs:
             return output
-        self.renamed[output] = name = unique(f"{site}/{suffix}", self.taken)
+        name = f"{site}/{suffix}"
+        if output != name:  # a mark made from an export has the name already
+            self.renamed[output] = name = unique(name, self.taken)
         return name
 
     def _add(self, op: str, inputs: Sequence[str], output: str, name: str, **options: Any) -> NodeProto:

@@ -1,34 +1,35 @@
 """From an ONNX model, marked or not, to the neutral graph that planning reads."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import onnx
 import onnx.inliner
-from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.model import (
+    MARK_DOMAIN,
     array,
     attributes,
     constant_tensor,
     initializers,
     input_names,
+    is_constant,
     is_mark,
-    load,
     rename_inputs,
     replace_nodes,
     unique,
 )
+from onnx_backend.skeleton import Types, dtype_name, types_of
+from onnx_backend.subgraphs import all_nodes, bodies, has_bodies, reads
 from qsdk.core.errors import ModelError
 from qsdk.core.graph import Graph, Op, Tensor
 from qsdk.core.operands import operands_of
 from qsdk.core.site import site_name
 
-_CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-_SMALL = 64  # constants up to this many elements keep their value
-_LARGE = 4096  # initializers beyond this many elements are hidden from shape inference
-Shape = tuple[int | str | None, ...]
+_SMALL = 4096  # constants up to this many elements keep their value: bounds, axes, and masks that planning looks into
+_LARGEST_MASK = 1 << 22  # and stored attention masks up to this many
+_READ_MASKS = frozenset({"Add", "Where", "Slice", "Expand", "Unsqueeze"})
 
 
 @dataclass
@@ -43,22 +44,28 @@ class _Stripped:
         return self.alias.get(tensor, tensor)
 
 
-def read_graph(model: ModelProto) -> Graph:
+def read_graph(model: ModelProto, types: Types | None = None) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
 
     A mark is an identity: what goes in and what comes out is one tensor. Tensor ids ascend over constants, graph
     inputs and op outputs in order.
 
+    What the body of an If, Loop or Scan reads from outside counts as read by that op, after its own inputs.
+
+    Args:
+        model: it is not changed.
+        types: of its tensors, where they are known already.
+
     Raises:
-        ModelError: the model has control flow, its types contradict each other, or one site marks two tensors.
+        ModelError: its types contradict each other, a node reads what nothing before it makes, one site marks two
+            tensors, or a site lies inside a body.
     """
-    model = inlined(load(model))
-    _refuse_control_flow(model)
+    model = inlined(model)
+    _refuse_marked_bodies(model)
     marked = any(is_mark(node) for node in model.graph.node)
     stripped = _strip(model)
     plain = _without_marks(model, stripped)
-    types = _types(plain)
-    graph = _build(plain, stripped, types)
+    graph = _build(plain, stripped, types_of(plain) if types is None else types)
     return graph if marked else _with_sites(graph)
 
 
@@ -67,13 +74,12 @@ def inlined(model: ModelProto) -> ModelProto:
     return onnx.inliner.inline_local_functions(model) if model.functions else model
 
 
-def _refuse_control_flow(model: ModelProto) -> None:
+def _refuse_marked_bodies(model: ModelProto) -> None:
     for node in model.graph.node:
-        if node.op_type in _CONTROL_FLOW:
-            named = node.name or node.output[0]
+        if any(is_mark(inner) for _, body in bodies(node) for inner in all_nodes(body.node)):
             raise ModelError(
-                f"the node {named!r} is {node.op_type}, control flow that cannot be quantized yet; export the model "
-                "without data-dependent branches or loops"
+                f"sites lie inside the {node.op_type} {node.name or node.output[0]!r}, and what is inside control flow "
+                "cannot be quantized; take its body out of the model, or skip the modules it calls"
             )
 
 
@@ -104,63 +110,22 @@ def _strip(model: ModelProto) -> _Stripped:
 
 
 def _without_marks(model: ModelProto, stripped: _Stripped) -> ModelProto:
-    """The model as standard ONNX, with large weights left out, so that shape inference is cheap."""
+    """The model as standard ONNX; its stored tensors are shared with a model that is not marked, else copied."""
+    if not stripped.alias and not any(entry.domain == MARK_DOMAIN for entry in model.opset_import):
+        return model
     plain = ModelProto()
     plain.CopyFrom(model)
     replace_nodes(plain.graph, stripped.nodes)
     rename_inputs(plain.graph.node, stripped.alias)
     for value in plain.graph.output:
         value.name = stripped.name(value.name)
-    kept = [entry for entry in plain.opset_import if entry.domain != "qsdk"]
+    kept = [entry for entry in plain.opset_import if entry.domain != MARK_DOMAIN]
     del plain.opset_import[:]
     plain.opset_import.extend(kept)
     return plain
 
 
-def _types(model: ModelProto) -> dict[str, tuple[str, Shape | None]]:
-    """Tensor name -> dtype and shape, where they can be inferred."""
-    light = ModelProto()
-    light.CopyFrom(model)
-    given = {value.name for value in light.graph.input}
-    small = []
-    for tensor in light.graph.initializer:
-        if np.prod(tensor.dims) <= _LARGE:
-            small.append(tensor)
-        elif tensor.name not in given:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    del light.graph.initializer[:]
-    light.graph.initializer.extend(small)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
-    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
-        raise ModelError(f"the model's types contradict each other: {error}; run qsdk.validate on it") from error
-    values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
-    return {value.name: _type(value.type) for value in values}
-
-
-def _type(proto: TypeProto) -> tuple[str, Shape | None]:
-    tensor = proto.tensor_type
-    if not proto.HasField("tensor_type") or not tensor.elem_type:
-        return "", None
-    if not tensor.HasField("shape"):
-        return dtype_name(tensor.elem_type), None
-    return dtype_name(tensor.elem_type), tuple(_dimension(dim) for dim in tensor.shape.dim)
-
-
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_value"):
-        return int(dim.dim_value)
-    return str(dim.dim_param) or None
-
-
-def dtype_name(code: int) -> str:
-    """The NumPy-style name of a TensorProto type."""
-    if code == TensorProto.STRING:
-        return "str"
-    return str(np.dtype(helper.tensor_dtype_to_np_dtype(code)).name)
-
-
-def _build(model: ModelProto, stripped: _Stripped, types: Mapping[str, tuple[str, Shape | None]]) -> Graph:
+def _build(model: ModelProto, stripped: _Stripped, types: Types) -> Graph:
     tensors: list[Tensor] = []
     ids: dict[str, int] = {}
 
@@ -172,20 +137,22 @@ def _build(model: ModelProto, stripped: _Stripped, types: Mapping[str, tuple[str
     constants = dict(initializers(model.graph))
     ordinary = []
     for node in model.graph.node:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+        if is_constant(node):
             constants[node.output[0]] = constant_tensor(node)
         else:
             ordinary.append(node)
+    masks = {name for node in ordinary if node.op_type in _READ_MASKS for name in node.input}
     for name, stored in constants.items():
-        add(name, _constant(name, stored, stripped.sites.get(name)))
+        add(name, _constant(name, stored, stripped.sites.get(name), keep=name in masks))
     inputs = [add(name, Tensor(name, *types[name], stripped.sites.get(name))) for name in input_names(model.graph)]
     ops = []
     for node in ordinary:
-        unmade = [name for name in node.input if name and name not in ids]
+        captured = [name for name in reads(node) if name not in node.input] if has_bodies(node) else []
+        unmade = [name for name in (*node.input, *captured) if name and name not in ids]
         if unmade:
             named = node.name or node.output[0]
             raise ModelError(f"the node {named!r} reads {unmade[0]!r}, which nothing before it makes; sort the nodes")
-        read = tuple(ids[name] if name else None for name in node.input)
+        read = tuple(ids[name] if name else None for name in (*node.input, *captured))
         made = []
         for name in node.output:
             if name:
@@ -193,14 +160,22 @@ def _build(model: ModelProto, stripped: _Stripped, types: Mapping[str, tuple[str
                 if not dtype and any(t is not None and tensors[t].is_float for t in read):
                     dtype = "float32"  # an op without inference (another domain): better a site than a silent float
                 made.append(add(name, Tensor(name, dtype, shape, stripped.sites.get(name))))
-        ops.append(Op(node.op_type, read, tuple(made), attributes(node), node.name, node.domain))
+        facts = {name: value for name, value in attributes(node).items() if not isinstance(value, GraphProto)}
+        ops.append(Op(node.op_type, read, tuple(made), facts, node.name, node.domain))
     return Graph(tensors, ops, inputs, [ids[value.name] for value in model.graph.output])
 
 
-def _constant(name: str, stored: TensorProto, site: str | None) -> Tensor:
+def _constant(name: str, stored: TensorProto, site: str | None, *, keep: bool) -> Tensor:
     shape = tuple(int(n) for n in stored.dims)
-    value = array(stored) if np.prod(shape) <= _SMALL else None
+    value = array(stored) if math.prod(shape) <= _SMALL or (keep and _hides(stored)) else None
     return Tensor(name, dtype_name(stored.data_type), shape, site, True, value)
+
+
+def _hides(stored: TensorProto) -> bool:
+    """Whether a stored tensor is an attention mask: the lowest number or minus infinity is in it."""
+    if stored.data_type != TensorProto.FLOAT or not 0 < math.prod(stored.dims) <= _LARGEST_MASK:
+        return False
+    return bool(array(stored).min() <= np.finfo(np.float16).min)
 
 
 def _with_sites(graph: Graph) -> Graph:

@@ -1,7 +1,7 @@
 """The sim of an ONNX model: graph, plan and encodings. It simulates by running the Q/DQ model it would export."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,73 +12,64 @@ from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend import parity
 from onnx_backend.adopt import adopted_plan
+from onnx_backend.calibration import calibrated, stored_tensors
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.marks import mark, open_qdq
-from onnx_backend.model import array, at_opset, attributes, initializers, is_mark, lift_constants, load
-from onnx_backend.observe import METHODS, observe
+from onnx_backend.model import at_opset, load
+from onnx_backend.observe import SessionCache
+from onnx_backend.open_float import Notes, Source, explained, open_float
 from onnx_backend.qdq import insert
 from onnx_backend.read_graph import inlined, read_graph
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.session import simulation_session
+from onnx_backend.stored_encodings import with_flags
 from onnx_backend.validate import require_valid
-from qsdk.core.bias import with_room_for
 from qsdk.core.config import QuantConfig
 from qsdk.core.coverage import coverage_report, explanation
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
+from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.estimators import PERCENTILE
 from qsdk.core.graph import Graph
-from qsdk.core.planning import Decision, Plan, make_plan
-from qsdk.core.ranges import encoding_from_range, range_of
+from qsdk.core.plan import Plan
+from qsdk.core.replan import replanned
 from qsdk.core.report import Report
-from qsdk.core.site import matches, nearest_owners, owner_of
-from qsdk.core.spec import axis_of
+from qsdk.core.sim_state import SimState, encoding_of
+from qsdk.core.stateful import StatefulSim
 
 Array = npt.NDArray[Any]
-_QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger"})
 
 
-class OnnxSim:
+class OnnxSim(StatefulSim):
     """A simulated quantized ONNX model.
 
     Attributes:
         graph: what was read from the model.
         plan: what was decided for every site.
         config: what was asked for, or None for an opened Q/DQ file.
+        notes: what was done to a float model on its way in.
     """
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
         self.graph, self.plan, self.config = graph, plan, config
+        self.notes = Notes()
         self._marked = marked
         self._own: dict[str, Encoding] = {}
         self._lowered: ModelProto | None = None  # of the encodings as they are
         self._session: ort.InferenceSession | None = None
+        self._observing = SessionCache()
 
     @classmethod
-    def from_float(cls, source: str | os.PathLike[str] | bytes | ModelProto, config: QuantConfig) -> "OnnxSim":
-        """Plan the quantization of a float ONNX model, raised to opset 21 if it is older.
-
-        Raises:
-            FileFormatError: the file cannot be read.
-            ModelError: the model is quantized already, is float16, or cannot be read or raised.
-            ConfigError: a rule matches nothing.
-        """
-        model = at_opset(inlined(load(source)))
-        lift_constants(model)
-        for node in model.graph.node:
-            if node.op_type in _QUANTIZED_OPS:
-                named = node.name or node.output[0]
-                raise ModelError(
-                    f"the model is quantized already (node {named!r}); pass config=None to adopt its encodings, or "
-                    "quantize the float model it came from"
-                )
-        graph = read_graph(model)
-        narrow = [t.name for t in graph.tensors if t.dtype in ("float16", "bfloat16", "float64")]
-        if narrow:
-            raise ModelError(f"the tensor {narrow[0]!r} is not float32; quantize the float32 model")
-        return cls(mark(model, graph), graph, make_plan(graph, config), config)
+    def from_float(
+        cls, source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+    ) -> "OnnxSim":
+        """Plan the quantization of a float ONNX model; see `open_float` for the arguments and what it raises."""
+        opened = open_float(source, config, example, fold_batch_norm=fold_batch_norm)
+        sim = cls(mark(opened.model, opened.graph, in_place=True), opened.graph, opened.plan, config)
+        sim.notes = opened.notes
+        return sim
 
     @classmethod
-    def from_qdq(cls, source: str | os.PathLike[str] | bytes | ModelProto) -> "OnnxSim":
+    def from_qdq(cls, source: Source) -> "OnnxSim":
         """Open an exported Q/DQ model: its encodings come back by value, and it simulates as the file does.
 
         Raises:
@@ -89,9 +80,25 @@ class OnnxSim:
         opened = open_qdq(at_opset(inlined(model)))
         graph = read_graph(opened.model)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
-        sim._own = {site: e for site, e in opened.encodings.items() if sim.plan.decisions[site].bias_of is None}
+        found = with_flags(model, opened.encodings)
+        sim._own = {site: e for site, e in found.items() if sim.plan.decisions[site].bias_of is None}
         sim._lowered = model
         return sim
+
+    @classmethod
+    def from_state(
+        cls, marked: ModelProto, state: SimState, notes: Notes, opened: ModelProto | None = None
+    ) -> "OnnxSim":
+        """The sim of a marked model with the state, the notes and the opened Q/DQ model that another one had."""
+        sim = cls(marked, read_graph(marked), state.plan, state.config)
+        sim.notes = notes
+        sim._own, sim._lowered = dict(state.own), opened
+        return sim
+
+    @property
+    def opened(self) -> ModelProto | None:
+        """The Q/DQ model that an opened sim runs: the file's own until its encodings change; else None."""
+        return self._lowered if self.config is None else None
 
     def calibrate(
         self,
@@ -99,31 +106,36 @@ class OnnxSim:
         method: str = "min_max",
         *,
         weight_method: str | None = None,
+        percentile: float = PERCENTILE,
         progress: bool = True,
     ) -> Report:
         """Find an encoding for every site: weights at once, activations in one streamed float pass.
 
         Args:
             batches: arrays (one input), tuples (inputs in order) or mappings by input name.
-            method: `min_max` (also `post_training_tf`) or `moving_average`.
-            weight_method: `min_max`.
+            method: for activations, see `qsdk.calibrate`.
+            weight_method: for weights; `min_max` where it is None.
+            percentile: share of the values, in percent, that `percentile` keeps below its upper end.
             progress: show a progress bar.
 
         Raises:
-            ConfigError: an unknown method.
+            ConfigError: an unknown method, or a percentile outside 50..100.
             DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
             CalibrationError: a site that no batch reached. In every case the sim stays as it was.
         """
-        for name in (method, weight_method or "min_max"):
-            if name not in METHODS:
-                raise ConfigError(f"unknown calibration method {name!r}; choose one of {', '.join(METHODS)}")
-        found = self._weight_encodings()
-        found.update(observe(self._marked, self.plan, batches, METHODS[method], progress=progress))
-        frozen = {site: encoding for site, encoding in self._own.items() if encoding.frozen}
-        self._make_room_for_biases(found, frozen)
-        self._set({**self._own, **found, **frozen})
-        rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
-        return Report("Calibration", rows, {"method": method, "sites": len(rows)})
+        own, report = calibrated(
+            self._marked,
+            self.plan,
+            self._own,
+            batches,
+            method=method,
+            weight_method=weight_method,
+            percentile=percentile,
+            progress=progress,
+            sessions=self._observing,
+        )
+        self._set(own)
+        return report
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
         """Install the encoding of a site that has one of its own.
@@ -136,18 +148,30 @@ class OnnxSim:
             raise ConfigError(f"{site} has no encoding of its own; set that of {decision and decision.encoding_site}")
         self._set({**self._own, site: encoding})
 
-    def freeze(self, match: str = "*") -> int:
-        """Freeze the encodings of all owners that match, so that calibration leaves them; gives their number.
+    def snapshot(self) -> SimState:
+        """The state as it is: config, plan and encodings. It holds no weights, and costs no more than a dictionary."""
+        return SimState(self.config, self.plan, dict(self._own))
+
+    def restore(self, state: SimState) -> None:
+        """Be again what a snapshot says."""
+        self.config, self.plan = state.config, state.plan
+        self._set(dict(state.own))
+
+    def planned(self, config: QuantConfig) -> SimState:
+        """The state that another config leads to, without data.
 
         Raises:
-            ConfigError: nothing matches.
+            ConfigError: a rule matches nothing, or the sim was opened from a Q/DQ file.
+            DataError: NaN or inf in a weight whose encoding is derived anew.
         """
-        found = [site for site in self._own if matches(match, owner_of(site))]
-        if not found:
-            near = ", ".join(nearest_owners(match, [owner_of(site) for site in self._own]))
-            raise ConfigError(f"freeze({match!r}) matches no owner with an encoding; the nearest are: {near}")
-        self._own.update({site: replace(self._own[site], frozen=True) for site in found})
-        return len(found)
+        extra = (*self.notes.folded, *self.notes.unfolded)
+        state = replanned(self.snapshot(), self.graph, config, self.stored_floats, extra_owners=extra)
+        return replace(state, plan=explained(state.plan, self.graph, self.notes))
+
+    @property
+    def folded(self) -> Collection[str]:
+        """The owners of the BatchNorms that were folded."""
+        return self.notes.folded
 
     @property
     def encodings(self) -> dict[str, Encoding]:
@@ -173,12 +197,13 @@ class OnnxSim:
 
     def encodings_where_ready(self) -> dict[str, Encoding]:
         """Site -> encoding, without the sites that have none yet."""
-        ready = self.ready()
-        return {site: self._encoding(self.plan.decisions[site]) for site, is_ready in ready.items() if is_ready}
+        found = ((site, encoding_of(d, self._own)) for site, d in self.plan.decisions.items() if d.quantized)
+        return {site: encoding for site, encoding in found if encoding is not None}
 
     def coverage(self) -> Report:
-        """List every tensor: quantized, tied to another, or float and why."""
-        return coverage_report(self.plan)
+        """List every tensor: quantized, tied to another, or float and why; and what was done to the file."""
+        report = coverage_report(self.plan)
+        return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
 
     def explain(self, site: str) -> str:
         """Say which rule decided a site and why.
@@ -232,7 +257,7 @@ class OnnxSim:
         """Site -> fake-quantized value of every stored tensor that does not stay float32."""
         found = {}
         encodings = self.encodings
-        for site, values in self._stored():
+        for site, values in stored_tensors(self._marked, self.plan):
             spec = self.plan.decisions[site].spec
             if site in encodings:
                 found[site] = encodings[site].fake_quantize(values)
@@ -277,45 +302,7 @@ class OnnxSim:
             self._session = simulation_session(self._current())
         return self._session
 
-    def _stored(self) -> Iterator[tuple[str, Array]]:
-        """Site -> float value of every marked stored tensor."""
-        stored = initializers(self._marked.graph)
-        roots: dict[str, str] = {}
-        for node in self._marked.graph.node:
-            if is_mark(node):
-                root = roots[node.output[0]] = roots.get(node.input[0], node.input[0])
-                site = str(attributes(node)["key"])
-                if root in stored and site in self.plan.decisions:
-                    yield site, array(stored[root])
-
-    def _weight_encodings(self) -> dict[str, Encoding]:
-        found = {}
-        for site, values in self._stored():
-            decision = self.plan.decisions[site]
-            if decision.spec is None or not decision.quantized or decision.tied_to or decision.kind == "bias":
-                continue  # a bias follows from its input and weight, or keeps what its file said
-            if not np.isfinite(values).all():
-                raise DataError(f"NaN or inf in the stored tensor at {site}; load a model that is finite")
-            found[site] = encoding_from_range(range_of(values, decision.spec), decision.spec)
-        return found
-
-    def _make_room_for_biases(self, found: dict[str, Encoding], frozen: Mapping[str, Encoding]) -> None:
-        """Widen the weight scales under which a bias would not fit int32."""
-        for site, bias in self._stored():
-            source, weight = self.plan.decisions[site].bias_of or ("", "")
-            if weight in found and weight not in frozen:
-                known = frozen[source] if source in frozen else found[source]
-                found[weight] = with_room_for(bias, known, found[weight])
-
-    def _encoding(self, decision: Decision) -> Encoding:
-        if decision.bias_of is None:
-            return self._own[decision.encoding_site]
-        spec, (source, weight) = decision.spec, (self._own[site] for site in decision.bias_of)
-        assert spec is not None
-        scale = source.scale * weight.scale
-        return Encoding(spec.dtype, scale, np.zeros(scale.shape, np.int32), axis_of(spec.granularity))
-
-
-def _row(site: str, encoding: Encoding) -> dict[str, Any]:
-    low, high = float(encoding.low.min()), float(encoding.high.max())
-    return {"site": site, "dtype": encoding.dtype.name, "low": low, "high": high, "scales": encoding.scale.size}
+    def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:
+        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        wanted = set(sites)
+        return {site: values for site, values in stored_tensors(self._marked, self.plan) if site in wanted}

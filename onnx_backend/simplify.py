@@ -1,67 +1,207 @@
-"""Simplifying a traced model: constants that are computed from constants, and ops that change nothing.
+"""Simplifying a model: constants that are computed from constants, branches that are decided, ops that change nothing.
 
-Small values only (bounds, axes, shapes): a weight is never touched, so that every mark keeps its initializer.
+Small values only (bounds, axes, shapes). In a traced model a weight is never touched, so that every mark keeps its
+initializer; in a user's file, views of weights are folded too, so that every weight is seen as stored.
 """
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.fold_constants import LARGEST, fold, is_view
+from onnx_backend.inline_branches import taken_branch
 from onnx_backend.model import (
+    array,
     attributes,
     consumers,
     drop_unused_initializers,
     initializers,
     is_mark,
     lift_constants,
+    names_in,
     rename_inputs,
     replace_nodes,
 )
+from onnx_backend.rearrange import rearranged, takes_all
+from onnx_backend.skeleton import Types, declared_types, dtype_name
+from onnx_backend.subgraphs import has_bodies, reads
 
-_LARGEST = 1024  # elements of a constant that may be folded
-_NOT_FOLDED = frozenset({"QuantizeLinear", "DequantizeLinear", "RandomNormal", "RandomUniform", "Bernoulli", "If"})
+_LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
+_CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if code != TensorProto.UNDEFINED}
 
 
-def simplify(model: ModelProto) -> ModelProto:
-    """Give a copy in which small constant expressions are initializers and Identity and idle casts are gone."""
-    result = ModelProto()
-    result.CopyFrom(model)
+def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
+    """Simplify a traced model, or a user's own.
+
+    Args:
+        model: traced with marks; or unmarked, which is changed in place.
+        types: what is known of an unmarked model's tensors; None for a traced model, which declares them.
+
+    Returns:
+        A copy of a traced model, or the unmarked model itself.
+    """
+    if types is None:
+        result = ModelProto()
+        result.CopyFrom(model)
+    else:
+        result = model
     lift_constants(result)
     graph = result.graph
-    stored = initializers(graph)
-    small = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if _is_small(tensor.dims)}
-    kept: list[NodeProto] = []
-    outputs = {info.name for info in graph.output}
-    bypassed: dict[str, str] = {}
-    for node in graph.node:
-        rename_inputs([node], bypassed)
-        if node.op_type == "CastLike":
-            _to_cast(node, result, stored)
-        folded = _static_shape(node, result) or _fold(node, small, result)
-        if folded is None:
-            _drop_bias_of_zeros(node, small)
-            if _changes_nothing(node, result, stored) and node.output[0] not in outputs:
-                bypassed[node.output[0]] = node.input[0]
-            else:
-                kept.append(node)
-            continue
-        for name, value in folded.items():
-            small[name] = value
-            tensor = numpy_helper.from_array(value, name)
-            stored[name] = tensor
-            graph.initializer.append(tensor)
-    replace_nodes(graph, kept)
+    walk = _Walk(result, types)
+    pending = deque(graph.node)
+    while pending:
+        node = pending.popleft()
+        rename_inputs([node], walk.bypassed)
+        branch = walk.decided(node)
+        if branch is None:
+            walk.visit(node)
+        else:
+            pending.extendleft(reversed(branch))
+    replace_nodes(graph, walk.kept if types is None else _read_at_last(walk.kept, walk.outputs))
     join_splits(graph)
     drop_unused_initializers(graph)
     return result
 
 
+def _read_at_last(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
+    """The nodes whose results reach an output of the model."""
+    kept, wanted = [], set(outputs)
+    for node in reversed(nodes):
+        if wanted.intersection(node.output):
+            wanted.update(reads(node))
+            kept.append(node)
+    return kept[::-1]
+
+
+class _Walk:
+    """What is known while nodes are visited in order."""
+
+    def __init__(self, model: ModelProto, types: Types | None) -> None:
+        self.graph, self.own = model.graph, types is not None
+        self.types = dict(declared_types(model.graph) if types is None else types)
+        self.stored = initializers(model.graph)
+        self.small = {name: array(tensor) for name, tensor in self.stored.items() if _is_small(tensor.dims)}
+        self.outputs = {info.name for info in model.graph.output}
+        self.opsets = {entry.domain: entry.version for entry in model.opset_import}
+        self.bypassed: dict[str, str] = {}
+        self.kept: list[NodeProto] = []
+        self.taken: set[str] | None = None
+
+    def decided(self, node: NodeProto) -> list[NodeProto] | None:
+        """The nodes of the branch that an If with a constant condition takes, or None."""
+        if node.op_type != "If" or not node.input or node.input[0] not in self.small:
+            return None
+        if self.taken is None:
+            self.taken = names_in(self.graph)
+        nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self.taken)
+        for tensor in stored:
+            self._store(tensor)
+        return nodes
+
+    def visit(self, node: NodeProto) -> None:
+        """Fold a node, drop it, or keep it."""
+        if is_mark(node) or has_bodies(node):
+            self.kept.append(node)
+            return
+        if node.op_type == "CastLike":
+            self._to_cast(node)
+        computed = fold(node, self.small, self.opsets, weights_stay=self.own, limit=_LARGEST_MASK)
+        self.small.update(computed or {})  # a mask is made in several steps
+        folded = self._static_shape(node) or computed
+        if folded is None:
+            folded = self._view_of_weight(node) if self.own else rearranged(node, self.stored, self.opsets)
+        if folded is not None:
+            for name, value in folded.items():
+                self._store(numpy_helper.from_array(value, name))
+            return
+        _drop_bias_of_zeros(node, self.small)
+        if self._changes_nothing(node) or (takes_all(node, self.small) and node.output[0] not in self.outputs):
+            self.bypassed[node.output[0]] = node.input[0]
+        else:
+            self.kept.append(node)
+
+    def _store(self, tensor: TensorProto) -> None:
+        self.graph.initializer.append(tensor)
+        self.stored[tensor.name] = self.graph.initializer[-1]
+        if _is_small(tensor.dims):
+            self.small[tensor.name] = array(tensor)
+
+    def _dtype(self, name: str) -> str:
+        if name in self.stored:
+            return dtype_name(self.stored[name].data_type)
+        return self.types.get(name, ("", None))[0]
+
+    def _static_shape(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+        """The value of a Shape node whose input has no dynamic dimension in the range it asks for."""
+        if node.op_type != "Shape" or node.domain not in ("", "ai.onnx"):
+            return None
+        name = node.input[0]
+        shape = tuple(self.stored[name].dims) if name in self.stored else self.types.get(name, ("", None))[1]
+        if shape is None:
+            return None
+        facts = attributes(node)
+        dims = shape[facts.get("start", 0) : facts.get("end")]
+        if not all(isinstance(dim, int) for dim in dims):
+            return None
+        return {node.output[0]: np.array(dims, np.int64)}
+
+    def _view_of_weight(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+        """A weight of any size that is stored in another shape or type than it is used in."""
+        if not is_view(node) or not node.input or node.input[0] not in self.stored:
+            return None
+        source = self.stored[node.input[0]]
+        if dtype_name(source.data_type) not in ("float32", "float16", "bfloat16", "float64"):
+            return None
+        value = array(source)
+        if node.op_type == "Cast":
+            to = attributes(node).get("to")
+            if to != TensorProto.FLOAT:
+                return None
+            with np.errstate(over="ignore"):
+                return {node.output[0]: value.astype(np.float32)}
+        shape = self._shape_of_view(node, value)
+        return None if shape is None else {node.output[0]: value.reshape(shape)}
+
+    def _shape_of_view(self, node: NodeProto, value: npt.NDArray[Any]) -> tuple[int, ...] | None:
+        """Let the small fold say the shape, of a small stand-in that has as many dimensions of the same sizes."""
+        if value.size == 0 or any(name and name not in self.small for name in node.input[1:]):
+            return None
+        stand_in = np.broadcast_to(np.zeros(1, np.float32), value.shape)
+        found = fold(node, {**self.small, node.input[0]: stand_in}, self.opsets, weights_stay=False, limit=value.size)
+        return None if found is None else next(iter(found.values())).shape
+
+    def _to_cast(self, node: NodeProto) -> None:
+        """Turn CastLike into Cast where the type of its pattern is known."""
+        code = _CODES.get(self._dtype(node.input[1]))
+        if code is None:
+            return
+        node.op_type = "Cast"
+        del node.input[1:]
+        del node.attribute[:]
+        node.attribute.append(helper.make_attribute("to", code))
+
+    def _changes_nothing(self, node: NodeProto) -> bool:
+        """Whether a node is Identity, or a Cast to the type its input has (`copy_` is traced as one)."""
+        if node.domain not in ("", "ai.onnx") or not node.output or node.output[0] in self.outputs:
+            return False
+        if node.op_type == "Identity":
+            # in a traced model a stored tensor keeps its own name for each reader
+            return self.own or node.input[0] not in self.stored
+        if node.op_type != "Cast":
+            return False
+        before = self._dtype(node.input[0])
+        return before != "" and _CODES.get(before) == attributes(node).get("to")
+
+
 def join_splits(graph: GraphProto) -> None:
     """Turn SplitToSequence with constant sizes, read only by SequenceAt at constant places, into Split, in place."""
+    if not any(node.op_type == "SplitToSequence" for node in graph.node):
+        return
     stored = initializers(graph)
     readers = consumers(graph.node)
     kept: list[NodeProto] = []
@@ -105,20 +245,6 @@ def _as_split(
     return helper.make_node("Split", [node.input[0], tensor.name], outputs, name=node.name, axis=axis)
 
 
-def _static_shape(node: NodeProto, model: ModelProto) -> dict[str, npt.NDArray[Any]] | None:
-    """The value of a Shape node whose input has no dynamic dimension in the range it asks for."""
-    if node.op_type != "Shape":
-        return None
-    known = {info.name: info for info in (*model.graph.value_info, *model.graph.input)}.get(node.input[0])
-    if known is None or not known.type.tensor_type.HasField("shape"):
-        return None
-    facts = attributes(node)
-    dims = list(known.type.tensor_type.shape.dim)[facts.get("start", 0) : facts.get("end")]
-    if not all(dim.HasField("dim_value") for dim in dims):
-        return None
-    return {node.output[0]: np.array([dim.dim_value for dim in dims], np.int64)}
-
-
 def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> None:
     """A convolution without a bias is traced with one of zeros."""
     is_conv = node.op_type in ("Conv", "ConvTranspose") and len(node.input) == 3
@@ -126,49 +252,5 @@ def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> 
         del node.input[2]
 
 
-def _is_small(shape: Any) -> bool:
-    return int(np.prod(list(shape), dtype=np.int64)) <= _LARGEST
-
-
-def _to_cast(node: NodeProto, model: ModelProto, stored: dict[str, Any]) -> None:
-    """Turn CastLike into Cast where the type of its pattern is known."""
-    code = _element_type(node.input[1], model, stored)
-    if code is None:
-        return
-    node.op_type = "Cast"
-    del node.input[1:]
-    del node.attribute[:]
-    node.attribute.append(helper.make_attribute("to", code))
-
-
-def _changes_nothing(node: NodeProto, model: ModelProto, stored: dict[str, Any]) -> bool:
-    """Whether a node is Identity, or a Cast to the type its input has (`copy_` is traced as one)."""
-    if node.op_type == "Identity":
-        return node.input[0] not in stored  # a stored tensor keeps its own name for each reader
-    if node.op_type != "Cast":
-        return False
-    before = _element_type(node.input[0], model, stored)
-    return before is not None and before == node.attribute[0].i
-
-
-def _element_type(name: str, model: ModelProto, stored: dict[str, Any]) -> int | None:
-    if name in stored:
-        return int(stored[name].data_type)
-    graph = model.graph
-    for info in (*graph.value_info, *graph.input, *graph.output):
-        if info.name == name and info.type.tensor_type.elem_type:
-            return int(info.type.tensor_type.elem_type)
-    return None
-
-
-def _fold(node: NodeProto, small: dict[str, npt.NDArray[Any]], model: ModelProto) -> dict[str, npt.NDArray[Any]] | None:
-    """The values of a node all of whose inputs are small constants, or None."""
-    if is_mark(node) or node.op_type in _NOT_FOLDED or node.domain not in ("", "ai.onnx"):
-        return None
-    names = [name for name in node.input if name]
-    if not names or any(name not in small for name in names) or any(a.HasField("g") for a in node.attribute):
-        return None
-    opsets = {entry.domain: entry.version for entry in model.opset_import}
-    values = ReferenceEvaluator(node, opsets=opsets).run(None, {name: small[name] for name in names})
-    found = {name: np.asarray(value) for name, value in zip([n for n in node.output if n], values, strict=True)}
-    return found if all(_is_small(value.shape) for value in found.values()) else None
+def _is_small(shape: Sequence[int]) -> bool:
+    return math.prod(shape) <= LARGEST

@@ -9,6 +9,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnx_backend.model import LARGEST_OPSET, array, attributes, constant_tensor, opset_of, producers
+from onnx_backend.skeleton import checkable, declares_outputs
 from qsdk.core.errors import FileFormatError
 from qsdk.core.report import Report
 
@@ -135,7 +136,7 @@ def _checker(model: ModelProto) -> Iterator[Finding]:
         return
     standard = all(entry.domain in ("", "ai.onnx") for entry in model.opset_import)
     try:
-        onnx.checker.check_model(model, full_check=standard)
+        onnx.checker.check_model(model if declares_outputs(model) else checkable(model), full_check=standard)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError) as error:
         problem = " ".join(str(error).split())
         yield Finding("", "checker", "error", problem, "export the model again, or correct it where the checker says")

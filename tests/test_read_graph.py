@@ -130,11 +130,21 @@ def test_marking_an_unmarked_model_keeps_sites_plan_and_values(build):
         assert make_plan(again, w8a8()).decisions[site] == decision
 
 
-def test_control_flow_is_refused_by_name():
+def test_what_a_body_captures_is_read_by_the_op_that_holds_it():
     branch = helper.make_graph([node("Identity", ["x"], ["o"])], "b", [], [helper.make_tensor_value_info("o", 1, None)])
     nodes = [node("If", ["c"], ["y"], "choose", then_branch=branch, else_branch=branch)]
-    with pytest.raises(ModelError, match="'choose' is If"):
-        read_graph(make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 4]}, {"c": np.array(True)}))
+    graph = read_graph(make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 4]}, {"c": np.array(True)}))
+    assert [graph.tensors[t].name for t in graph.ops[0].inputs] == ["c", "x"]
+    assert graph.ops[0].attributes == {}
+
+
+def test_a_site_inside_a_body_is_refused():
+    branch = helper.make_graph(
+        [mark_node("a:output", "x", "o")], "b", [], [helper.make_tensor_value_info("o", 1, None)]
+    )
+    nodes = [node("If", ["c"], ["y"], "choose", then_branch=branch, else_branch=branch)]
+    with pytest.raises(ModelError, match="sites lie inside the If 'choose'"):
+        read_graph(marked(nodes, {"y": ["n", 4]}, {"c": np.array(True)}))
 
 
 def test_functions_are_inlined():
@@ -188,7 +198,9 @@ def test_missing_external_data_is_named(tmp_path):
     tensor.ClearField("raw_data")
     tensor.external_data.add(key="location", value="weights.bin")
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(FileFormatError, match=r"model\.onnx keeps weights in another file"):
+    with pytest.raises(
+        FileFormatError, match=r"model\.onnx keeps the weight .w1. in the file .weights\.bin., which cannot be read"
+    ):
         load(tmp_path / "model.onnx")
 
 

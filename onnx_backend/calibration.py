@@ -1,0 +1,110 @@
+"""Calibration: ranges of activations streamed from data, ranges of stored tensors read at once."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.model import array, attributes, initializers, is_mark
+from onnx_backend.observe import SessionCache, observe
+from qsdk.core.bias import with_room_for
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import DataError
+from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stored
+from qsdk.core.plan import Plan
+from qsdk.core.ranges import encoding_from_range
+from qsdk.core.report import Report
+from qsdk.core.statistics import activation_encodings, observed
+
+
+def calibrated(
+    marked: ModelProto,
+    plan: Plan,
+    own: Mapping[str, Encoding],
+    batches: Iterable[Any],
+    *,
+    method: str = "min_max",
+    weight_method: str | None = None,
+    percentile: float = PERCENTILE,
+    progress: bool = True,
+    sessions: SessionCache | None = None,
+) -> tuple[dict[str, Encoding], Report]:
+    """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
+
+    Args:
+        marked: the float model with a mark at every site.
+        plan: what is wanted at each site.
+        own: the encodings there are; frozen ones stay.
+        batches: see `feeding.as_feeds`.
+        method: for activations.
+        weight_method: for stored tensors; `min_max` where it is None.
+        percentile: of the method of that name.
+        progress: show a progress bar.
+        sessions: keeps the session that observes for the next call.
+
+    Returns:
+        Site -> encoding, in place of `own`, and one row for every encoding that was found.
+
+    Raises:
+        ConfigError: an unknown method, or a percentile outside 50..100.
+        DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
+        CalibrationError: a site that no batch reached.
+    """
+    chosen = estimator(method, percentile)
+    for_weights = estimator(weight_method or "min_max", percentile)
+    frozen = {site: encoding for site, encoding in own.items() if encoding.frozen}
+    stored = list(stored_tensors(marked, plan))
+    found = _weight_encodings(plan, stored, for_weights)
+    wanted = observed(plan.decisions.values())
+    statistics = observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
+    found.update(activation_encodings(wanted.values(), statistics, frozen=frozen, known=own))
+    _make_room_for_biases(plan, stored, found, {**own, **found, **frozen}, frozen)
+    rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
+    return {**own, **found, **frozen}, Report("Calibration", rows, {"method": method, "sites": len(rows)})
+
+
+def stored_tensors(marked: ModelProto, plan: Plan) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Site -> float value of every marked stored tensor."""
+    stored = initializers(marked.graph)
+    roots: dict[str, str] = {}
+    for node in marked.graph.node:
+        if is_mark(node):
+            root = roots[node.output[0]] = roots.get(node.input[0], node.input[0])
+            site = str(attributes(node)["key"])
+            if root in stored and site in plan.decisions:
+                yield site, array(stored[root])
+
+
+def _weight_encodings(
+    plan: Plan, stored: Iterable[tuple[str, npt.NDArray[Any]]], chosen: Estimator
+) -> dict[str, Encoding]:
+    found = {}
+    for site, values in stored:
+        decision = plan.decisions[site]
+        if decision.spec is None or not decision.quantized or decision.tied_to or decision.kind == "bias":
+            continue  # a bias follows from its input and weight, or keeps what its file said
+        if not np.isfinite(values).all():
+            raise DataError(f"NaN or inf in the stored tensor at {site}; load a model that is finite")
+        found[site] = encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
+    return found
+
+
+def _make_room_for_biases(
+    plan: Plan,
+    stored: Iterable[tuple[str, npt.NDArray[Any]]],
+    found: dict[str, Encoding],
+    known: Mapping[str, Encoding],
+    frozen: Collection[str],
+) -> None:
+    """Widen the weight scales under which a bias would not fit int32."""
+    for site, bias in stored:
+        source, weight = plan.decisions[site].bias_of or ("", "")
+        if weight in found and weight not in frozen:
+            found[weight] = with_room_for(bias, known[source], found[weight])
+
+
+def _row(site: str, encoding: Encoding) -> dict[str, Any]:
+    low, high = float(encoding.low.min()), float(encoding.high.max())
+    return {"site": site, "dtype": encoding.dtype.name, "low": low, "high": high, "scales": encoding.scale.size}

@@ -1,0 +1,138 @@
+"""A model without its large weights: what shape inference and the version converter need, and cheap to copy."""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, TypeProto, helper
+
+from onnx_backend.model import replace_nodes
+from qsdk.core.errors import ModelError
+
+LARGE = 4096  # weights beyond this many elements are left out
+Shape = tuple[int | str | None, ...]
+Types = Mapping[str, tuple[str, Shape | None]]
+
+
+def skeleton(model: ModelProto, *, value_info: bool = True) -> ModelProto:
+    """Copy a model, each large weight replaced by a graph input of its name, type and shape."""
+    light = ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph = light.graph
+    graph.name = model.graph.name or "graph"
+    graph.input.extend(model.graph.input)
+    graph.output.extend(model.graph.output)
+    graph.node.extend(model.graph.node)
+    graph.sparse_initializer.extend(model.graph.sparse_initializer)
+    if value_info:
+        graph.value_info.extend(model.graph.value_info)
+    given = {value.name for value in graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= LARGE:
+            graph.initializer.append(tensor)
+        elif tensor.name not in given:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return light
+
+
+def checkable(model: ModelProto) -> ModelProto:
+    """A skeleton that onnx's checker can judge: outputs whose shape nothing tells get one, which it insists on."""
+    light = skeleton(model)
+    for value in light.graph.output:
+        if _lacks_shape(value):
+            value.type.tensor_type.shape.SetInParent()
+    return light
+
+
+def declares_outputs(model: ModelProto) -> bool:
+    """Whether every output declares a shape."""
+    return not any(_lacks_shape(value) for value in model.graph.output)
+
+
+def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+
+
+def refilled(light: ModelProto, model: ModelProto) -> ModelProto:
+    """Give `model` the nodes and small weights of a changed skeleton of it, in place; its large weights stay."""
+    kept = [index for index, tensor in enumerate(model.graph.initializer) if math.prod(tensor.dims) <= LARGE]
+    for index in reversed(kept):
+        del model.graph.initializer[index]
+    model.graph.initializer.extend(light.graph.initializer)
+    replace_nodes(model.graph, light.graph.node)
+    del model.graph.value_info[:]
+    del model.opset_import[:]
+    model.opset_import.extend(light.opset_import)
+    return model
+
+
+def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tuple[str, Shape | None]]:
+    """Tensor name -> dtype and shape, where they can be inferred; inside bodies too.
+
+    Args:
+        model: standard ONNX, without marks.
+        trust_declared: take the shapes that the model declares for inner tensors and outputs; else only their dtypes,
+            where inference finds none.
+
+    Raises:
+        ModelError: the types contradict each other.
+    """
+    light = skeleton(model, value_info=trust_declared)
+    if not trust_declared:
+        for value in light.graph.output:
+            if value.type.HasField("tensor_type"):
+                value.type.tensor_type.ClearField("shape")
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise ModelError(f"the model's types contradict each other: {error}; run qsdk.validate on it") from error
+    found: dict[str, tuple[str, Shape | None]] = {}
+    if not trust_declared:
+        found = {value.name: (_type(value.type)[0], None) for value in model.graph.value_info}
+    _collect(inferred.graph, found)
+    return found
+
+
+def declared_types(graph: onnx.GraphProto) -> dict[str, tuple[str, Shape | None]]:
+    """Tensor name -> dtype and shape, as a graph itself declares them."""
+    found: dict[str, tuple[str, Shape | None]] = {}
+    _collect(graph, found)
+    return found
+
+
+def _collect(graph: onnx.GraphProto, found: dict[str, tuple[str, Shape | None]]) -> None:
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        dtype, shape = _type(value.type)
+        if dtype or value.name not in found:
+            found[value.name] = dtype, shape
+
+
+def _type(proto: TypeProto) -> tuple[str, Shape | None]:
+    tensor = proto.tensor_type
+    if not proto.HasField("tensor_type"):
+        return proto.WhichOneof("value") or "", None  # a sequence, map or optional is no tensor
+    if not tensor.elem_type:
+        return "", None
+    if not tensor.HasField("shape"):
+        return dtype_name(tensor.elem_type), None
+    return dtype_name(tensor.elem_type), tuple(_dimension(dim) for dim in tensor.shape.dim)
+
+
+def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    return str(dim.dim_param) or None
+
+
+@cache
+def dtype_name(code: int) -> str:
+    """The NumPy-style name of a TensorProto type, `str` for strings and "" for a code that ONNX does not know."""
+    if code == TensorProto.STRING:
+        return "str"
+    try:
+        return str(np.dtype(helper.tensor_dtype_to_np_dtype(code)).name)
+    except KeyError:
+        return ""

@@ -1,0 +1,84 @@
+"""The bodies of If, Loop and Scan: what they hold, and what they read from outside."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from onnx import AttributeProto, GraphProto, NodeProto
+
+
+def bodies(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
+    """The graphs that a node carries, with the names of their attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.name, attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            for index, graph in enumerate(attribute.graphs):
+                yield f"{attribute.name}{index}", graph
+
+
+def has_bodies(node: NodeProto) -> bool:
+    """Whether a node carries graphs."""
+    return any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute)
+
+
+def captured(node: NodeProto) -> list[str]:
+    """The tensors that a node's bodies read from outside, each once, in order."""
+    found: dict[str, None] = {}
+    for _, graph in bodies(node):
+        found.update(dict.fromkeys(_outer(graph)))
+    return list(found)
+
+
+def reads(node: NodeProto) -> list[str]:
+    """Every tensor that a node reads, by name or in its bodies, each once; absent inputs are left out."""
+    inner = captured(node) if has_bodies(node) else ()
+    return [name for name in dict.fromkeys((*node.input, *inner)) if name]
+
+
+def _outer(graph: GraphProto) -> Iterator[str]:
+    own = _own_names(graph)
+    for node in graph.node:
+        for name in reads(node):
+            if name not in own:
+                yield name
+    for value in graph.output:
+        if value.name and value.name not in own:
+            yield value.name
+
+
+def _own_names(graph: GraphProto) -> set[str]:
+    own = {value.name for value in (*graph.input, *graph.initializer)}
+    for node in graph.node:
+        own.update(node.output)
+    return own
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Nodes and the nodes of their bodies, at every depth."""
+    for node in nodes:
+        yield node
+        for _, graph in bodies(node):
+            yield from all_nodes(graph.node)
+
+
+def names_of(graph: GraphProto) -> Iterator[str]:
+    """Every tensor and node name of a graph and of its bodies."""
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        yield value.name
+    for node in graph.node:
+        yield node.name
+        yield from node.input
+        yield from node.output
+        for _, body in bodies(node):
+            yield from names_of(body)
+
+
+def rename_reads(node: NodeProto, renamed: Mapping[str, str]) -> None:
+    """Let a node, and its bodies where a name comes from outside, read the new names, in place."""
+    for position, name in enumerate(node.input):
+        if name in renamed:
+            node.input[position] = renamed[name]
+    for _, graph in bodies(node):
+        own = _own_names(graph)
+        outer = {old: new for old, new in renamed.items() if old not in own} if own & renamed.keys() else renamed
+        for inner in graph.node:
+            rename_reads(inner, outer)
