@@ -62,8 +62,8 @@ def quantize(
 
     Args:
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
-        example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords; None will do
-            for an ONNX model.
+        example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
+            model is raised and compared on it; None will do there, and takes random inputs.
         config: what is wanted where; see `qsdk.w8a8` and its kin. None opens a Q/DQ ONNX model with its encodings.
         in_place: wrap the module itself, for models too large to copy.
         fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.

@@ -88,6 +88,21 @@ def test_house_rules(name: str):
     assert list(violations(name, (ROOT / name).read_text(encoding="utf-8"))) == []
 
 
+def packages_read(source: str) -> set[str]:
+    """The packages of the house that a file imports from."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.split(".")[0] for name in names} & set(PACKAGES)
+
+
+def test_only_the_verbs_know_both_doors():
+    both = {name for name in sources() if {"torch_bridge", "onnx_backend"} <= packages_read((ROOT / name).read_text())}
+    verbs = {str(path.relative_to(ROOT)) for path in (ROOT / "qsdk").glob("verbs_*.py")}
+    assert both <= {"qsdk/workflow.py", *verbs}
+    assert "qsdk/workflow.py" in both
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

@@ -33,7 +33,8 @@ def encodings(draw):
 @settings(deadline=None)
 def test_every_digit_survives(given_encodings):
     text = dumps(given_encodings, {"tool": "qsdk", "tags": [1, "zwei"]})
-    back, provenance = loads(text, "model.encodings.json")
+    read = loads(text, "model.encodings.json")
+    back, provenance = read.encodings, read.provenance
     assert back == given_encodings
     assert list(back) == list(given_encodings)
     assert [e.frozen for e in back.values()] == [e.frozen for e in given_encodings.values()]
@@ -80,9 +81,9 @@ def changed(**fields):
         ("{}", "m.json is no qsdk.encodings file"),
         ("3", "m.json is no qsdk.encodings file"),
         ('{"version": "1.0.0", "activation_encodings": []}', "m.json is no qsdk.encodings file"),
-        (GOOD.replace('"version": 1', '"version": 99'), "version 99.*update qsdk"),
-        (GOOD.replace('"version": 1', '"version": "1"'), "version '1'"),
-        (GOOD.replace('"version": 1', '"version": true'), "version True"),
+        (GOOD.replace('"version": 2', '"version": 99'), "version 99.*update qsdk"),
+        (GOOD.replace('"version": 2', '"version": "1"'), "version '1'"),
+        (GOOD.replace('"version": 2', '"version": true'), "version True"),
         (GOOD.replace('"encodings": {', '"encodings": 3, "other": {'), "no mapping under 'encodings'"),
         (GOOD.replace('"provenance": {"tool": "qsdk"}', '"provenance": []'), "no mapping under"),
         (GOOD.replace('"tool"', '"a": 1, "a"'), "names 'a' twice"),

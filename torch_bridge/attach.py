@@ -11,12 +11,14 @@ from qsdk.core.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.runtime import Runtime
-from torch_bridge.wrapper import state_of
+from torch_bridge.wrapper import drop_quantizers, state_of
 
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:
-    """Give every quantized site its quantizer; `silent` sites exist but keep float32."""
+    """Give every quantized site its quantizer, in place of those there are; `silent` sites exist but keep float32."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    for module in modules.values():
+        drop_quantizers(module)
     runtime.quantizers = dict.fromkeys(silent)
     for site, decision in plan.decisions.items():
         runtime.quantizers[site] = None if decision.spec is None else _quantizer(modules, decision)

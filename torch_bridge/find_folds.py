@@ -27,7 +27,7 @@ def find_folds(model: nn.Module, wiring: Wiring, config: QuantConfig) -> tuple[l
 def _fold_or_reason(
     path: str, norm: nn.Module, modules: dict[str, nn.Module], wiring: Wiring, config: QuantConfig
 ) -> Fold | str:
-    if config.names(path):
+    if config.names(path, "BatchNormalization"):
         return "a rule names it"
     if wiring.calls[path] != 1:
         return f"it runs {wiring.calls[path]} times in one forward pass"

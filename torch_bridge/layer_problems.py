@@ -173,6 +173,8 @@ def _layers_of(sim: QuantSim) -> tuple[list[_Layer], list[dict[str, Any]]]:
             rows.append(_row(site, note=f"{type(module).__mro__[2].__name__} has a forward of its own"))
         elif not quantizer.owns_encoding:
             rows.append(_row(site, note=f"shares the encoding of {decision.tied_to}"))
+        elif quantizer.frozen:
+            rows.append(_row(site, note="its encoding is frozen"))
         elif len(readers[module.weight]) > 1:
             rows.append(_row(site, note=f"one parameter is read by {', '.join(readers[module.weight])}"))
         else:

@@ -58,8 +58,7 @@ def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bo
     given = as_example(example)
     own = model if in_place else _copied(model)
     declared = config.layers or {}
-    float_patterns = [r.pattern for r in config.rules if r.weight is not None and r.weight.kind == "float"]
-    require_known(own, declared, float_patterns)
+    require_known(own, declared, config.float_patterns())
     modes = {module: module.training for module in own.modules()} if in_place else {}
     undone: list[Callable[[], None]] = []
 

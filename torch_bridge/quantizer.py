@@ -121,8 +121,23 @@ class Quantizer:
             zero_point.astype(np.int32),
             axis_of(granularity),
             block_size_of(granularity),
-            self.frozen,
+            self.is_frozen,
         )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the encoding is frozen: its own, the shared one, or both that a bias derives from."""
+        if self.factors is not None:
+            return all(factor.is_frozen for factor in self.factors)
+        return self.frozen if self.home is None else self.home.is_frozen
+
+    def become(self, encoding: Encoding | None) -> None:
+        """Have this encoding of its own, frozen or not; None makes it uncalibrated."""
+        self.frozen = encoding is not None and encoding.frozen
+        if encoding is None:
+            self.owner._buffers.update(dict.fromkeys(self.buffer_names))
+        elif not self.calibrated or self.encoding() != encoding:
+            self.set_encoding(encoding)
 
     def set_encoding(self, encoding: Encoding) -> None:
         """Install an encoding in the owner's buffers, on the device of the owner or else of the model."""

@@ -1,7 +1,7 @@
 """The sim of an nn.Module: model, plan and quantizers."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,40 +10,62 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.config import QuantConfig
 from qsdk.core.coverage import coverage_report, explanation
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.graph import Graph
 from qsdk.core.plan import Plan
+from qsdk.core.replan import replanned
 from qsdk.core.report import Report
-from qsdk.core.site import matches, nearest_owners, owner_of
+from qsdk.core.sim_state import SimState
+from qsdk.core.stateful import StatefulSim
+from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
 from torch_bridge.prepare import Prepared
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.runtime import Runtime
+from torch_bridge.stored import find_stored
 from torch_bridge.training import parameter_groups, training
 from torch_bridge.wrapper import state_of, unwrap_model
 
 
-class QuantSim:
+class QuantSim(StatefulSim):
     """A simulated quantized model.
 
     `sim(x)` runs the model as the exported file would; `sim.model` is an ordinary nn.Module.
 
     Attributes:
         model: the wrapped module.
+        graph: what was read from its trace.
+        config: what was asked for.
         plan: what was decided for every site.
         example: the arguments it was traced with.
+        quantized_with: the config that decided which BatchNorms were folded.
+        fold_batch_norm: whether any were.
         not_exercised: sites that exist only in the traced graph.
     """
 
-    def __init__(self, prepared: Prepared, plan: Plan, dead: Sequence[str], not_exercised: Sequence[str]) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        graph: Graph,
+        config: QuantConfig,
+        plan: Plan,
+        dead: Sequence[str],
+        not_exercised: Sequence[str],
+        *,
+        fold_batch_norm: bool,
+    ) -> None:
         self.model: nn.Module = prepared.model
-        self.plan = plan
+        self.graph, self.config, self.plan = graph, config, plan
         self.example: Example = prepared.example
+        self.quantized_with, self.fold_batch_norm = config, fold_batch_norm
         self.not_exercised = tuple(not_exercised)
         self._dead = tuple(dead)
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
+        attach(self.model, self.runtime, plan, self._dead)
 
     @property
     def runtime(self) -> Runtime:
@@ -108,19 +130,47 @@ class QuantSim:
         """The encodings found so far."""
         return {site: self.quantizers[site].encoding() for site, ready in self.ready().items() if ready}
 
-    def freeze(self, match: str = "*") -> int:
-        """Freeze the encodings of all owners that match: neither calibrated, trained nor searched; gives their number.
+    def snapshot(self) -> SimState:
+        """The state as it is: config, plan and encodings. It holds no weights, and costs no more than a dictionary."""
+        quantizers = self.quantizers.items()
+        own = {site: q.encoding() for site, q in quantizers if q.owns_encoding and q.calibrated}
+        return SimState(self.config, self.plan, own)
+
+    def restore(self, state: SimState) -> None:
+        """Be again what a snapshot says.
 
         Raises:
-            ConfigError: nothing matches.
+            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer.
         """
-        found = [q for q in self.quantizers.values() if q.owns_encoding and matches(match, owner_of(q.site))]
-        if not found:
-            near = ", ".join(nearest_owners(match, [owner_of(site) for site in self.quantizers]))
-            raise ConfigError(f"freeze({match!r}) matches no owner in the model; the nearest are: {near}")
-        for quantizer in found:
-            quantizer.frozen = True
-        return len(found)
+        if any(q.log_scale_name in q.owner._parameters for q in self.quantizers.values()):
+            raise ConfigError("scales are being learned; leave the training block before you change the sim")
+        assert state.config is not None
+        before, self.config, self.plan = self.plan, state.config, state.plan
+        if state.plan is not before:
+            attach(self.model, self.runtime, state.plan, self._dead)
+        for site, quantizer in self.quantizers.items():
+            if quantizer.owns_encoding:
+                quantizer.become(state.own.get(site))
+
+    def planned(self, config: QuantConfig) -> SimState:
+        """The state that another config leads to, without data.
+
+        Raises:
+            ConfigError: a rule matches nothing.
+            DataError: NaN or inf in a weight whose encoding is derived anew.
+        """
+        extra = (*self.folded, *self._unfolded)
+        return replanned(self.snapshot(), self.graph, config, self.stored_floats, extra_owners=extra)
+
+    @property
+    def folded(self) -> Collection[str]:
+        """The paths of the BatchNorms that were folded."""
+        return self._folded
+
+    def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
+        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        found = {site: find_stored(self.model, site) for site in sites}
+        return {site: x.detach().float().cpu().numpy() for site, x in found.items() if x is not None}
 
     @contextmanager
     def training(self, *, learn_scales: bool = False) -> Iterator[nn.Module]:
@@ -164,12 +214,9 @@ class QuantSim:
 def stored_values(sim: QuantSim) -> dict[str, npt.NDArray[np.float32]]:
     """Site -> fake-quantized value of every stored tensor, as the simulation reads it."""
     found = {}
-    modules = dict(sim.model.named_modules())
     for site, quantizer in sim.quantizers.items():
         if quantizer.decision.kind in ("weight", "bias"):
-            owner, _, port = site.rpartition(":")
-            module = modules.get(owner, sim.model)
-            raw = {**module._parameters, **module._buffers}.get(port)
+            raw = find_stored(sim.model, site)
             if raw is not None:
                 with torch.no_grad():
                     found[site] = quantizer(raw.detach()).cpu().numpy().copy()

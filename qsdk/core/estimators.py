@@ -88,7 +88,7 @@ def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) ->
             low, high = (np.asarray(end, np.float32) for end in ends)
             return Range(low, high)
         case "mse" | "tf_enhanced":
-            points = _Points(histogram.centers.astype(np.float32), histogram.counts, histogram.width, full)
+            points = _Points(histogram.centers.astype(np.float32), histogram.counts, full)
             return _least_moved(points, spec, _GAMMA if chosen.name == "tf_enhanced" else 1.0)
         case "entropy":
             return _most_alike(histogram, spec)
@@ -123,7 +123,7 @@ def _range_of_groups(values: FloatArray, spec: Spec, chosen: Estimator) -> Range
     if chosen.name in ("mse", "tf_enhanced") and values.shape[1] <= BINS:
         # few values: they themselves, rather than the bins they would fall into
         full = Range(values.min(axis=1), values.max(axis=1))
-        points = _Points(values, np.ones(values.shape), np.zeros(len(values)), full)
+        points = _Points(values, np.ones(values.shape), full)
         return _least_moved(points, spec, _GAMMA if chosen.name == "tf_enhanced" else 1.0)
     # a bin for each value is enough
     bins = min(max(values.shape[1], _FEWEST_BINS), BINS)
@@ -153,11 +153,10 @@ def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.ND
 
 @dataclass(frozen=True)
 class _Points:
-    """Values [G, n], how often each occurs, [G, n], how wide the bin is that it stands for, [G], and their extremes."""
+    """Values [G, n], how often each occurs, [G, n], and the extremes of each group."""
 
     values: FloatArray
     counts: npt.NDArray[np.float64]
-    width: npt.NDArray[np.float64]
     full: Range
 
 
@@ -213,12 +212,6 @@ def _cost(
     error *= error
     ends = (dtype.lo - z) * s, (dtype.hi - z) * s
     outside = (x < ends[0]) | (x > ends[1])
-    if dtype.is_integer:
-        # a step finer than a bin: its middle says nothing, the values in it are off by s**2 / 12 on average
-        finer = scale < 2 * points.width
-        if finer.any():
-            even = np.broadcast_to((scale**2 / np.float32(12))[:, :, None], error.shape)
-            np.copyto(error, even, where=finer[:, :, None] & ~outside)
     if gamma != 1:
         np.multiply(error, np.float32(gamma), out=error, where=outside)
     return np.asarray(np.einsum("cgn,gn->cg", error, points.counts))

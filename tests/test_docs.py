@@ -1,0 +1,37 @@
+"""The Python of the guides runs as it stands, on the demo network."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qsdk.demo.data import load
+from qsdk.demo.model import load_pretrained
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def block_of(name: str) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+    return block
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch) -> dict:
+    monkeypatch.chdir(tmp_path)
+    data = load()
+    images, labels = (torch.from_numpy(part[:64]) for part in (data.calibration_images, data.calibration_labels))
+
+    def accuracy(sim) -> float:
+        return float((sim(images).argmax(1) == labels).float().mean())
+
+    return {"model": load_pretrained(), "example": images[:2], "batches": [images], "accuracy": accuracy}
+
+
+def test_the_guide_to_precision_runs(names: dict):
+    exec(compile(block_of("precision.md"), "precision.md", "exec"), names)
+    images = names["batches"][0]
+    assert torch.equal(names["again"](images), names["sim"](images))
+    assert names["report"].summary["met"]
+    assert names["sim"].encodings["head:weight"].dtype.name == "int8"

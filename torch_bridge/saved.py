@@ -1,0 +1,123 @@
+"""What a saved sim of an nn.Module holds besides its state: the weights and the example, read without running code."""
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ExportError, FileFormatError, ModelError
+from qsdk.core.sim_file import Part
+from torch_bridge.batches import Example
+from torch_bridge.sim import QuantSim
+from torch_bridge.wrapper import state_of
+
+WEIGHTS, EXAMPLE = "weights.pt", "example.pt"
+
+
+def parts_of(sim: QuantSim) -> dict[str, Part]:
+    """The parts of a sim's file: its state_dict without encodings, and the arguments that it was traced with.
+
+    Raises:
+        ExportError: they hold objects that can only be read by running code.
+    """
+    own = _encoding_keys(sim.model)
+    weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
+    example = {"args": sim.example.args, "kwargs": dict(sim.example.kwargs)}
+    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
+        _require_plain(what, value)
+
+    def write_weights(stream: IO[bytes]) -> None:
+        torch.save(weights, stream)
+
+    def write_example(stream: IO[bytes]) -> None:
+        torch.save(example, stream)
+
+    return {WEIGHTS: write_weights, EXAMPLE: write_example}
+
+
+def read_example(parts: Mapping[str, bytes], where: str) -> Example:
+    """The arguments that the sim was traced with, on the CPU.
+
+    Raises:
+        FileFormatError: they are missing or damaged.
+    """
+    read = _read(parts, EXAMPLE, where)
+    try:
+        return Example(tuple(read["args"]), dict(read["kwargs"]))
+    except (KeyError, TypeError) as error:
+        raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
+
+
+def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
+    """Give a sim the weights of a file.
+
+    Raises:
+        FileFormatError: they are missing or damaged.
+        ModelError: they are those of another model.
+    """
+    weights = _read(parts, WEIGHTS, where)
+    present = sim.model.state_dict()
+    for name, value in weights.items():
+        known = present.get(name)
+        if isinstance(value, Tensor) and isinstance(known, Tensor) and known.dtype != value.dtype:
+            raise ModelError(
+                f"{name} is {known.dtype} in the model and {value.dtype} in {where}; convert the model first"
+            )
+    try:
+        sim.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{where} holds the weights of another model: {error}; pass the one it was saved from"
+        ) from error
+
+
+def on_device_of(model: nn.Module, example: Example) -> Example:
+    """The example on the device of the model's first tensor."""
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    args = tuple(_moved(value, device) for value in example.args)
+    return Example(args, {name: _moved(value, device) for name, value in example.kwargs.items()})
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return value
+
+
+def _encoding_keys(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for quantizer in state_of(module).quantizers:
+            found.update(f"{path}.{name}" if path else name for name in quantizer.buffer_names)
+    return found
+
+
+def _require_plain(what: str, value: Any) -> None:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
+    except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
+        raise ExportError(
+            f"{what} cannot be saved as plain data: {str(error).splitlines()[0]}; use tensors, numbers, strings, "
+            "tuples, lists and dicts"
+        ) from error
+
+
+def _read(parts: Mapping[str, bytes], name: str, where: str) -> Any:
+    if name not in parts:
+        raise FileFormatError(f"{where} has no {name}; write the file again with qsdk.save(sim, path)")
+    try:
+        return torch.load(io.BytesIO(parts[name]), map_location="cpu", weights_only=True)
+    except (pickle.PickleError, RuntimeError, EOFError, ValueError) as error:
+        raise FileFormatError(
+            f"{name} in {where} is damaged ({str(error).splitlines()[0]}); write it again with qsdk.save(sim, path)"
+        ) from error
