@@ -1,32 +1,35 @@
-"""Observing ranges while a model runs: one reduction per site and batch, one look at the device per batch."""
+"""Observing a model while it runs: one reduction per extreme, a sample for histograms, one wait per batch."""
 
-import math
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qsdk.core.errors import DataError
-from qsdk.core.ranges import Range
-
-_MOMENTUM = 0.1
+from qsdk.core.estimators import Estimator
+from qsdk.core.histogram import sample_step
+from qsdk.core.plan import Decision
+from qsdk.core.statistics import Statistics, require_finite
 
 
 class Observers:
-    """The running minimum and maximum of the sites that are wanted.
+    """Collects statistics of the sites that are wanted.
 
     `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the second: its minimum is not below 0,
     and a range contains 0 anyway.
+
+    Attributes:
+        statistics: of the batches that have ended.
     """
 
-    def __init__(self, wanted: Mapping[str, str], *, averaged: bool) -> None:
-        """Take site -> op type; `averaged` for moving averages (momentum 0.1) in place of extremes."""
-        self._nonnegative = {site: op_type == "Relu" for site, op_type in wanted.items()}
-        self._averaged = averaged
+    def __init__(self, wanted: Mapping[str, Decision], chosen: Estimator) -> None:
+        self.statistics = Statistics(chosen)
+        self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
+        self._sampled = {
+            site for site, d in wanted.items() if chosen.reads_histogram and d.spec and d.spec.fixed_range is None
+        }
         self._pending: list[Tensor] = []
         self._places: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
-        self._ends: dict[str, tuple[float, float]] = {}
+        self._samples: dict[str, list[tuple[Tensor, int]]] = {}
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Reduce the tensor at a site, if its range is wanted; gives the tensor back."""
@@ -37,6 +40,11 @@ class Observers:
             if not nonnegative:
                 self._pending.append(x.amin())
                 self._places.append((site, False))
+            if site in self._sampled:
+                step = sample_step(x.numel())
+                # a copy: the model may write over the tensor, and a view would keep all of it
+                sample = x.detach().reshape(-1)[::step].to(torch.float32, copy=True)
+                self._samples.setdefault(site, []).append((sample, step))
         return x
 
     def end_batch(self, number: int) -> None:
@@ -49,27 +57,22 @@ class Observers:
             return
         device = self._pending[0].device
         values = torch.stack([value.to(device, torch.float32) for value in self._pending]).tolist()
-        seen: dict[str, tuple[float, float]] = {}
+        seen: dict[str, list[tuple[float, float]]] = {}
         for (site, is_high), value in zip(self._places, values, strict=True):
-            if not math.isfinite(value):
-                raise DataError(
-                    f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float "
-                    "values are meant to be infinite"
-                )
-            low, high = seen.get(site, (0.0, value) if self._nonnegative[site] else (value, value))
-            seen[site] = (low, max(high, value)) if is_high else (min(low, value), high)
-        self._pending, self._places = [], []
-        for site, (low, high) in seen.items():
-            self._ends[site] = self._merged(self._ends[site], low, high) if site in self._ends else (low, high)
+            require_finite(site, number, value)
+            calls = seen.setdefault(site, [])
+            if is_high:  # the first value of every call
+                calls.append((0.0 if self._nonnegative[site] else value, value))
+            else:
+                calls[-1] = (value, calls[-1][1])
+        samples = self._samples
+        self._pending, self._places, self._samples = [], [], {}
+        for site, calls in seen.items():
+            self._add(site, calls, samples.get(site))
 
-    def _merged(self, before: tuple[float, float], low: float, high: float) -> tuple[float, float]:
-        if self._averaged:
-            return before[0] + _MOMENTUM * (low - before[0]), before[1] + _MOMENTUM * (high - before[1])
-        return min(before[0], low), max(before[1], high)
-
-    def ranges(self) -> dict[str, Range]:
-        """Site -> range, for the sites that data has reached."""
-        return {
-            site: Range(np.array([low], np.float32), np.array([high], np.float32))
-            for site, (low, high) in self._ends.items()
-        }
+    def _add(self, site: str, calls: list[tuple[float, float]], samples: list[tuple[Tensor, int]] | None) -> None:
+        if samples is None:
+            self.statistics.add(site, min(low for low, _ in calls), max(high for _, high in calls))
+            return
+        for (low, high), (sample, step) in zip(calls, samples, strict=True):
+            self.statistics.add(site, low, high, sample.cpu().numpy(), step)

@@ -1,0 +1,134 @@
+"""Simulation and calibration at the ONNX door, in units of plain float passes of ONNX Runtime over the same data.
+
+One JSON line. Every round times all works in turn, in one process with the runtime's own number of threads; ratios are
+taken per round, and their median is given. Session and calibration set-up count: calibration is the whole call.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import nn
+
+import qsdk
+from qsdk.demo.model import load_pretrained
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from zoo import MobileNetV2  # with random weights: speed does not depend on them
+
+ROUNDS = 7
+HISTOGRAMS = ("percentile", "mse", "tf_enhanced", "entropy")
+TARGETS = {"simulate": 2.0, "min_max": 1.5, **dict.fromkeys(HISTOGRAMS, 2.5)}
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block as exporters see it: projections, two matrix products, softmax."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives [N, T, width]."""
+        n, t, width = x.shape
+        y = self.norm1(x)
+        split = (layer(y).reshape(n, t, self.heads, width // self.heads) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in split)
+        weights = torch.softmax(q @ k.transpose(2, 3) * (width // self.heads) ** -0.5, -1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(n, t, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Tokens int64 [N, T] to [N, T, 64]."""
+
+    def __init__(self, width: int = 256, heads: int = 4, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Gives logits."""
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def networks() -> dict[str, tuple[nn.Module, list[np.ndarray]]]:
+    """Name -> float network and batches."""
+    rng = np.random.default_rng(0)
+    return {
+        "demo": (load_pretrained(), [rng.normal(size=(64, 1, 28, 28)).astype(np.float32) for _ in range(32)]),
+        "mobilenet_v2": (MobileNetV2(), [rng.normal(size=(8, 3, 224, 224)).astype(np.float32) for _ in range(16)]),
+        "transformer": (Transformer(), [rng.integers(0, 1000, (16, 64)) for _ in range(16)]),
+    }
+
+
+def exported(model: nn.Module, batch: np.ndarray, folder: str) -> str:
+    path = str(Path(folder) / "float.onnx")
+    axes = ({0: torch.export.Dim("n", min=1, max=4096)},)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = (torch.from_numpy(batch[:2]),)
+        torch.onnx.export(model.eval(), given, path, dynamo=True, opset_version=21, dynamic_shapes=axes, verbose=False)
+    return path
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def ratios(path: str, batches: list[np.ndarray]) -> dict[str, object]:
+    sim = qsdk.quantize(path, None, qsdk.w8a8())
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    first = seconds(lambda: qsdk.calibrate(sim, batches[:1], progress=False))
+
+    def calibrate(method: str) -> Callable[[], object]:
+        return lambda: qsdk.calibrate(sim, batches, method=method, progress=False)
+
+    works: dict[str, Callable[[], object]] = {
+        "float": lambda: [session.run(None, {name: batch}) for batch in batches],
+        "simulate": lambda: [sim.run(batch) for batch in batches],
+        **{method: calibrate(method) for method in ("min_max", *HISTOGRAMS)},
+    }
+    found: dict[str, list[float]] = {work: [] for work in works}
+    for number in range(ROUNDS + 1):
+        sim.run(batches[0])  # calibration drops the session that simulates
+        order = list(works)[number % len(works) :] + list(works)[: number % len(works)]
+        times = {}
+        for work in order:
+            if work == "simulate":
+                sim.run(batches[0])
+            times[work] = seconds(works[work])
+        if number:  # the first round fills caches
+            for work in works:
+                found[work].append(times[work] / times["float"])
+    medians = {work: round(statistics.median(values), 2) for work, values in found.items() if work != "float"}
+    return {**medians, "float_ms_per_batch": round(1e3 * times["float"] / len(batches), 1), "first_s": round(first, 2)}
+
+
+def main() -> None:
+    chosen = sys.argv[1:]
+    result = {}
+    for name, (model, batches) in networks().items():
+        if not chosen or name in chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                result[name] = ratios(exported(model, batches[0], folder), batches)
+    print(json.dumps({"benchmark": "ONNX simulation over float passes", **result, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()
