@@ -5,9 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+# Functions that make floating-point values of integers, and are nothing else on floating-point tensors.
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float", "half", "double", "bfloat16"})
 # Functions that give back their argument, a copy of it, or something that is not computed from its values.
 _WITHOUT_SITE = frozenset(
-    {"contiguous", "detach", "clone", "to", "type", "type_as", "float", "half", "double", "bfloat16", "cpu", "cuda"}
+    {"contiguous", "detach", "clone", "cpu", "cuda"}
     | {"requires_grad", "dropout", "alpha_dropout", "feature_dropout", "dropout2d", "identity", "item", "tolist"}
     | {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones"}
     | {"new_full", "new_empty", "new_tensor", "set_", "copy", "backward", "register_hook", "deepcopy", "numpy"}
@@ -35,6 +37,13 @@ def op_name(func: Callable[..., Any]) -> str | None:
 op_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _OPERATORS = frozenset({f"__{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod")})
+
+
+def makes_value(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a call computes with floating-point values, or makes some of a tensor that has none."""
+    if name in _CONVERSIONS:
+        return bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
+    return reads_tensor(args, kwargs)
 
 
 def reads_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:

@@ -6,9 +6,11 @@ from torch import nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import matches
+from torch_bridge.cells import is_cell
 
 _WEIGHT_BIAS = ("weight", "bias")
-_ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
+# the packed projection is read by `torch_bridge.attention`, in the parts that one op reads
+_ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
 # The first row whose class fits decides. An empty row: known, but its parameters are read raw.
 _PARAMETERS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
@@ -23,16 +25,16 @@ _PARAMETERS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.GroupNorm, _WEIGHT_BIAS),
     (nn.MultiheadAttention, _ATTENTION),
     (nn.modules.batchnorm._NormBase, ()),
-    (nn.RNNBase, ()),
-    (nn.RNNCellBase, ()),
+    (nn.RNNBase, ()),  # torch_bridge.recurrent arranges its weights before they are read
+    (nn.RNNCellBase, ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
 )
 _WITHOUT_OUTPUT = (nn.Identity, nn.modules.dropout._DropoutNd)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is one op of torch.nn, so that only its output is a site."""
+    """Whether a module is one op of torch.nn, so that only its output is a site (a recurrent cell is many)."""
     defining = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    return defining.__module__.startswith("torch.nn.modules") and not module._modules
+    return defining.__module__.startswith("torch.nn.modules") and not module._modules and not is_cell(module)
 
 
 def has_output_site(module: nn.Module) -> bool:

@@ -11,8 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
-from torch_bridge.functional import op_name, reads_tensor
+from torch_bridge.attention import stand_in
+from torch_bridge.functional import makes_value, op_name
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.stored import third_of
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
@@ -64,6 +66,7 @@ class Runtime:
         write_back: sites of in-place ops whose tensor is read again by its old name.
         marked: the sites written into the graph by the last `mark` phase.
         reused: paths of the modules that one forward pass calls more than once.
+        attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
     """
 
     def __init__(self) -> None:
@@ -74,6 +77,7 @@ class Runtime:
         self.write_back: frozenset[str] = frozenset()
         self.marked: list[str] = []
         self.reused: frozenset[str] = frozenset()
+        self.attention: frozenset[str] = frozenset()
         self.frame: Frame | None = None
 
     @contextmanager
@@ -167,6 +171,19 @@ class Runtime:
         finally:
             self.frame = frame
 
+    def read_packed(self, name: str, packed: Tensor, part: str) -> Tensor:
+        """Pass the packed projection of the calling attention module, or a part of it, through its site.
+
+        Any other caller has read its parameters through its own sites already.
+        """
+        frame, self.frame = self.frame, None  # taking a part is no op of the model
+        read = third_of(packed, part) if part else packed
+        self.frame = frame
+        assert frame is not None
+        if frame.path not in self.attention:
+            return read
+        return self.emit(site_name(frame.path, f"{name}_{part}" if part else name), read)
+
     def _emit_in_place(self, site: str, x: Tensor) -> Tensor:
         """Write the site's values into a tensor that others read by its old name (`self.relu(x)` without `x =`)."""
         frame, self.frame = self.frame, None
@@ -209,15 +226,20 @@ class SiteMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the function and quantize what it gives."""
-        result = func(*args, **(kwargs or {}))
+        """Run the function and quantize what it gives; a fused one as the ops that it is made of."""
         frame = self.runtime.frame
+        if frame is not None and not frame.leaf and self.runtime.phase != "float":
+            parts = stand_in(func, self.runtime.read_packed)
+            if parts is not None:
+                with self:
+                    return parts(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if frame is not None and self.runtime.watcher is not None:
             self.runtime.watcher.read(frame, (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
         name = op_name(func)
-        if name is None or not reads_tensor(args, kwargs):
+        if name is None or not makes_value(name, args, kwargs):
             return result
         owner = f"{frame.name}/{name}" if frame.name else name
         return self.runtime.emit_result(f"{owner}.{frame.next(name)}", result, args)

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.site import site_name
+from torch_bridge.cells import is_cell, run_cell
 from torch_bridge.fold import Fold, fold_checkpoint
+from torch_bridge.gates import is_recurrent
 from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.recurrent import run_recurrent
 from torch_bridge.runtime import Runtime
 
 STATE = "_qsdk_state"
@@ -59,6 +62,9 @@ def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Run
     paths: dict[nn.Module, tuple[str, ...]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module] = (*paths.get(module, ()), path)
+    runtime.attention = frozenset(
+        known[0] for module, known in paths.items() if isinstance(module, nn.MultiheadAttention)
+    )
     for module, known in paths.items():
         names = quantized_parameters(module, declared)
         module.__dict__[STATE] = ModuleState(known, is_leaf(module), has_output_site(module), runtime, [])
@@ -71,12 +77,19 @@ def unwrap_model(model: nn.Module) -> None:
     for module in model.modules():
         if not is_wrapped(module):
             continue
-        for quantizer in state_of(module).quantizers:
-            for name in quantizer.buffer_names:
-                module._buffers.pop(name, None)
-                module._non_persistent_buffers_set.discard(name)
+        drop_quantizers(module)
         del module.__dict__[STATE]
         module.__class__ = type(module).__mro__[2]
+
+
+def drop_quantizers(module: nn.Module) -> None:
+    """Take the quantizers of a wrapped module away, with their buffers."""
+    state = state_of(module)
+    for quantizer in state.quantizers:
+        for name in quantizer.buffer_names:
+            module._buffers.pop(name, None)
+            module._non_persistent_buffers_set.discard(name)
+    state.quantizers.clear()
 
 
 class _Quantized(nn.Module):
@@ -85,6 +98,10 @@ class _Quantized(nn.Module):
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
         runtime = state.runtime
+        if runtime.phase != "float" and isinstance(self, nn.RNNBase) and is_recurrent(self):
+            inner = functools.partial(run_recurrent, self, runtime)
+        elif runtime.phase != "float" and is_cell(self):
+            inner = functools.partial(run_cell, self)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             return self._root_forward(runtime, inner, args, kwargs)
         return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)

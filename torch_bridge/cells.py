@@ -1,0 +1,54 @@
+"""Recurrent cells as the ops they are made of, in the order in which `torch.onnx.export` writes them."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def is_cell(module: nn.Module) -> bool:
+    """Whether a module is a recurrent cell of torch with torch's own forward."""
+    own = (base for base in type(module).__mro__ if "forward" in vars(base) and "_qsdk_parameters" not in vars(base))
+    return next(own, None) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+
+
+def run_cell(module: Any, input: Tensor, hx: Any = None) -> Any:
+    """One step of a cell: [N, I] or [I] and its state to the next state."""
+    states = _states(module, input, hx)
+    batched = input.dim() == 2
+    x = input if batched else input.unsqueeze(0)
+    states = states if batched else [state.unsqueeze(0) for state in states]
+    hidden = F.linear(states[0], module.weight_hh, module.bias_hh)
+    given = F.linear(x, module.weight_ih, module.bias_ih)
+    if isinstance(module, nn.LSTMCell):
+        made = _lstm(hidden, given, states[1])
+    elif isinstance(module, nn.GRUCell):
+        made = [_gru(hidden, given, states[0])]
+    else:
+        summed = hidden + given
+        made = [torch.tanh(summed) if module.nonlinearity == "tanh" else F.relu(summed)]
+    made = made if batched else [state.squeeze(0) for state in made]
+    return tuple(made) if isinstance(module, nn.LSTMCell) else made[0]
+
+
+def _states(module: Any, x: Tensor, hx: Any) -> list[Tensor]:
+    if hx is not None:
+        return list(hx) if isinstance(hx, tuple | list) else [hx]
+    shape = (*x.shape[:-1], module.hidden_size)
+    return [torch.zeros(shape, dtype=x.dtype, device=x.device) for _ in range(1 + isinstance(module, nn.LSTMCell))]
+
+
+def _lstm(hidden: Tensor, given: Tensor, cell: Tensor) -> list[Tensor]:
+    enter, forget, update, leave = (hidden + given).chunk(4, 1)
+    enter, forget, leave = torch.sigmoid(enter), torch.sigmoid(forget), torch.sigmoid(leave)
+    cell = forget * cell + enter * torch.tanh(update)
+    return [leave * torch.tanh(cell), cell]
+
+
+def _gru(hidden: Tensor, given: Tensor, state: Tensor) -> Tensor:
+    reset_x, update_x, new_x = given.chunk(3, 1)
+    reset_h, update_h, new_h = hidden.chunk(3, 1)
+    reset, update = torch.sigmoid(reset_h + reset_x), torch.sigmoid(update_h + update_x)
+    new = torch.tanh(new_x + new_h * reset)
+    return (state - new) * update + new
