@@ -25,9 +25,9 @@ from onnx_backend.session import simulation_session
 from onnx_backend.stored_encodings import with_flags
 from onnx_backend.validate import require_valid
 from qsdk.core.config import QuantConfig
-from qsdk.core.coverage import coverage_report, explanation
+from qsdk.core.coverage import coverage_report
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.errors import ConfigError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.graph import Graph
 from qsdk.core.plan import Plan
@@ -56,6 +56,7 @@ class OnnxSim(StatefulSim):
         self._own: dict[str, Encoding] = {}
         self._lowered: ModelProto | None = None  # of the encodings as they are
         self._session: ort.InferenceSession | None = None
+        self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
 
     @classmethod
@@ -173,19 +174,6 @@ class OnnxSim(StatefulSim):
         """The owners of the BatchNorms that were folded."""
         return self.notes.folded
 
-    @property
-    def encodings(self) -> dict[str, Encoding]:
-        """Site -> encoding for every quantized site: own, shared and derived.
-
-        Raises:
-            CalibrationError: lists the sites that have none.
-        """
-        missing = [site for site, ready in self.ready().items() if not ready]
-        if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise CalibrationError(f"these sites have no encoding: {shown}; call qsdk.calibrate(sim, batches) first")
-        return self.encodings_where_ready()
-
     def ready(self) -> dict[str, bool]:
         """Quantized site -> whether there is an encoding to quantize with."""
         found = {}
@@ -204,14 +192,6 @@ class OnnxSim(StatefulSim):
         """List every tensor: quantized, tied to another, or float and why; and what was done to the file."""
         report = coverage_report(self.plan)
         return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
-
-    def explain(self, site: str) -> str:
-        """Say which rule decided a site and why.
-
-        Raises:
-            ConfigError: there is no such site.
-        """
-        return explanation(self.plan, site)
 
     def marked(self) -> ModelProto:
         """A copy of the float model with a mark at every site."""
@@ -240,18 +220,13 @@ class OnnxSim(StatefulSim):
 
     def capture(self, x: Any) -> dict[str, Array]:
         """Simulate a batch and give site -> fake-quantized values, and input name -> values."""
-        lowered = self._current()
-        cuts = parity.find_cuts(lowered)
-        exposed = load(lowered)
-        known = {value.name for value in exposed.graph.output}
-        reads = [cut.read for cut in cuts]
-        wanted = [name for name in dict.fromkeys(reads) if name not in known]
-        exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
-        session = simulation_session(exposed)
+        if self._capturing is None:
+            self._capturing = self._with_reads()
+        session, reads = self._capturing
         feeds = as_feeds(x, session.get_inputs(), "the batch")
         names = [output.name for output in session.get_outputs()]
         values = dict(zip(names, run_session(session, feeds, "the batch"), strict=True))
-        return {**feeds, **{cut.site: values[cut.read] for cut in cuts}}
+        return {**feeds, **{site: values[read] for site, read in reads.items()}}
 
     def stored_values(self) -> dict[str, npt.NDArray[np.float32]]:
         """Site -> fake-quantized value of every stored tensor that does not stay float32."""
@@ -290,7 +265,16 @@ class OnnxSim(StatefulSim):
     # --- the parts ------------------------------------------------------------------------------------------------
 
     def _set(self, own: dict[str, Encoding]) -> None:
-        self._own, self._lowered, self._session = own, None, None
+        self._own, self._lowered, self._session, self._capturing = own, None, None, None
+
+    def _with_reads(self) -> tuple[ort.InferenceSession, dict[str, str]]:
+        """A session that also gives what the readers of each site read; and site -> name of that tensor."""
+        exposed = load(self._current())
+        reads = {cut.site: cut.read for cut in parity.find_cuts(exposed)}
+        known = {value.name for value in exposed.graph.output}
+        wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
+        exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
+        return simulation_session(exposed), reads
 
     def _current(self) -> ModelProto:
         if self._lowered is None:

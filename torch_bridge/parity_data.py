@@ -22,7 +22,9 @@ def captures(
     seen: dict[str, Array] = {}
 
     def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        seen.update(flat_inputs({**dict(zip(input_names(module.forward, args), args, strict=True)), **kwargs}))
+        # the exporter calls the second of `*args`, whose site is `args.1`, `args_1`
+        names = [name.replace(".", "_") for name in input_names(module.forward, args)]
+        seen.update(flat_inputs({**dict(zip(names, args, strict=True)), **kwargs}))
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:

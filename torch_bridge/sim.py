@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.coverage import coverage_report, explanation
+from qsdk.core.coverage import coverage_report
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
 from qsdk.core.plan import Plan
 from qsdk.core.replan import replanned
@@ -93,14 +93,6 @@ class QuantSim(StatefulSim):
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
         return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes})
 
-    def explain(self, site: str) -> str:
-        """Say which rule decided a site and why.
-
-        Raises:
-            ConfigError: there is no such site.
-        """
-        return explanation(self.plan, site)
-
     def __repr__(self) -> str:
         counts = self.coverage().summary
         calibrated = sum(q.calibrated for q in self.quantizers.values())
@@ -108,19 +100,6 @@ class QuantSim(StatefulSim):
             f"QuantSim({type(self.model).__mro__[2].__name__}: {counts['quantized']} quantized, {counts['tied']} tied, "
             f"{counts['float']} float; {calibrated} of {len(self.quantizers)} quantizers ready)"
         )
-
-    @property
-    def encodings(self) -> dict[str, Encoding]:
-        """Site -> encoding for every quantized site: own, shared and derived.
-
-        Raises:
-            CalibrationError: lists the sites that have none.
-        """
-        missing = [site for site, ready in self.ready().items() if not ready]
-        if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise CalibrationError(f"these sites have no encoding: {shown}; call qsdk.calibrate(sim, batches) first")
-        return self.encodings_where_ready()
 
     def ready(self) -> dict[str, bool]:
         """Site -> whether its encoding has been found, for every quantized site."""

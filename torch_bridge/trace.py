@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from qsdk.core.errors import ExportError
 from torch_bridge.batches import Example, merged_batch_axis
@@ -55,8 +56,32 @@ def _export(model: nn.Module, runtime: Runtime, example: Example, dynamic: Any) 
             verbose=False,
         )
     assert program is not None
+    _name_outputs(program)
     data: bytes = program.model_proto.SerializeToString()
     return data
+
+
+def _name_outputs(program: torch.onnx.ONNXProgram) -> None:
+    """Call the outputs what the module calls them: `output`, `output_1` in a tuple, or a mapping's keys.
+
+    An output that the graph does not make (an input handed through) keeps its name.
+    """
+    exported = program.exported_program
+    outputs = program.model.graph.outputs
+    if exported is None:
+        return
+    spec = exported.call_spec.out_spec
+    if spec is None or spec.num_leaves != len(outputs):
+        return
+    leaves, _ = tree_flatten_with_path(tree_unflatten(list(range(len(outputs))), spec))
+    taken = {value.name for value in program.model.graph.inputs}
+    for (path, _), value in zip(leaves, outputs, strict=True):
+        if value.producer() is None or value.name in taken:
+            continue
+        keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
+        name = "_".join(keys if keys and not keys[0].isdigit() else ["output", *keys])
+        value.name = name if name not in taken else f"{name}_out"
+        taken.add(value.name)
 
 
 def _batch_axes(example: Example) -> Any:

@@ -1,10 +1,14 @@
-"""What a sim of either door can do to its own state: freeze, change precision, plan again."""
+"""What a sim of either door can do: tell its encodings and reasons, freeze, change precision, plan again."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from qsdk.core.config import QuantConfig
+from qsdk.core.coverage import explanation
 from qsdk.core.dtypes import DType
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import CalibrationError
+from qsdk.core.plan import Plan
 from qsdk.core.replan import precision_config, precision_report
 from qsdk.core.report import Report
 from qsdk.core.sim_state import SimState, put_back_on_error, with_frozen
@@ -12,6 +16,16 @@ from qsdk.core.sim_state import SimState, put_back_on_error, with_frozen
 
 class StatefulSim(ABC):
     """A sim that gives its state and takes another one."""
+
+    plan: Plan
+
+    @abstractmethod
+    def ready(self) -> dict[str, bool]:
+        """Quantized site -> whether there is an encoding to quantize with."""
+
+    @abstractmethod
+    def encodings_where_ready(self) -> dict[str, Encoding]:
+        """Site -> encoding, without the sites that have none yet."""
 
     @abstractmethod
     def snapshot(self) -> SimState:
@@ -29,6 +43,27 @@ class StatefulSim(ABC):
     @abstractmethod
     def folded(self) -> Collection[str]:
         """The owners of the BatchNorms that were folded."""
+
+    @property
+    def encodings(self) -> dict[str, Encoding]:
+        """Site -> encoding for every quantized site: own, shared and derived.
+
+        Raises:
+            CalibrationError: lists the sites that have none.
+        """
+        missing = [site for site, ready in self.ready().items() if not ready]
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise CalibrationError(f"these sites have no encoding: {shown}; call qsdk.calibrate(sim, batches) first")
+        return self.encodings_where_ready()
+
+    def explain(self, site: str) -> str:
+        """Say which rule decided a site and why.
+
+        Raises:
+            ConfigError: there is no such site.
+        """
+        return explanation(self.plan, site)
 
     def freeze(self, match: str = "*") -> int:
         """Freeze the encodings of all sites that match: neither calibrated, trained nor searched; gives their number.
