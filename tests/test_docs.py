@@ -1,8 +1,10 @@
 """The Python of the guides runs as it stands, on the demo network."""
 
 import re
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,3 +37,15 @@ def test_the_guide_to_precision_runs(names: dict):
     assert torch.equal(names["again"](images), names["sim"](images))
     assert names["report"].summary["met"]
     assert names["sim"].encodings["head:weight"].dtype.name == "int8"
+
+
+def test_the_guide_to_the_onnx_door_runs(names: dict):
+    images = names["batches"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns about itself
+        torch.onnx.export(names["model"], (images,), "float.onnx", dynamo=True, verbose=False)
+    names["images"] = images.numpy()
+    exec(compile(block_of("onnx.md"), "onnx.md", "exec"), names)
+    np.testing.assert_array_equal(names["again"].run(names["images"])[0], names["outputs"][0])
+    exact = names["model"](images).detach().numpy()
+    assert (names["outputs"][0].argmax(1) == exact.argmax(1)).mean() > 0.95
