@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from detector import Detector
+from detector import Detector, trained_like
 
 import qsdk
 
@@ -16,14 +16,7 @@ def sqnr(exact: np.ndarray, found: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def detector() -> Detector:
-    torch.manual_seed(0)
-    model = Detector()
-    with torch.no_grad():
-        for _ in range(8):
-            model(torch.randn(8, 3, 64, 64))  # batch statistics
-        for head in model.scores:
-            head[-1].weight.mul_(16.0)  # confident here and there, as a trained head is
-    return model.eval()
+    return trained_like()
 
 
 @pytest.fixture(scope="module")
