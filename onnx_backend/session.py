@@ -32,6 +32,7 @@ _KEPT_OFF = (
     "DQMatMulNBitsFusion",
     "EnsureUniqueDQForNodeUnit",
 )
+_MANY = 2_000  # nodes
 _LARGEST = 2**31 - 2**20  # bytes of one serialized model, less some room for its nodes
 
 
@@ -48,7 +49,10 @@ def simulation_session(model: bytes | ModelProto) -> ort.InferenceSession:
     options.add_session_config_entry("session.disable_double_qdq_remover", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     options.log_severity_level = 4
-    data = serialized(with_float_weights(load(model)))
+    prepared = with_float_weights(load(model))
+    # planning the reuse of memory takes the runtime time quadratic in the nodes
+    options.enable_mem_reuse = len(prepared.graph.node) < _MANY
+    data = serialized(prepared)
     try:
         return ort.InferenceSession(
             data, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(_KEPT_OFF)
