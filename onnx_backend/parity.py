@@ -24,6 +24,7 @@ _HANDED_OUT = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": 
     "uint16": TensorProto.UINT16,
     "int16": TensorProto.INT16,
 }
+_MANTISSA = {"float16": 10, "bfloat16": 7}  # bits
 _FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -177,6 +178,22 @@ def _lsb(left: Array, right: Array) -> Array:
     return np.asarray(np.abs(_ordered(left) - _ordered(right)))
 
 
+def _float_lsb(left: Array, right: Array) -> Array:
+    """The distance of two arrays of computed floats in units of the last place.
+
+    Below 1/1024 of the tensor's largest value, more than one is counted in units of that size: an op that cancels,
+    such as GELU far below zero, is no more exact in float32 either.
+    """
+    largest = float(np.abs(right.astype(np.float32)).max(initial=0))
+    steps = _lsb(left, right)
+    if not 0 < largest < np.inf:
+        return steps
+    unit = np.ldexp(1.0, int(np.floor(np.log2(largest))) - 10 - _MANTISSA[right.dtype.name])
+    with np.errstate(invalid="ignore"):  # infinities, which only the representation can tell apart
+        coarse = np.rint(np.abs(left.astype(np.float64) - right.astype(np.float64)) / unit)
+    return np.where(np.isfinite(coarse), np.minimum(steps, np.maximum(coarse, 1)), steps)
+
+
 def _ordered(codes: Array) -> npt.NDArray[np.int64]:
     """Codes as integers whose difference counts representable values."""
     if np.issubdtype(codes.dtype, np.integer) or codes.dtype.name in ("int4", "uint4", "int2", "uint2"):
@@ -324,7 +341,7 @@ def _compare(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Enco
         tally.fail(f"the model gives the shape {got.shape}, the simulation {captured.shape}")
     elif cut.dtype in _FLOATS:
         with np.errstate(over="ignore"):
-            tally.add(_lsb(got.astype(_FLOATS[cut.dtype]), captured.astype(_FLOATS[cut.dtype])))
+            tally.add(_float_lsb(got.astype(_FLOATS[cut.dtype]), captured.astype(_FLOATS[cut.dtype])))
     elif cut.site in encodings:
         wanted = encodings[cut.site].quantize(captured)
         tally.add(_lsb(got.astype(wanted.dtype), wanted))

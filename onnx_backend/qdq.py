@@ -9,6 +9,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.int8_moves import separate_moves
+from onnx_backend.keep_apart import keep_apart
 from onnx_backend.model import (
     array,
     at_opset,
@@ -74,6 +75,7 @@ def insert(
     lowering.finish()
     if dialect == "onnxruntime":
         separate_moves(model)
+        keep_apart(model)
     return model, lowering.rows
 
 

@@ -24,7 +24,7 @@ from onnx_backend.skeleton import Types, dtype_name, types_of
 from onnx_backend.subgraphs import all_nodes, bodies, has_bodies, reads
 from qsdk.core.errors import ModelError
 from qsdk.core.graph import Graph, Op, Tensor
-from qsdk.core.operands import operands_of
+from qsdk.core.operands import is_scalar, operands_of
 from qsdk.core.site import site_name
 
 _SMALL = 4096  # constants up to this many elements keep their value: bounds, axes, and masks that planning looks into
@@ -184,14 +184,15 @@ def _with_sites(graph: Graph) -> Graph:
     taken: set[str] = set()
     for index in graph.inputs:
         taken.add(tensors[index].name)
-        if tensors[index].dtype == "float32":
+        if tensors[index].dtype == "float32" and graph.reads_values(index):
             tensors[index] = replace(tensors[index], site=site_name(tensors[index].name, "input"))
     owners = []
     for op in graph.ops:
         owner = unique(op.name or tensors[op.outputs[0]].name, taken)
         owners.append(owner)
         for position, index in enumerate(op.outputs):
-            if tensors[index].dtype == "float32" and graph.constant_root(index) is None:
+            plain = tensors[index].dtype == "float32" and graph.constant_root(index) is None
+            if plain and graph.reads_values(index):
                 port = f"output{position}" if position else "output"
                 tensors[index] = replace(tensors[index], site=site_name(owner, port))
     for op_id, owner in enumerate(owners):
@@ -203,7 +204,7 @@ def _site_operands(graph: Graph, op_id: int, owner: str, tensors: list[Tensor]) 
     ports: set[str] = set()
     for operand in operands_of(graph, op_id):
         facts = tensors[operand.root]
-        plain = facts.dtype == "float32" and any(n != 1 for n in facts.shape or ())
+        plain = facts.dtype == "float32" and not is_scalar(graph, op_id, operand)
         if operand.role == "statistic" or facts.site is not None or not plain:
             continue
         port = unique(operand.role, ports)

@@ -14,6 +14,7 @@ from onnx_backend import parity
 from onnx_backend.adopt import adopted_plan
 from onnx_backend.calibration import calibrated, stored_tensors
 from onnx_backend.feeding import as_feeds, batches_of, run_session
+from onnx_backend.keep_apart import keep_apart
 from onnx_backend.marks import mark, open_qdq
 from onnx_backend.model import at_opset, load
 from onnx_backend.observe import SessionCache
@@ -274,6 +275,7 @@ class OnnxSim(StatefulSim):
         known = {value.name for value in exposed.graph.output}
         wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
         exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
+        keep_apart(exposed)
         return simulation_session(exposed), reads
 
     def _current(self) -> ModelProto:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.fold_constants import LARGEST, fold, is_view
@@ -32,6 +33,7 @@ from onnx_backend.skeleton import Types, declared_types, dtype_name
 from onnx_backend.subgraphs import has_bodies, reads
 
 _LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
+_SAME_TYPE = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Softplus", "Tanh", "Sigmoid", "Relu"})
 _CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if code != TensorProto.UNDEFINED}
 
 
@@ -47,7 +49,8 @@ def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
     """
     if types is None:
         result = ModelProto()
-        result.CopyFrom(model)
+        # what a function computes is simplified where it is called
+        result.CopyFrom(onnx.inliner.inline_local_functions(model) if model.functions else model)
     else:
         result = model
     lift_constants(result)
@@ -62,10 +65,27 @@ def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
             walk.visit(node)
         else:
             pending.extendleft(reversed(branch))
-    replace_nodes(graph, walk.kept if types is None else _read_at_last(walk.kept, walk.outputs))
+    kept = _without_last_identities(walk.kept, walk) if types is None else _read_at_last(walk.kept, walk.outputs)
+    replace_nodes(graph, kept)
     join_splits(graph)
     drop_unused_initializers(graph)
     return result
+
+
+def _without_last_identities(nodes: list[NodeProto], walk: "_Walk") -> list[NodeProto]:
+    """The nodes of a traced model without an Identity (a Dropout) that only gives an output its name."""
+    made = {name for node in nodes for name in node.output}
+    renamed = {
+        node.input[0]: node.output[0]
+        for node in nodes
+        if node.op_type == "Identity" and node.output[0] in walk.outputs and node.input[0] in made - walk.outputs
+    }
+    last = set(renamed.values())
+    kept = [node for node in nodes if not (node.op_type == "Identity" and node.output[0] in last)]
+    rename_inputs(kept, renamed)
+    for node in kept:
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    return kept
 
 
 def _read_at_last(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
@@ -124,6 +144,12 @@ class _Walk:
             self.bypassed[node.output[0]] = node.input[0]
         else:
             self.kept.append(node)
+            self._note_type(node)
+
+    def _note_type(self, node: NodeProto) -> None:
+        """What comes out of an inlined function body has no declared type; these ops keep that of their input."""
+        if node.op_type in _SAME_TYPE and node.output[0] not in self.types:
+            self.types[node.output[0]] = (self._dtype(node.input[0]), None)
 
     def _store(self, tensor: TensorProto) -> None:
         self.graph.initializer.append(tensor)
@@ -186,9 +212,12 @@ class _Walk:
         node.attribute.append(helper.make_attribute("to", code))
 
     def _changes_nothing(self, node: NodeProto) -> bool:
-        """Whether a node is Identity, or a Cast to the type its input has (`copy_` is traced as one)."""
+        """Whether a node is Identity, times 1, or a Cast to the type its input has (`copy_` is traced as one)."""
         if node.domain not in ("", "ai.onnx") or not node.output or node.output[0] in self.outputs:
             return False
+        if node.op_type in ("Mul", "Div"):  # the scales of an ELU, the beta of a Softplus
+            factor = self.small.get(node.input[1])
+            return factor is not None and factor.ndim == 0 and factor == 1 and node.input[0] not in self.stored
         if node.op_type == "Identity":
             # in a traced model a stored tensor keeps its own name for each reader
             return self.own or node.input[0] not in self.stored
@@ -223,7 +252,8 @@ def _as_split(
         return None
     places = [stored.get(r.input[1]) if r.op_type == "SequenceAt" else None for r in readers]
     facts = attributes(node)
-    shape = next((info.type.tensor_type.shape for info in graph.value_info if info.name == node.input[0]), None)
+    typed = (*graph.value_info, *graph.output, *graph.input)
+    shape = next((info.type.tensor_type.shape for info in typed if info.name == node.input[0]), None)
     axis = int(facts.get("axis", 0))
     if any(place is None for place in places) or facts.get("keepdims", 1) != 1 or shape is None or not shape.dim:
         return None

@@ -139,6 +139,16 @@ SPELLINGS = {
             lambda t: t("Mul", t("Tanh", t("Log", t("Add", 1.0, t("Exp", "x")))), "x"),
         ],
     ),
+    "Softplus": (
+        lambda x: np.log1p(np.exp(x)),
+        [
+            lambda t: t("Log", t("Add", t("Exp", "x"), 1.0)),
+            lambda t: t("Where", t("Greater", "x", 20.0), "x", t("Softplus", "x")),
+        ],
+    ),
+    "LogSigmoid": (lambda x: -np.log1p(np.exp(-x)), [lambda t: t("Log", t("Sigmoid", "x"))]),
+    "Tanhshrink": (lambda x: x - np.tanh(x), [lambda t: t("Sub", "x", t("Tanh", "x"))]),
+    "Softsign": (lambda x: x / (1 + np.abs(x)), [lambda t: t("Div", "x", t("Add", 1.0, t("Abs", "x")))]),
 }
 CASES = [(name, index) for name, (_, spellings) in SPELLINGS.items() for index in range(len(spellings))]
 
@@ -161,7 +171,8 @@ NONE = {
     "another slope": lambda t: t("Mul", "x", t("HardSigmoid", "x", alpha=0.2, beta=0.5)),
     "another bound": lambda t: t("Mul", "x", t("Div", t("Clip", t("Add", "x", 3.0), 0.0, 5.0), 6.0)),
     "another shift": lambda t: t("Mul", "x", t("Div", t("Clip", t("Add", "x", 2.0), 0.0, 6.0), 6.0)),
-    "a softsign": lambda t: t("Div", "x", t("Add", 1.0, t("Abs", "x"))),
+    "another softsign": lambda t: t("Div", "x", t("Add", 2.0, t("Abs", "x"))),
+    "another threshold": lambda t: t("Where", t("Greater", "x", 2.0), "x", t("Softplus", "x")),
 }
 
 

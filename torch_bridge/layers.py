@@ -24,6 +24,7 @@ _PARAMETERS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.RMSNorm, ("weight",)),
     (nn.GroupNorm, _WEIGHT_BIAS),
     (nn.MultiheadAttention, _ATTENTION),
+    (nn.modules.instancenorm._InstanceNorm, _WEIGHT_BIAS),
     (nn.modules.batchnorm._NormBase, ()),
     (nn.RNNBase, ()),  # torch_bridge.recurrent arranges its weights before they are read
     (nn.RNNCellBase, ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),

@@ -38,7 +38,8 @@ def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding
     """List everything in a model that is not integer-only; an empty list means that it is.
 
     With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
-    output, with their float scales; with `edges="integer"` there is no such exception.
+    output, with their float scales, and an input may be float that nothing reads; with `edges="integer"` there is no
+    such exception.
     """
     findings = [
         Finding("domain", entry.domain, "the model imports a domain outside the standard")
@@ -55,7 +56,8 @@ def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding
     graph = inferred.graph
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     at_edge = _edge_nodes(graph, inputs, outputs) if edges == "float" else set()
-    findings += _graph_findings(graph, at_edge)
+    read = {name for node in graph.node if node.op_type != "Shape" for name in node.input} | outputs
+    findings += _graph_findings(graph, at_edge, inputs - read if edges == "float" else set())
     return findings
 
 
@@ -85,10 +87,10 @@ def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[i
     }
 
 
-def _graph_findings(graph: GraphProto, at_edge: set[int]) -> Iterator[Finding]:
+def _graph_findings(graph: GraphProto, at_edge: set[int], unread: set[str]) -> Iterator[Finding]:
     types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
     edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
-    free = {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
+    free = unread | {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
     free |= {node.output[0] for node in edge_nodes if node.op_type == "DequantizeLinear"}
     scales = {node.input[1] for node in edge_nodes}
     yield from _tensor_findings(graph, types, free, scales)
@@ -142,7 +144,7 @@ def _attribute_findings(node: NodeProto) -> Iterator[Finding]:
             yield Finding("float tensor", _name(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
-                yield from _graph_findings(graph, set())
+                yield from _graph_findings(graph, set(), set())
 
 
 def _name(node: NodeProto) -> str:

@@ -160,7 +160,10 @@ def _leave(
             outputs[info.name] = leave(ctx, values.get(info.name, Failed()), info.name)
         except Refused as refused:
             refusals.append(Refusal(info.name, "graph output", refused.reason, refused.remedy))
+    read = {name for node in model.graph.node if node.op_type != "Shape" for name in node.input} | set(outputs)
     for info in model.graph.input:
+        if info.name not in read and ctx.edges == "float":
+            continue  # it stays as it is, so that the caller need not change
         value = values[info.name]
         if isinstance(value, FloatInput) and info.name not in ctx.inputs and not refusals:
             refusals.append(

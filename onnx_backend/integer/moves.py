@@ -147,6 +147,13 @@ def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, 
     return value
 
 
+def sum_of_one(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Drop a Sum of one operand, which keeps the runtime from fusing what it cannot run."""
+    if len(args) != 1:
+        raise Refused(f"it is a Sum of {len(args)} operands", "write it with Add")
+    return identity(ctx, node, args)
+
+
 def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Pad: a constant is filled in as its code, which must be exact."""
     value, pads = args[0], args[1] if len(args) > 1 else None
@@ -190,5 +197,6 @@ MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyTyp
         "MaxPool": max_pool,
         "ReduceMax": _movement(monotone=True),
         "Shape": shape,
+        "Sum": sum_of_one,
     }
 )

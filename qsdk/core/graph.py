@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 #: ops that hand a stored tensor on in another shape, order or type
 _VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
+_SHAPE_OPS = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Graph:
         """The id of the only op that reads a tensor which does not leave the model, else None."""
         readers = self.consumers[tensor]
         return readers[0] if len(readers) == 1 and tensor not in self.output_set else None
+
+    def reads_values(self, tensor: int) -> bool:
+        """Whether anything reads more of a tensor than its shape, or it leaves the model."""
+        return tensor in self.output_set or any(self.ops[i].type not in _SHAPE_OPS for i in self.consumers[tensor])
 
     @cached_property
     def _roots(self) -> Mapping[int, int]:

@@ -75,6 +75,15 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
     return found
 
 
+def is_scalar(graph: Graph, op_id: int, operand: Operand) -> bool:
+    """Whether an operand is one number of an elementwise op, which stays float: a parameter or a literal of the code.
+
+    A weight, a bias, and the parameter of a norm or a PRelu are quantized even if they hold one number.
+    """
+    one = not any(n != 1 for n in graph.tensors[operand.root].shape or ())
+    return one and operand.role == "constant" and graph.ops[op_id].type in _ELEMENTWISE
+
+
 def _root(graph: Graph, op: Op, position: int, tensor: int) -> int | None:
     """The stored tensor behind an input; that of a PRelu or a norm may be reshaped on the way."""
     if position not in _CONSTANTS.get(op.type, ()):

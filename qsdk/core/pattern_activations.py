@@ -1,4 +1,4 @@
-"""Activation functions that exporters write as arithmetic: GELU, SiLU, HardSwish, HardSigmoid, Mish."""
+"""Activation functions that exporters write as arithmetic: GELU, SiLU, HardSwish, HardSigmoid, Mish, Softplus."""
 
 import math
 from functools import partial
@@ -66,7 +66,15 @@ _HARD_SWISH = any_of(
     op("Mul", "x", any_of(_HARD_SIGMOID, op("HardSigmoid", "x", where=_is_sixth))),
     _times(op("Mul", "x", _RELU6), 1 / 6),
 )
-_SOFTPLUS = any_of(op("Softplus", "x"), op("Log", op("Add", op("Exp", "x"), 1.0)))
+_LOG_OF_EXP = op("Log", op("Add", op("Exp", "x"), 1.0))
+_PLAIN_SOFTPLUS = any_of(op("Softplus", "x"), _LOG_OF_EXP)
+# beyond a threshold it is the identity to all its digits
+_THRESHOLD = number(10, math.inf, "a threshold of 10 or more")
+_HELD_SOFTPLUS = op("Where", op("Greater", "x", _THRESHOLD), "x", _PLAIN_SOFTPLUS)
+_SOFTPLUS = any_of(_PLAIN_SOFTPLUS, _HELD_SOFTPLUS)
+_SHARPNESS = number(1e-6, math.inf, "a positive constant")
+_SHARP = op("Mul", "x", _SHARPNESS)
+_SHARP_SOFTPLUS = op("Where", op("Greater", _SHARP, _THRESHOLD), "x", op("Div", op("Softplus", _SHARP), _SHARPNESS))
 _NEGATED = any_of(op("Neg", "x"), op("Mul", "x", -1.0))
 _SILU = any_of(op("Mul", "x", op("Sigmoid", "x")), op("Div", "x", op("Add", op("Exp", _NEGATED), 1.0)))
 _SLOPE = number(-math.inf, math.inf, "a constant slope")
@@ -79,4 +87,8 @@ ACTIVATIONS = (
     Pattern("HardSwish", _HARD_SWISH),
     Pattern("HardSigmoid", _HARD_SIGMOID),
     Pattern("Mish", op("Mul", "x", op("Tanh", _SOFTPLUS))),
+    Pattern("Softplus", any_of(_LOG_OF_EXP, _HELD_SOFTPLUS, _SHARP_SOFTPLUS)),
+    Pattern("LogSigmoid", op("Log", op("Sigmoid", "x"))),
+    Pattern("Tanhshrink", op("Sub", "x", op("Tanh", "x"))),
+    Pattern("Softsign", op("Div", "x", op("Add", op("Abs", "x"), 1.0))),
 )

@@ -60,9 +60,10 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
     group = None if op is None else context.groups.get(op)
     if group is not None and group.ops[-1] != op:
         return replace(bare, reason=f"inside {group.name}")
+    if facts.site is None and not graph.reads_values(tensor):
+        return replace(bare, reason="no op reads its values")
     if facts.site is None and kind == "input":
-        read = graph.consumers[tensor] or tensor in context.outputs
-        return replace(bare, reason="an input in a container that has no sites" if read else "no op reads it")
+        return replace(bare, reason="an input in a container that has no sites")
     steers = context.steers.get(tensor)
     if facts.site is None:
         return replace(bare, reason=steers or "inside a module or function whose output is the site")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, int8, int32
-from qsdk.core.operands import Operand
+from qsdk.core.operands import Operand, is_scalar
 from qsdk.core.plan import Decision
 from qsdk.core.plan_context import Context
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
@@ -45,9 +45,10 @@ def _stored(
     bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
     if role == "statistic":
         return replace(bare, reason=f"a parameter of {reader} that has no integer form of its own")
+    if is_scalar(context.graph, op, operand):
+        return replace(bare, reason="a scalar constant")
     if facts.site is None:
-        scalar = not any(n != 1 for n in facts.shape or ())
-        return replace(bare, reason="a scalar constant" if scalar else "a stored tensor that no quantizer reads")
+        return replace(bare, reason="a stored tensor that no quantizer reads")
     choice = context.resolver.at(context.stored_place(op, operand.root))
     wanted = choice.wanted
     if role == "bias":

@@ -50,8 +50,8 @@ def matches(pattern: str, owner: str) -> bool:
 
 
 def names_of(owner: str) -> tuple[str, ...]:
-    """The names that an owner answers to in patterns: its path and every dotted suffix, without call marks."""
-    return tuple(_suffixes(without_calls(owner)))
+    """The names that an owner answers to in patterns: its path and every dotted suffix, without and with call marks."""
+    return tuple(dict.fromkeys((*_suffixes(without_calls(owner)), *_suffixes(owner))))
 
 
 def _suffixes(owner: str) -> Iterable[str]:
