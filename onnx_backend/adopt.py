@@ -9,8 +9,8 @@ from onnx_backend.marks import Opened
 from qsdk.core.dtypes import dtype_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.graph import Graph
-from qsdk.core.operands import operands_of
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
 
 

@@ -13,7 +13,7 @@ from qsdk.core.bias import with_room_for
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import DataError
 from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stored
-from qsdk.core.plan import Plan
+from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges import encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.statistics import activation_encodings, observed

@@ -18,7 +18,7 @@ from qsdk.core import encodings_file
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.files import write_with_companions
-from qsdk.core.plan import Plan, casts_of
+from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"

@@ -8,7 +8,7 @@ from onnx_backend.skeleton import Types, dtype_name, types_of
 from onnx_backend.subgraphs import bodies, captured, reads
 from onnx_backend.tidy import named
 from qsdk.core.errors import ModelError
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _CODES = {name: code for name, code in ((dtype_name(code), code) for code in range(1, 24)) if name}

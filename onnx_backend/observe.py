@@ -13,7 +13,7 @@ from onnx_backend.observing_graph import Watched, observing_graph
 from onnx_backend.session import simulation_session
 from qsdk.core.estimators import Estimator
 from qsdk.core.histogram import sample_step
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 from qsdk.core.statistics import Statistics, require_finite
 
 

@@ -21,7 +21,7 @@ from onnx_backend.model import (
     unique,
 )
 from qsdk.core.histogram import SAMPLES, STEPS
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 
 #: Ops that make no NaN and no infinity of finite values, unless they overflow (which shows in an extreme).
 _KEEP_FINITE = frozenset(

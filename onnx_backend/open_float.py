@@ -25,8 +25,8 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DTYPES
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
 from qsdk.core.graph import Graph, Tensor
-from qsdk.core.plan import Decision, Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import float_spec
 
 Source = str | os.PathLike[str] | bytes | ModelProto

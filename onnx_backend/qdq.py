@@ -31,7 +31,7 @@ from onnx_backend.runtime_table import Dialect, Form, form_of
 from qsdk.core.dtypes import DTYPES, DType
 from qsdk.core.encoding import Encoding, storage_type
 from qsdk.core.errors import ExportError, ModelError
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import Kind
 
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}

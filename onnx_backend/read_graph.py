@@ -24,7 +24,7 @@ from onnx_backend.skeleton import Types, dtype_name, types_of
 from onnx_backend.subgraphs import all_nodes, bodies, has_bodies, reads
 from qsdk.core.errors import ModelError
 from qsdk.core.graph import Graph, Op, Tensor
-from qsdk.core.operands import is_scalar, operands_of
+from qsdk.core.planning.operands import is_scalar, operands_of
 from qsdk.core.site import site_name
 
 _SMALL = 4096  # constants up to this many elements keep their value: bounds, axes, and masks that planning looks into

@@ -9,7 +9,7 @@ from onnx import ModelProto, TensorProto, helper
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.model import MARK_DOMAIN, attributes, is_mark, load, replace_nodes
 from onnx_backend.session import simulation_session
-from qsdk.core.samples import SiteSample
+from qsdk.core.precision.samples import SiteSample
 
 
 def sample_sites(marked: ModelProto, data: Iterable[Any], *, progress: bool = True) -> dict[str, SiteSample]:

@@ -10,9 +10,9 @@ from onnx_backend.model import serialized
 from onnx_backend.open_float import Notes
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
-from qsdk.core.plan import Plan
-from qsdk.core.plan_json import plain_plan, read_plan
-from qsdk.core.sim_file import Part, SimFile
+from qsdk.core.planning.plan import Plan
+from qsdk.core.sims.plan_json import plain_plan, read_plan
+from qsdk.core.sims.sim_file import Part, SimFile
 
 MODEL, OPENED = "model.onnx", "opened.onnx"
 

@@ -26,16 +26,16 @@ from onnx_backend.session import simulation_session
 from onnx_backend.stored_encodings import with_flags
 from onnx_backend.validate import require_valid
 from qsdk.core.config import QuantConfig
-from qsdk.core.coverage import coverage_report
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Plan
-from qsdk.core.replan import replanned
+from qsdk.core.planning.coverage import coverage_report
+from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
-from qsdk.core.sim_state import SimState, encoding_of
-from qsdk.core.stateful import StatefulSim
+from qsdk.core.sims.replan import replanned
+from qsdk.core.sims.state import SimState, encoding_of
+from qsdk.core.sims.stateful import StatefulSim
 
 Array = npt.NDArray[Any]
 

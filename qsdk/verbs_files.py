@@ -15,13 +15,13 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.files import write_text
-from qsdk.core.load_encodings import with_loaded
-from qsdk.core.plan import casts_of
-from qsdk.core.plan_json import different_sites
-from qsdk.core.replan import require_config
+from qsdk.core.planning.plan import casts_of
 from qsdk.core.report import Report
-from qsdk.core.sim_file import SimFile, read_sim, write_sim
-from qsdk.core.sim_state import put_back_on_error
+from qsdk.core.sims.load_encodings import with_loaded
+from qsdk.core.sims.plan_json import different_sites
+from qsdk.core.sims.replan import require_config
+from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
+from qsdk.core.sims.state import put_back_on_error
 from qsdk.workflow import OnnxSource, Sim, opened_qdq, quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim

@@ -7,10 +7,10 @@ from tqdm import tqdm
 
 from onnx_backend import sampling as onnx_sampling
 from onnx_backend.sim import OnnxSim
-from qsdk.core import advice
-from qsdk.core.mixed_precision import LEVELS, search_precision
+from qsdk.core.precision import advice
+from qsdk.core.precision.mixed import LEVELS, search_precision
+from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
-from qsdk.core.samples import SiteSample
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import sampling as torch_sampling
 

@@ -26,7 +26,7 @@ from qsdk.core.errors import ConfigError, ExportError, ModelError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.report import Report
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites

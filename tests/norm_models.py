@@ -9,7 +9,7 @@ from qdq_models import make_model
 
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import w8a8
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
 
 SHAPE = (2, 6, 4, 8)
 EPSILON = 1e-3

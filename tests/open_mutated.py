@@ -13,7 +13,7 @@ from onnx_backend.compare_runs import random_feeds
 from onnx_backend.model import load
 from onnx_backend.qdq import insert
 from qsdk.core.errors import QsdkError
-from qsdk.core.plan import Plan
+from qsdk.core.planning.plan import Plan
 
 MEMORY = 12 * 2**30
 

@@ -1,7 +1,7 @@
 """Small graphs that tests plan, and looks at their plans."""
 
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import Spec
 from tests.strategies import GraphBuilder
 

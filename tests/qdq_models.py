@@ -9,7 +9,7 @@ from onnx_backend.model import array
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges import Range, encoding_from_range, range_of
 from qsdk.core.spec import axis_of
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from qsdk.core.advice import advise, decibels, noise_to_signal
 from qsdk.core.dtypes import uint8
 from qsdk.core.encoding import Encoding
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.precision.advice import advise, decibels, noise_to_signal
+from qsdk.core.precision.samples import SiteSample
 from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.samples import SiteSample
 from qsdk.core.spec import PerTensor, Spec
 
 SPEC = Spec(uint8, PerTensor(), symmetric=False)

@@ -17,7 +17,7 @@ from qsdk.core.config_file import load_config
 from qsdk.core.config_json import config_schema
 from qsdk.core.dtypes import DTYPES, float16
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
-from qsdk.core.pattern_terms import Pattern, op
+from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.rules import CHOICES, CONDITIONS, TENSOR_DTYPES, Rule, make_rule
 
 HEAD = {"format": "qsdk.config", "version": 1}

@@ -18,7 +18,7 @@ from qsdk.core.config import w8a8
 from qsdk.core.dtypes import DTYPES, DType, float4e2m1, float16, int8, int32
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.workflow import calibrate
 from torch_bridge.fake_quant import cast, fake_quantize, fake_quantize_minifloat

@@ -17,8 +17,8 @@ from qsdk.core.dtypes import bfloat16, float16
 from qsdk.core.encoding import Encoding
 from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
-from qsdk.core.load_encodings import with_loaded
-from qsdk.core.sim_state import owns_encoding
+from qsdk.core.sims.load_encodings import with_loaded
+from qsdk.core.sims.state import owns_encoding
 from qsdk.verbs_files import load_encodings, save_encodings
 from qsdk.workflow import adaround, calibrate, export, quantize, seq_mse
 

@@ -17,9 +17,9 @@ from zoo_models import distinct
 
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import QuantConfig, w4a8, w8a8
-from qsdk.core.correspondence import compare_plans, match_graphs
 from qsdk.core.dtypes import float16
 from qsdk.core.errors import IntegerError
+from qsdk.core.planning.correspondence import compare_plans, match_graphs
 from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node

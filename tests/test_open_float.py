@@ -11,7 +11,7 @@ from onnx_backend.open_float import open_float
 from onnx_backend.qdq import insert
 from qsdk.core.config import w8a8
 from qsdk.core.errors import FileFormatError, ModelError
-from qsdk.core.plan import Plan
+from qsdk.core.planning.plan import Plan
 
 node, value = helper.make_node, helper.make_tensor_value_info
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)

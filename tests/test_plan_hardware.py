@@ -12,8 +12,8 @@ from qsdk.core.config_file import load_config
 from qsdk.core.dtypes import int8, int16, uint8, uint16
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Plan
 from qsdk.workflow import calibrate, check_parity, export, quantize
 from tests.plans import site, spec_of
 from tests.strategies import GraphBuilder

@@ -14,9 +14,9 @@ from torch import nn
 from qsdk.core.config import w8a8
 from qsdk.core.dtypes import float16, float32, int8, uint8, uint16
 from qsdk.core.errors import ConfigError, DataError, ModelError
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges import Range, encoding_from_range, range_of
-from qsdk.core.sim_state import put_back_on_error
+from qsdk.core.sims.state import put_back_on_error
 from qsdk.workflow import adaround, calibrate, seq_mse
 
 both = pytest.mark.parametrize("door", DOORS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.precision_search import Assignment, Search
+from qsdk.core.precision.search import Assignment, Search
 
 
 def additive(costs: list[float], halved: float = 0.0):

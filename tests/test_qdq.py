@@ -20,8 +20,8 @@ from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.dtypes import DTYPES, dtype_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
-from qsdk.core.plan import Decision, Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 
 node = helper.make_node

@@ -10,7 +10,7 @@ from onnx_backend.model import at_opset, load, metadata, opset_of, save, set_met
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import w8a8
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
 
 node = helper.make_node
 

@@ -7,9 +7,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_backend.read_graph import read_graph
 from onnx_backend.rearrange import rearranged, takes_all
 from qsdk.core.config import w8a8
-from qsdk.core.made_of_shapes import steering_tensors
-from qsdk.core.plan import Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.made_of_shapes import steering_tensors
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Plan
 
 OPSETS = {"": 21}
 

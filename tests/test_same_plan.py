@@ -22,11 +22,11 @@ from onnx_backend.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
 from onnx_backend.simplify import simplify
 from qsdk.core.config import QuantConfig, w8a8
-from qsdk.core.correspondence import compare_plans, match_graphs
 from qsdk.core.errors import ModelError
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Decision, Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.correspondence import compare_plans, match_graphs
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import PerTensor
 from qsdk.workflow import calibrate, check_parity, export, quantize
 from torch_bridge.prepare import prepare

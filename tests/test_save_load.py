@@ -32,8 +32,8 @@ from torch_models import (
 from qsdk.core.config import w4a8, w8a8
 from qsdk.core.dtypes import bfloat16, float16, float32
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
-from qsdk.core.pattern_terms import Pattern, op
-from qsdk.core.plan_json import different_sites, plain_plan, read_plan
+from qsdk.core.patterns.terms import Pattern, op
+from qsdk.core.sims.plan_json import different_sites, plain_plan, read_plan
 from qsdk.verbs_files import load, save
 from qsdk.workflow import adaround, calibrate, export, quantize
 from torch_bridge.sim import QuantSim

@@ -14,8 +14,7 @@ from test_supergroups_other_norms import group_norm, tensorflow_norm
 
 from onnx_backend.read_graph import read_graph
 from qsdk.core.graph import Graph, Op, Tensor
-from qsdk.core.pattern_terms import COMMUTATIVE
-from qsdk.core.patterns import (
+from qsdk.core.patterns.find import (
     PATTERNS,
     Found,
     NearMiss,
@@ -29,6 +28,7 @@ from qsdk.core.patterns import (
     product,
     stored,
 )
+from qsdk.core.patterns.terms import COMMUTATIVE
 from tests.strategies import GraphBuilder
 
 SNAKE = Pattern(

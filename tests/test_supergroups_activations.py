@@ -9,7 +9,7 @@ from onnx import helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.read_graph import read_graph
-from qsdk.core.patterns import Supergroup, match_supergroups
+from qsdk.core.patterns.find import Supergroup, match_supergroups
 
 SHAPE = [2, 8]
 INPUT = np.linspace(-6, 6, 16, dtype=np.float32).reshape(SHAPE)

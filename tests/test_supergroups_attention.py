@@ -8,8 +8,8 @@ from qdq_models import make_model, run
 
 from onnx_backend.read_graph import read_graph
 from qsdk.core.config import w8a8
-from qsdk.core.patterns import Found, Supergroup, match_supergroups
-from qsdk.core.planning import make_plan
+from qsdk.core.patterns.find import Found, Supergroup, match_supergroups
+from qsdk.core.planning.make_plan import make_plan
 
 node = helper.make_node
 SHAPE = [2, 3, 4, 8]

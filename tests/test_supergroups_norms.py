@@ -13,7 +13,7 @@ from qdq_models import make_model
 
 from onnx_backend.model import at_opset, opset_of
 from onnx_backend.read_graph import read_graph
-from qsdk.core.patterns import Found, match_supergroups
+from qsdk.core.patterns.find import Found, match_supergroups
 
 OPSETS = (13, 17, 18, 21, 23)
 ALL = {"x", "gamma", "y"}

@@ -9,8 +9,8 @@ from torch import nn
 import qsdk
 from onnx_backend.model import load
 from onnx_backend.read_graph import read_graph
-from qsdk.core.patterns import match_supergroups
-from qsdk.core.planning import make_plan
+from qsdk.core.patterns.find import match_supergroups
+from qsdk.core.planning.make_plan import make_plan
 
 
 class LayerNorm(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from qsdk.core.errors import ModelError
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.runtime import Runtime

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qsdk.core.estimators import Estimator
 from qsdk.core.histogram import sample_step
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 from qsdk.core.statistics import Statistics, require_finite
 
 

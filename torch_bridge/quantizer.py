@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from qsdk.core import affine
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 from qsdk.core.spec import axis_of, block_size_of
 from torch_bridge.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsdk.core.samples import SiteSample
+from qsdk.core.precision.samples import SiteSample
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.sim import QuantSim
 from torch_bridge.training import eval_mode

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
-from qsdk.core.sim_file import Part
+from qsdk.core.sims.sim_file import Part
 from torch_bridge.batches import Example
 from torch_bridge.sim import QuantSim
 from torch_bridge.wrapper import state_of

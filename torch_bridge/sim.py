@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.coverage import coverage_report
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Plan
-from qsdk.core.replan import replanned
+from qsdk.core.planning.coverage import coverage_report
+from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
-from qsdk.core.sim_state import SimState
-from qsdk.core.stateful import StatefulSim
+from qsdk.core.sims.replan import replanned
+from qsdk.core.sims.state import SimState
+from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
 from torch_bridge.prepare import Prepared

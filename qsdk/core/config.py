@@ -10,7 +10,7 @@ from qsdk.core.config_json import plain, read_object
 from qsdk.core.dtypes import DType, dtype_named, float32, int4, int8, int32, uint8, uint16
 from qsdk.core.errors import ConfigError
 from qsdk.core.files import write_text
-from qsdk.core.pattern_terms import Pattern
+from qsdk.core.patterns.terms import Pattern
 from qsdk.core.report import Report
 from qsdk.core.rules import FixedRange, Rule, Shape, make_rule
 from qsdk.core.site import matches

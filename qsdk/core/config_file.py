@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qsdk.core.aimet_aliases import aimet_alias, aimet_aliases
-from qsdk.core.aimet_config import from_aimet, is_aimet
+from qsdk.core.aimet.aliases import aimet_alias, aimet_aliases
+from qsdk.core.aimet.config import from_aimet, is_aimet
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError, FileFormatError
 

@@ -9,7 +9,7 @@ from qsdk.core.encoding import Encoding, FloatArray
 from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.estimators import Estimator, averaged, range_from_histogram
 from qsdk.core.histogram import Histogram, histogram_of
-from qsdk.core.plan import Decision
+from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.spec import Spec
 

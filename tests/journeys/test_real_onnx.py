@@ -14,7 +14,7 @@ import qsdk
 from onnx_backend.compare_runs import session
 from onnx_backend.model import load, opset_of
 from onnx_backend.qdq import insert
-from qsdk.core.plan import Plan
+from qsdk.core.planning.plan import Plan
 
 pytestmark = pytest.mark.network
 VAGUE = ("inside a module or function", "a stored tensor that no quantizer reads")

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from qsdk.core.chains import find_chains, is_chain
-from qsdk.core.choices import Choice, Resolver
 from qsdk.core.config import QuantConfig
 from qsdk.core.graph import Graph
-from qsdk.core.made_of_shapes import steering_tensors
-from qsdk.core.operands import operands_of
-from qsdk.core.patterns import PATTERNS, match_supergroups
+from qsdk.core.patterns.chains import find_chains, is_chain
+from qsdk.core.patterns.find import PATTERNS, match_supergroups
+from qsdk.core.patterns.supergroup import Supergroup
+from qsdk.core.planning.choices import Choice, Resolver
+from qsdk.core.planning.made_of_shapes import steering_tensors
+from qsdk.core.planning.operands import operands_of
 from qsdk.core.rules import Place
 from qsdk.core.site import owner_of
-from qsdk.core.supergroup import Supergroup
 
 #: the name of a supergroup -> the ONNX type that says the same, where it is another word
 ONNX_NAMES = MappingProxyType(

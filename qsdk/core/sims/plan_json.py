@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from qsdk.core.dtypes import dtype_named
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 _TUPLES = ("bias_of", "shape")

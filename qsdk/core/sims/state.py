@@ -16,7 +16,7 @@ import numpy.typing as npt
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import matches, nearest_owners, owner_of, port_of, without_calls
 from qsdk.core.spec import axis_of
 

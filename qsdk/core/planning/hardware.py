@@ -8,10 +8,10 @@ from typing import Literal
 
 from qsdk.core.dtypes import DTYPES, DType
 from qsdk.core.errors import ConfigError
-from qsdk.core.plan import Decision
-from qsdk.core.plan_context import ONNX_NAMES, Context
+from qsdk.core.planning.context import ONNX_NAMES, Context
+from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.ties import keeps_grid
 from qsdk.core.spec import Spec
-from qsdk.core.ties import keeps_grid
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from functools import partial
 
 from qsdk.core.graph import Graph
-from qsdk.core.pattern_terms import Captured, Pattern, Term, any_of, number, op, product
+from qsdk.core.patterns.terms import Captured, Pattern, Term, any_of, number, op, product
 
 
 def _times(t: Term | str, factor: float) -> Term:

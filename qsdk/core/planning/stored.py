@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, int8, int32
-from qsdk.core.operands import Operand, is_scalar
-from qsdk.core.plan import Decision
-from qsdk.core.plan_context import Context
+from qsdk.core.planning.context import Context
+from qsdk.core.planning.operands import Operand, is_scalar
+from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
-from qsdk.core.ties import PASS_THROUGH
 
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights")
 

@@ -6,13 +6,14 @@
 from collections.abc import Mapping, Sequence
 
 from qsdk.core.graph import Graph
-from qsdk.core.linear_groups import bias_of_add, linear_groups
-from qsdk.core.pattern_activations import ACTIVATIONS
-from qsdk.core.pattern_attention import ATTENTION
-from qsdk.core.pattern_masks import mask_tensors
-from qsdk.core.pattern_match import Matcher, Miss
-from qsdk.core.pattern_norms import NORMS
-from qsdk.core.pattern_terms import (
+from qsdk.core.patterns.activations import ACTIVATIONS
+from qsdk.core.patterns.attention import ATTENTION
+from qsdk.core.patterns.linear import bias_of_add, linear_groups
+from qsdk.core.patterns.masks import mask_tensors
+from qsdk.core.patterns.match import Matcher, Miss
+from qsdk.core.patterns.norms import NORMS
+from qsdk.core.patterns.supergroup import Found, NearMiss, Supergroup
+from qsdk.core.patterns.terms import (
     Captured,
     Input,
     Pattern,
@@ -26,7 +27,6 @@ from qsdk.core.pattern_terms import (
     product,
     stored,
 )
-from qsdk.core.supergroup import Found, NearMiss, Supergroup
 
 __all__ = [
     "Supergroup",

@@ -4,14 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.coverage import explanation
 from qsdk.core.dtypes import DType
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
-from qsdk.core.plan import Plan
-from qsdk.core.replan import precision_config, precision_report
+from qsdk.core.planning.coverage import explanation
+from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
-from qsdk.core.sim_state import SimState, put_back_on_error, with_frozen
+from qsdk.core.sims.replan import precision_config, precision_report
+from qsdk.core.sims.state import SimState, put_back_on_error, with_frozen
 
 
 class StatefulSim(ABC):
@@ -37,7 +37,7 @@ class StatefulSim(ABC):
 
     @abstractmethod
     def planned(self, config: QuantConfig) -> SimState:
-        """The state that another config leads to, without data; see `qsdk.core.replan.replanned`."""
+        """The state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
 
     @property
     @abstractmethod

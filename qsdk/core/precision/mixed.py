@@ -6,16 +6,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qsdk.core.advice import advise, decibels, noise_to_signal
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, dtype_named, float32
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
-from qsdk.core.plan import Decision, Plan
-from qsdk.core.precision_search import Assignment, Search
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.precision.advice import advise, decibels, noise_to_signal
+from qsdk.core.precision.samples import FloatArray, SiteSample
+from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.report import Report
-from qsdk.core.samples import FloatArray, SiteSample
-from qsdk.core.sim_state import SimState, put_back_on_error
+from qsdk.core.sims.state import SimState, put_back_on_error
 
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})

@@ -13,11 +13,11 @@ from qsdk.core.dtypes import DType, dtype_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Decision, Plan
-from qsdk.core.planning import make_plan
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.ranges import Range, encoding_from_range, range_of
 from qsdk.core.report import Report
-from qsdk.core.sim_state import SimState, Stored, encoding_of, matched_sites, owns_encoding
+from qsdk.core.sims.state import SimState, Stored, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 from qsdk.core.spec import PerTensor
 

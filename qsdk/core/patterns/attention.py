@@ -5,8 +5,8 @@ from math import inf
 from typing import Any
 
 from qsdk.core.graph import Graph
-from qsdk.core.pattern_masks import HIDES, is_mask
-from qsdk.core.pattern_terms import Anything, Captured, Input, Pattern, Term, any_of, number, op
+from qsdk.core.patterns.masks import HIDES, is_mask
+from qsdk.core.patterns.terms import Anything, Captured, Input, Pattern, Term, any_of, number, op
 
 
 def _masked_softmax() -> Term:

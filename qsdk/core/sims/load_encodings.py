@@ -9,9 +9,9 @@ from qsdk.core.dtypes import DType
 from qsdk.core.encoding import Encoding
 from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.plan import Decision, Plan, casts_of
+from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
-from qsdk.core.sim_state import SimState, encoding_of, matched_homes, owns_encoding
+from qsdk.core.sims.state import SimState, encoding_of, matched_homes, owns_encoding
 from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 _STATES = ("missing", "unexpected", "different")

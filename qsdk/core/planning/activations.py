@@ -5,10 +5,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.plan import Decision
-from qsdk.core.plan_context import Context
+from qsdk.core.planning.context import Context
+from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
 from qsdk.core.spec import Kind, PerTensor, Spec, float_spec
-from qsdk.core.ties import Classes, find_assemblies, find_ties, keeps_grid
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(

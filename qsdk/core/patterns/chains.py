@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from qsdk.core.graph import Graph
-from qsdk.core.linear_groups import bias_of_add
-from qsdk.core.supergroup import Supergroup
+from qsdk.core.patterns.linear import bias_of_add
+from qsdk.core.patterns.supergroup import Supergroup
 
 
 def is_chain(name: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from qsdk.core.graph import Graph
-from qsdk.core.supergroup import Supergroup
+from qsdk.core.patterns.supergroup import Supergroup
 
 #: a score this far below the others has a weight of 2e-9, which no grid of a softmax shows
 HIDES = -20.0

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from qsdk.core.graph import Graph, Op
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import PerBlock, PerChannel, Spec
 
 _VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand"})

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsdk.core.graph import Graph, Op
-from qsdk.core.linear_groups import bias_of_add
+from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.spec import Role
 
 

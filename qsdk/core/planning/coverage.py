@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.report import Report
 from qsdk.core.site import nearest_owners, owner_of
 

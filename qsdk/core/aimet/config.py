@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qsdk.core.aimet_json import Checked
+from qsdk.core.aimet.document import Checked
 from qsdk.core.config import QuantConfig, w8a8
 from qsdk.core.dtypes import DType, dtype_named, float32, int32
 from qsdk.core.errors import ConfigError
-from qsdk.core.plan_hardware import GENERIC, HARDWARE
+from qsdk.core.planning.hardware import GENERIC, HARDWARE
+from qsdk.core.planning.ties import PASS_THROUGH
 from qsdk.core.report import Report
 from qsdk.core.rules import as_fixed_range
-from qsdk.core.ties import PASS_THROUGH
 
 TAKEN, HOLDS, NONE = "taken over", "holds already", "no counterpart"
 

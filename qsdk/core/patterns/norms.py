@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from qsdk.core.graph import Graph
-from qsdk.core.pattern_terms import Anything, Captured, Input, Node, Pattern, Term, amiss, any_of, number, op, stored
+from qsdk.core.patterns.terms import Anything, Captured, Input, Node, Pattern, Term, amiss, any_of, number, op, stored
 
 _REDUCES = "ReduceMean|ReduceSum"
 _EPSILON = number(0.0, 0.1, "an epsilon")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from qsdk.core.graph import Graph, Op
-from qsdk.core.pattern_terms import (
+from qsdk.core.patterns.supergroup import NearMiss, Supergroup
+from qsdk.core.patterns.terms import (
     COMMUTATIVE,
     AnyOf,
     Anything,
@@ -18,7 +19,6 @@ from qsdk.core.pattern_terms import (
     Term,
     heads,
 )
-from qsdk.core.supergroup import NearMiss, Supergroup
 
 _READ_NO_VALUES = frozenset({"Shape", "Size"})
 _PASSED = 8  # casts and identities in a row that are looked through

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
-from qsdk.core.plan import Plan
-from qsdk.core.plan_activations import plan_activations
-from qsdk.core.plan_context import Context
-from qsdk.core.plan_hardware import constrain_matmuls, constrain_norms
-from qsdk.core.plan_stored import plan_stored
+from qsdk.core.planning.activations import plan_activations
+from qsdk.core.planning.context import Context
+from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
+from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.stored import plan_stored
 from qsdk.core.rules import Place, Rule
 from qsdk.core.site import nearest_owners, owner_of
 

@@ -13,9 +13,9 @@ from qsdk.core import encodings_file
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.files import write_atomically
-from qsdk.core.plan import casts_of
-from qsdk.core.plan_json import plain_plan, read_plan
-from qsdk.core.sim_state import SimState
+from qsdk.core.planning.plan import casts_of
+from qsdk.core.sims.plan_json import plain_plan, read_plan
+from qsdk.core.sims.state import SimState
 
 FORMAT = "qsdk.sim"
 VERSION = 1

@@ -11,10 +11,10 @@ import numpy as np
 
 from qsdk.core.dtypes import uint16
 from qsdk.core.encoding import Encoding
-from qsdk.core.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
-from qsdk.core.samples import FloatArray, SiteSample
 from qsdk.core.site import owner_of
 from qsdk.core.spec import Spec
 

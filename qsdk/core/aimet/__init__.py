@@ -1,0 +1,1 @@
+"""AIMET's config files, read into a QuantConfig."""

@@ -1,0 +1,1 @@
+"""Supergroups: the language of patterns, the patterns, and the search for them."""

@@ -1,0 +1,1 @@
+"""From a graph and a config to a decision for every tensor."""
