@@ -25,11 +25,16 @@ def test_matmul_and_add_are_one_linear_layer(bias_first: bool):
     assert site(plan, "fc:output").reason == "MatMul+Add"
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 7), (2, 7)])
+@pytest.mark.parametrize("shape", [(1, 7), (2, 7)])
 def test_an_addend_that_is_not_one_value_per_column_is_a_constant(shape: tuple[int, ...]):
     plan = make_plan(matmul_network(bias_shape=shape), w8a8())
     assert spec_of(plan, "fc:bias") == Spec(int8, PerTensor())
     assert site(plan, "fc:bias").reason == "constant"
+
+
+def test_an_addend_of_one_value_is_a_scalar():
+    plan = make_plan(matmul_network(bias_shape=(1,)), w8a8())
+    assert (site(plan, "fc:bias").spec, site(plan, "fc:bias").reason) == (None, "a scalar constant")
 
 
 def test_a_vector_added_to_a_convolution_runs_along_its_width_and_is_no_bias():

@@ -254,7 +254,9 @@ def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
         return _numbered(parent, paths[0])  # the common case, kept short because it runs at every call
     inside = [path[len(prefix) :] for path in paths if path.startswith(prefix)]
     if inside:
-        nearest = min(inside, key=lambda path: path.count("."))
+        nearest = inside[0]
+        for path in inside[1:]:  # written out because torch.compile does not trace min() with a key
+            nearest = path if path.count(".") < nearest.count(".") else nearest
         name = f"{parent.name}.{nearest}" if parent.name else nearest
     else:
         name = f"{parent.name}/{paths[0]}"  # the caller holds it outside its own modules
