@@ -76,8 +76,14 @@ def mixed_precision(
         DataError: data that the model does not take.
 
     Example:
-        >>> def accuracy(sim): ...  # doctest: +SKIP
-        >>> report = qsdk.mixed_precision(sim, batches, accuracy, max_drop=0.01)  # doctest: +SKIP
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> def closeness(sim): return -float((sim(x) - model(x)).abs().max())
+        >>> report = qsdk.mixed_precision(sim, [x], closeness, max_drop=0.01, progress=False)
+        >>> report.summary["met"]
+        True
     """
     samples = _samples(sim, data, forward, progress)
     with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
