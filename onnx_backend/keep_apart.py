@@ -1,59 +1,120 @@
-"""Work-arounds for the runtime: nodes that keep it from fusing what its kernels cannot do, and from moving what leaves.
+"""Work-arounds for the runtime: a node that keeps it from fusing or moving what its default level gets wrong.
 
-At its default level the runtime takes any 8-bit DequantizeLinear into QLinearConv, QLinearMatMul or
-MatMulIntegerToFloat, whose kernels know no blocks: the session opens, and every run fails. And it puts a copy of the
-Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model, which is
-then quantized. A Sum of one operand in between changes no value, is fused with nothing and is moved past nothing.
+A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
+is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. One more: the
+runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output
+of the model, which is then quantized.
 """
 
 from collections.abc import Sequence
 
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.int8_moves import COPY_KEY
-from onnx_backend.model import attributes, consumers, initializers, names_in, rename_inputs, replace_nodes, unique
+from onnx_backend.model import (
+    attributes,
+    consumers,
+    initializers,
+    names_in,
+    producers,
+    rename_inputs,
+    replace_nodes,
+    unique,
+)
+from onnx_backend.runtime_table import NARROW, Form, is_wrong
 
-#: measured: the ops that the runtime fuses with an 8-bit weight behind a DequantizeLinear
-FUSED = frozenset({"Conv", "MatMul", "Gemm"})
+COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
+_LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
 def keep_apart(model: ModelProto) -> None:
-    """Put a Sum in front of the ops that would be fused with blocks, or moved past an output of the model, in place."""
-    graph = model.graph
-    stored, readers, taken = initializers(graph), consumers(graph.node), names_in(graph)
-    outputs = {value.name for value in graph.output}
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        nodes.append(node)
-        if node.op_type == "DequantizeLinear":
-            if _has_blocks(node, stored.get(node.input[0])):
-                fused = [reader for reader in readers.get(node.output[0], []) if reader.op_type in FUSED]
-                nodes += _apart(node.output[0], fused, taken)
-            continue
-        for name in (name for name in node.output if name in outputs):
-            moved = [reader for reader in readers.get(name, []) if _is_quantized_transpose(reader, readers)]
-            nodes += _apart(name, moved, taken)
-    replace_nodes(graph, nodes)
+    """Put a Sum wherever the runtime's default level would go wrong without, in place."""
+    _Separation(model).run()
 
 
-def _has_blocks(node: NodeProto, weight: TensorProto | None) -> bool:
-    """Whether a DequantizeLinear reads a stored 8-bit weight with blocks."""
-    narrow = weight is not None and weight.data_type in (TensorProto.INT8, TensorProto.UINT8)
-    return narrow and bool(attributes(node).get("block_size"))
+class _Separation:
+    """A model while Sums are put into it."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.graph = model.graph
+        self.stored, self.makers = initializers(model.graph), producers(model.graph.node)
+        self.readers, self.taken = consumers(model.graph.node), names_in(model.graph)
+        self.outputs = {value.name for value in model.graph.output}
+
+    def run(self) -> None:
+        nodes: list[NodeProto] = []
+        for node in self.graph.node:
+            if node.op_type == "QuantizeLinear" and self._drops_what_is_before(node):
+                nodes += self._apart(node.input[0], [node])
+            nodes.append(node)
+            if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
+                nodes += self._apart(node.output[0], self._wrong_readers(node))
+            elif node.op_type != "DequantizeLinear":
+                for name in (name for name in node.output if name in self.outputs):
+                    nodes += self._apart(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
+        replace_nodes(self.graph, nodes)
+
+    def _drops_what_is_before(self, quantize: NodeProto) -> bool:
+        if self._form(quantize) == "output_dtype" or quantize.input[0] not in self.makers:
+            return False
+        return self._type(quantize) in NARROW
+
+    def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
+        quantize = self.makers.get(dequantize.input[0])
+        if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            return []
+        dtype, form = self._type(quantize), self._form(quantize)
+        tensor = dequantize.output[0]
+        return [node for node in self.readers.get(tensor, []) if is_wrong(self._label(node, tensor), dtype, form)]
+
+    def _type(self, quantize: NodeProto) -> str:
+        """The name of the dtype that a QuantizeLinear makes."""
+        zero_point = self.stored.get(quantize.input[2]) if len(quantize.input) > 2 else None
+        code = zero_point.data_type if zero_point is not None else attributes(quantize).get("output_dtype", 0)
+        return _name(code or TensorProto.UINT8)
+
+    def _form(self, quantize: NodeProto) -> Form:
+        if len(quantize.input) < 3:
+            return "output_dtype" if quantize.op_type == "QuantizeLinear" else "zero_point"
+        return "both" if attributes(quantize).get("output_dtype") else "zero_point"
+
+    def _label(self, reader: NodeProto, tensor: str) -> str:
+        """What the table calls a reader of an activation."""
+        if reader.op_type in _LAYERS and reader.input[0] == tensor:
+            weight = self._weight(reader.input[1])
+            return f"{reader.op_type}/{weight}" if weight else reader.op_type
+        followers = [node for name in reader.output for node in self.readers.get(name, [])]
+        leaves = any(name in self.outputs for name in reader.output)
+        if leaves or any(node.op_type != "QuantizeLinear" for node in followers):
+            return f"{reader.op_type}>"
+        return reader.op_type
+
+    def _weight(self, name: str) -> str:
+        """What the second operand of a layer is stored in; "" for an activation."""
+        if name in self.stored:
+            return _name(self.stored[name].data_type)
+        maker = self.makers.get(name)
+        if maker is None or not maker.input or maker.input[0] not in self.stored:
+            return ""
+        blocks = " blocks" if attributes(maker).get("block_size") else ""
+        return _name(self.stored[maker.input[0]].data_type) + blocks
+
+    def _is_quantized_move(self, node: NodeProto) -> bool:
+        following = self.readers.get(node.output[0], []) if node.op_type == "Transpose" else []
+        return any(reader.op_type == "QuantizeLinear" for reader in following)
+
+    def _apart(self, tensor: str, read_by: Sequence[NodeProto]) -> list[NodeProto]:
+        """A Sum that these nodes read in a tensor's place; none for no nodes."""
+        if not read_by:
+            return []
+        apart = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", self.taken)])
+        apart.name = unique(apart.output[0], self.taken)
+        entry = apart.metadata_props.add()
+        entry.key, entry.value = COPY_KEY, tensor
+        rename_inputs(read_by, {tensor: apart.output[0]})
+        return [apart]
 
 
-def _is_quantized_transpose(node: NodeProto, readers: dict[str, list[NodeProto]]) -> bool:
-    following = readers.get(node.output[0], []) if node.op_type == "Transpose" else []
-    return any(reader.op_type == "QuantizeLinear" for reader in following)
-
-
-def _apart(tensor: str, read_by: Sequence[NodeProto], taken: set[str]) -> list[NodeProto]:
-    """A Sum that these nodes read in a tensor's place; none for no nodes."""
-    if not read_by:
-        return []
-    apart = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", taken)])
-    apart.name = unique(apart.output[0], taken)
-    entry = apart.metadata_props.add()
-    entry.key, entry.value = COPY_KEY, tensor
-    rename_inputs(read_by, {tensor: apart.output[0]})
-    return [apart]
+def _name(code: int) -> str:
+    name = str(TensorProto.DataType.Name(code)).lower()
+    return {"float": "float32"}.get(name, name)

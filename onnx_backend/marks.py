@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.int8_moves import COPY_KEY
+from onnx_backend.keep_apart import COPY_KEY
 from onnx_backend.model import (
     MARK_DOMAIN,
     MARK_OP,

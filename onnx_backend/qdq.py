@@ -8,7 +8,6 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.int8_moves import separate_moves
 from onnx_backend.keep_apart import keep_apart
 from onnx_backend.model import (
     array,
@@ -27,7 +26,7 @@ from onnx_backend.model import (
     set_metadata,
     unique,
 )
-from onnx_backend.runtime_table import Dialect, Form, form_of
+from onnx_backend.runtime_table import Dialect, form_of
 from qsdk.core.dtypes import DTYPES, DType
 from qsdk.core.encoding import Encoding, storage_type
 from qsdk.core.errors import ExportError, ModelError
@@ -74,7 +73,6 @@ def insert(
             lowering.nodes.append(node)
     lowering.finish()
     if dialect == "onnxruntime":
-        separate_moves(model)
         keep_apart(model)
     return model, lowering.rows
 
@@ -264,11 +262,9 @@ class _Lowering:
     def _quantize(self, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
         site, kind = decision.site, decision.kind
         form = form_of(encoding.dtype, encoding.symmetric, self.dialect)
-        sub_byte = DTYPES[encoding.dtype.container].bits < 8
         # what passes through is inside its grid already, and the runtime wants no node between MaxPool and an int8 Q
-        narrow = encoding.dtype.narrows_container and not decision.passes_through
-        if narrow or self._rewritten_by_the_runtime(source, form, encoding):
-            source = self._held(site, encoding, source, as_clip=not sub_byte)
+        if encoding.dtype.narrows_container and not decision.passes_through:
+            source = self._clipped(site, encoding, source)
         options = _where(encoding, encoding.axis)
         inputs = self._parameters(site, encoding, encoding.scale, encoding.zero_point, form != "output_dtype")
         if form != "zero_point":
@@ -287,8 +283,8 @@ class _Lowering:
         )
         self._row(site, encoding.dtype.name, text, _zero_point_bytes(encoding) if form == "output_dtype" else 0)
 
-    def _held(self, site: str, encoding: Encoding, source: str, *, as_clip: bool) -> str:
-        """The values inside the grid before they are rounded: by a Clip, or by Max and Min, which nothing rewrites."""
+    def _clipped(self, site: str, encoding: Encoding, source: str) -> str:
+        """The values inside the grid before they are rounded."""
         if encoding.axis is not None:
             raise ExportError(
                 f"{site} is an activation of {encoding.dtype} per channel, which QuantizeLinear cannot hold inside its "
@@ -296,20 +292,9 @@ class _Lowering:
             )
         low = self._initializer(encoding.low.reshape(()), f"{site}/low")
         high = self._initializer(encoding.high.reshape(()), f"{site}/high")
-        held = unique(f"{site}/clipped", self.taken)
-        if as_clip:
-            set_metadata(self._add("Clip", [source, low, high], held, f"{site}/clip"), site=site)
-            return held
-        raised = unique(f"{site}/raised", self.taken)
-        set_metadata(self._add("Max", [source, low], raised, f"{site}/clip_low"), site=site)
-        set_metadata(self._add("Min", [raised, high], held, f"{site}/clip_high"), site=site)
-        return held
-
-    def _rewritten_by_the_runtime(self, source: str, form: Form, encoding: Encoding) -> bool:
-        """Whether a Relu or Clip in front of a narrow Q with a zero point would be dropped wrongly, or fail to load."""
-        narrow = not encoding.dtype.is_integer or DTYPES[encoding.dtype.container].bits < 8
-        made_by = self.makers.get(self._final(source))
-        return form != "output_dtype" and narrow and made_by is not None and made_by.op_type in ("Relu", "Clip")
+        clipped = unique(f"{site}/clipped", self.taken)
+        set_metadata(self._add("Clip", [source, low, high], clipped, f"{site}/clip"), site=site)
+        return clipped
 
     def _parameters(
         self, site: str, encoding: Encoding, scale: Array, zero_point: Array, with_zero_point: bool

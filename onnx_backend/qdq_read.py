@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.int8_moves import COPY_KEY
+from onnx_backend.keep_apart import COPY_KEY
 from onnx_backend.model import array, attributes, constant_tensor, initializers, metadata, producers
 from qsdk.core.dtypes import DTYPES, DType, dtype_named
 from qsdk.core.encoding import Encoding, storage_type

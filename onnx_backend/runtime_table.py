@@ -1,8 +1,10 @@
-"""What the installed ONNX Runtime loads at its default level, and the form of QuantizeLinear that follows from it.
+"""What ONNX Runtime's default level gets wrong in Q/DQ models, measured, and the form of QuantizeLinear that follows.
 
-The table is measured (onnxruntime 1.31, CPU, opset 21); `tests/test_qdq.py` derives a part of it again.
+Measured on onnxruntime 1.31 (CPU, x86); `tests/test_runtime_table.py` derives the table again on the installed runtime
+and fails where it has changed, in either direction.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -12,24 +14,76 @@ from qsdk.core.errors import ConfigError
 Dialect = Literal["onnxruntime", "onnx"]
 Form = Literal["output_dtype", "zero_point", "both"]
 
-_QLINEAR = ("Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "GlobalAveragePool", "AveragePool")
-_OPS = ("Conv", "MatMul", "Gemm", "MaxPool", "Relu", *_QLINEAR)
+_FOUR_BITS, _TWO_BITS = ("uint4", "int4"), ("uint2", "int2")
+_FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
+#: types for which the runtime's default level was not written: it takes them for 8 bits, here and there
+NARROW = frozenset({*_FOUR_BITS, *_TWO_BITS, *_FLOAT8})
+EVERYTHING = "*"
 
-#: (op, activation dtype, form) -> loads at the default level; a key that is absent was not measured.
-LOADS = MappingProxyType(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _layers(ops: str, weights: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(f"{op}/{weight}" for op in ops.split() for weight in weights)
+
+
+#: the runtime's own 8-bit kernels
+_KERNELS = _words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoid Softmax")
+#: its WeightBiasQuantization makes int8 of a float weight that stands between quantized activations
+_FLOAT_CONV = _layers("Conv ConvTranspose", ("float32", "float16"))
+_FLOAT_GEMM = _layers("Gemm", ("float32", "float16"))
+#: QLinearConv and QLinearMatMul know neither blocks nor float8
+_FOREIGN = _layers("Conv MatMul", ("int8 blocks", "uint8 blocks", "float8e4m3fn"))
+#: what an int8 DequantizeLinear is pushed past, with an attribute that the rewrite to uint8 then forgets
+_PUSHED = _words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")
+#: 8-bit weights beside activations that are not
+_EIGHT_BIT_CONV = _layers(
+    "Conv", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn", "float32", "float16")
+)
+_EIGHT_BIT_MATMUL = _layers("MatMul", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn")) | {"MatMul"}
+#: what is dropped, or run on codes, in front of a QuantizeLinear with a zero point
+_CLIPPED = _words("Clip MaxPool MaxPool> ReduceMax")
+_DROPPED = _words("Flatten> Gather> Identity> Pad> Relu Reshape> Slice> Squeeze> Unsqueeze>")
+_ON_CODES = _words("DepthToSpace Flatten Flatten> Gather Gather> Reshape Reshape> Resize Slice Slice> Tile") | _words(
+    "Squeeze Squeeze> Unsqueeze Unsqueeze>"
+)
+_NARROWEST = _KERNELS | _EIGHT_BIT_CONV | _EIGHT_BIT_MATMUL
+
+
+def _each(
+    dtypes: tuple[str, ...], forms: tuple[Form, ...], readers: frozenset[str]
+) -> dict[tuple[str, Form], frozenset[str]]:
+    return {(dtype, form): readers for dtype in dtypes for form in forms}
+
+
+#: (dtype of an activation, form of its QuantizeLinear) -> its readers, between two such pairs, with which a model does
+#: not load, does not run, or gives values more than 1 LSB off. A reader is an op; `op/weight` for a layer, by what its
+#: weight is stored in; `op>` where anything but a QuantizeLinear follows. All others that were probed are right.
+WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
     {
-        **{
-            (op, dtype, form): True
-            for op in _OPS
-            for dtype in ("uint8", "uint16", "int16")
-            for form in ("output_dtype", "zero_point", "both")
-        },
-        **{(op, "int8", "zero_point"): True for op in _OPS},
-        # the runtime's S8-to-U8 rewrite forgets the attribute
-        **{(op, "int8", "output_dtype"): op not in _QLINEAR for op in _OPS},
-        **{(op, "int8", "both"): False for op in ("Conv", "MatMul", "Gemm", *_QLINEAR)},
+        **_each(("uint8",), ("output_dtype", "zero_point", "both"), _FLOAT_CONV | _FOREIGN),
+        ("int8", "output_dtype"): _FLOAT_CONV | _KERNELS,
+        ("int8", "zero_point"): _FLOAT_CONV | _FOREIGN | _PUSHED,
+        ("int8", "both"): frozenset({EVERYTHING}),
+        **_each(("uint16", "int16"), ("output_dtype", "zero_point", "both"), _FLOAT_CONV | _FLOAT_GEMM),
+        **_each(_FOUR_BITS, ("output_dtype",), _EIGHT_BIT_CONV),
+        **_each(_FOUR_BITS, ("zero_point", "both"), _EIGHT_BIT_CONV | _CLIPPED | _DROPPED),
+        **_each(_TWO_BITS, ("output_dtype",), _NARROWEST),
+        **_each(_TWO_BITS, ("zero_point", "both"), _NARROWEST | _FLOAT_GEMM | _CLIPPED | _ON_CODES),
+        **_each(_FLOAT8, ("output_dtype",), _NARROWEST | _FLOAT_CONV | _FLOAT_GEMM),
     }
 )
+
+
+def is_wrong(reader: str, dtype: str, form: Form) -> bool:
+    """Whether the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
+
+    Types other than 8 and 16 bits are always kept apart: what was not probed there is more likely wrong than right.
+    """
+    found = WRONG.get((dtype, form), frozenset())
+    return dtype in NARROW or EVERYTHING in found or reader in found
 
 
 def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from qdq_models import LEVELS, convnet, encodings_of, make_model, mlp, prepared, run, session, weights
+from qdq_models import LEVELS, convnet, encodings_of, make_model, mlp, prepared, run, weights
 
 from onnx_backend.marks import mark_node, open_qdq
 from onnx_backend.model import array, at_opset, attributes, initializers, load, metadata
 from onnx_backend.qdq import insert
 from onnx_backend.qdq_read import places, read, read_casts
 from onnx_backend.read_graph import read_graph
-from onnx_backend.runtime_table import LOADS
 from onnx_backend.session import simulation_session
 from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.dtypes import DTYPES, dtype_named
@@ -131,58 +130,6 @@ def test_int8_gives_way_to_the_runtime_unless_the_pure_form_is_asked_for(symmetr
 
 def symmetric_at(quantize, encodings):
     return encodings[metadata(quantize)["qsdk.site"]].symmetric
-
-
-def neighbour(op, dtype, form):
-    """`op` between Q/DQ pairs of one dtype that say their type in one form."""
-    code = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    stored = {"s": np.float32(0.05), "t": np.float32(0.04), "z": np.zeros((), dtype), "w": np.ones((4, 4), np.int8)}
-    stored |= {"k": np.ones((4, 4, 1, 1), np.int8), "ws": np.float32(0.1)}
-    parameters = ["s"] if form == "output_dtype" else ["s", "z"]
-    options = {} if form == "zero_point" else {"output_dtype": int(code)}
-
-    def pair(x, y, scale="s"):
-        given = [scale, *parameters[1:]]
-        return [
-            node("QuantizeLinear", [x, *given], [y + "q"], **options),
-            node("DequantizeLinear", [y + "q", *given], [y]),
-        ]
-
-    image = op in ("Conv", "MaxPool", "GlobalAveragePool", "AveragePool")
-    window = {"kernel_shape": [2, 2]} if op in ("MaxPool", "AveragePool") else {}
-    weight = {"Conv": ["k"], "MatMul": ["w"], "Gemm": ["w"]}.get(op, [])
-    second = ["b"] if op in ("Add", "Mul", "Concat") else []
-    nodes = [*pair("x", "a"), *pair("x2", "b", "t")]
-    nodes += [node("DequantizeLinear", [name, "ws"], [name + "f"]) for name in weight]
-    nodes += [
-        node(op, ["a", *second, *(n + "f" for n in weight)], ["o"], **window, **({"axis": 1} if op == "Concat" else {}))
-    ]
-    shape = [1, 4, 4, 4] if image else [4, 4]
-    return make_model(
-        [*nodes, *pair("o", "y", "s" if op == "MaxPool" else "t")],
-        {"x": shape, "x2": shape},
-        {"y": [None] * len(shape)},
-        stored,
-    )
-
-
-@pytest.mark.parametrize(("op", "dtype", "form"), sorted(LOADS))
-def test_the_runtime_table_is_true(op, dtype, form):
-    model = neighbour(op, dtype, form)
-    onnx.checker.check_model(model, full_check=True)
-    try:
-        session(model)
-    except Exception:
-        loads = False
-    else:
-        loads = True
-    assert loads is LOADS[op, dtype, form]
-
-
-def test_what_the_default_dialect_writes_is_what_the_table_says_loads():
-    for (op, dtype, form), loads in LOADS.items():
-        if (dtype == "int8") is (form == "zero_point") and not (dtype != "int8" and form == "zero_point"):
-            assert loads, (op, dtype, form)
 
 
 # --- the inverse ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""The runtime table is derived again on the installed runtime; and what is kept apart by it is right."""
+
+import itertools
+
+import pytest
+from runtime_probes import LABELS, Probe
+
+from onnx_backend.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
+from qsdk.core.dtypes import dtype_named
+from qsdk.core.errors import ConfigError
+
+#: whether a float8 tensor is off by more than an ulp depends on the weight's values where the weight is requantized
+BY_VALUE = {f"{op}/{weight}" for op in ("ConvTranspose", "Gemm") for weight in ("float32", "float16")}
+KEYS = sorted(WRONG)
+WRITTEN = [key for key in KEYS if key[1] == ("zero_point" if key[0] == "int8" else "output_dtype")]
+WRITTEN += [key for key in KEYS if key[1] == "both" and key[0] != "int8"]
+
+
+def wrong_readers(dtype, form, *, separated=False, labels=LABELS):
+    found = set()
+    for label, same in itertools.product(labels, (True, False)):
+        verdict = Probe(label, dtype, form, same).verdict(separated=separated)
+        assert verdict != "none", label
+        if verdict != "right":
+            found.add(label.removesuffix(" at 0").removesuffix(" linear"))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "form"), KEYS)
+def test_the_table_is_what_the_installed_runtime_does(dtype, form):
+    found, said = wrong_readers(dtype, form), WRONG[dtype, form]
+    if said == {EVERYTHING}:
+        assert len(found) >= len(LABELS) - 4
+        return
+    by_value = BY_VALUE if dtype.startswith("float8") else set()
+    assert found - by_value == said - by_value
+
+
+@pytest.mark.parametrize(("dtype", "form"), WRITTEN)
+def test_what_is_kept_apart_is_right_at_the_default_level(dtype, form):
+    assert wrong_readers(dtype, form, separated=True) == set()
+
+
+def test_only_what_is_wrong_is_kept_apart():
+    for label in ("Add", "Conv/int8", "Gemm/int8", "MaxPool"):
+        for separated in (True, False):
+            model = Probe(label, "uint8", "both").model(separated=separated)
+            assert "Sum" not in {node.op_type for node in model.graph.node}
+    model = Probe("Conv/float32", "uint8", "both").model(separated=True)
+    assert [node.op_type for node in model.graph.node].count("Sum") == 1
+
+
+@pytest.mark.parametrize(("dtype", "form"), WRITTEN)
+def test_the_form_that_is_written_is_the_one_with_the_fewest_faults(dtype, form):
+    symmetric = form != "both"
+    assert form_of(dtype_named(dtype), symmetric, "onnxruntime") == form or dtype == "int8"
+    assert form_of(dtype_named(dtype), symmetric, "onnx") == ("output_dtype" if symmetric else "both")
+
+
+def test_types_that_the_runtime_was_not_written_for_are_always_apart():
+    assert all(is_wrong("AnyOp", dtype, "output_dtype") for dtype in NARROW)
+    assert not is_wrong("AnyOp", "uint8", "output_dtype")
+    with pytest.raises(ConfigError, match="unknown dialect 'tflite'"):
+        form_of(dtype_named("uint8"), True, "tflite")
