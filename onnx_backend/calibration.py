@@ -1,6 +1,6 @@
 """Calibration: ranges of activations streamed from data, ranges of stored tensors read at once."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ from qsdk.core.bias import with_room_for
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import DataError
 from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stored
+from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges import encoding_from_range
 from qsdk.core.report import Report
-from qsdk.core.statistics import activation_encodings, observed
+from qsdk.core.statistics import Statistics, activation_encodings, observed
 
 
 def calibrated(
@@ -55,36 +56,39 @@ def calibrated(
     chosen = estimator(method, percentile)
     for_weights = estimator(weight_method or "min_max", percentile)
     frozen = {site: encoding for site, encoding in own.items() if encoding.frozen}
-    stored = list(stored_tensors(marked, plan))
+    stored = stored_tensors(marked, plan)
     found = _weight_encodings(plan, stored, for_weights)
     wanted = observed(plan.decisions.values())
-    statistics = observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
+    statistics = Statistics(chosen)
+    if wanted:  # else only weights have ranges to find, and the data has nothing to say
+        statistics = observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
     found.update(activation_encodings(wanted.values(), statistics, frozen=frozen, known=own))
     _make_room_for_biases(plan, stored, found, {**own, **found, **frozen}, frozen)
     rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
     return {**own, **found, **frozen}, Report("Calibration", rows, {"method": method, "sites": len(rows)})
 
 
-def stored_tensors(marked: ModelProto, plan: Plan) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:
     """Site -> float value of every marked stored tensor."""
     stored = initializers(marked.graph)
     roots: dict[str, str] = {}
+    found: dict[str, str] = {}
     for node in marked.graph.node:
         if is_mark(node):
             root = roots[node.output[0]] = roots.get(node.input[0], node.input[0])
             site = str(attributes(node)["key"])
             if root in stored and site in plan.decisions:
-                yield site, array(stored[root])
+                found[site] = root
+    return LazyArrays(found, lambda site: array(stored[found[site]]))
 
 
-def _weight_encodings(
-    plan: Plan, stored: Iterable[tuple[str, npt.NDArray[Any]]], chosen: Estimator
-) -> dict[str, Encoding]:
+def _weight_encodings(plan: Plan, stored: Mapping[str, npt.NDArray[Any]], chosen: Estimator) -> dict[str, Encoding]:
     found = {}
-    for site, values in stored:
+    for site in stored:
         decision = plan.decisions[site]
         if decision.spec is None or not decision.quantized or decision.tied_to or decision.kind == "bias":
             continue  # a bias follows from its input and weight, or keeps what its file said
+        values = stored[site]
         if not np.isfinite(values).all():
             raise DataError(f"NaN or inf in the stored tensor at {site}; load a model that is finite")
         found[site] = encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
@@ -93,16 +97,19 @@ def _weight_encodings(
 
 def _make_room_for_biases(
     plan: Plan,
-    stored: Iterable[tuple[str, npt.NDArray[Any]]],
+    stored: Mapping[str, npt.NDArray[Any]],
     found: dict[str, Encoding],
     known: Mapping[str, Encoding],
     frozen: Collection[str],
 ) -> None:
     """Widen the weight scales under which a bias would not fit int32."""
-    for site, bias in stored:
+    for site in stored:
         source, weight = plan.decisions[site].bias_of or ("", "")
         if weight in found and weight not in frozen:
-            found[weight] = with_room_for(bias, known[source], found[weight])
+            spec = plan.decisions[weight].spec
+            found[weight] = with_room_for(
+                stored[site], known[source], found[weight], None if spec is None else spec.scale_bits
+            )
 
 
 def _row(site: str, encoding: Encoding) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnx_backend.model import initializers, producers
+from onnx_backend.runtime_input import session_of
 from onnx_backend.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError, ModelError
 
@@ -82,7 +83,7 @@ def session(model: ModelProto) -> ort.InferenceSession:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1  # else each session starts threads
     options.enable_mem_reuse = False  # planning the reuse of memory takes time quadratic in the nodes
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session_of(model, options)
 
 
 def _short(error: Exception) -> str:

@@ -2,22 +2,25 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
-from onnx_backend import model as onnx_model
-from onnx_backend.qdq import insert
-from onnx_backend.runtime_table import Dialect
+from onnx_backend.frozen import mark_frozen
+from onnx_backend.model import metadata
+from onnx_backend.qdq import lower
+from onnx_backend.runtime_table import Dialect, require_kernels
+from onnx_backend.session_options import needed_options
 from onnx_backend.skeleton import checkable
+from onnx_backend.write_file import write_file
 from qsdk.core import encodings_file
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
-from qsdk.core.files import write_with_companions
 from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.report import Report
 
@@ -39,8 +42,27 @@ def write_model(
     opset: int,
     dialect: Dialect,
     provenance: Mapping[str, Any],
+    tensors: Mapping[str, str] | None = None,
+    external_data: bool | None = None,
+    weights: Mapping[str, npt.NDArray[Any]] | None = None,
+    in_use: Collection[Path] = (),
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings; nothing is ever half-written.
+
+    One large weight at a time is held besides the marked model.
+
+    Args:
+        marked: the float model with marks.
+        plan: what is wanted at each site.
+        encodings: of every quantized site.
+        path: of the model.
+        opset: 21 to 25.
+        dialect: see `qsdk.export`.
+        provenance: what the encodings file says of its origin.
+        tensors: site -> name of its tensor in the float model, for the encodings file.
+        external_data: whether large weights stand in a file of their own; None where one file cannot hold them.
+        weights: the values of stored tensors that the model has only stubs of, by name.
+        in_use: data files that a sim still reads.
 
     Raises:
         ConfigError: an opset or dialect that cannot be written.
@@ -50,18 +72,45 @@ def write_model(
         raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
     if dialect not in ("onnxruntime", "onnx"):
         raise ConfigError(f'dialect={dialect!r} is unknown; choose "onnxruntime" or "onnx"')
-    lowered, rows = insert(marked, plan, encodings, dialect=dialect)
-    lowered = onnx_model.at_opset(lowered, opset)
-    text = encodings_file.dumps(encodings, provenance, casts_of(plan))
-    _set_properties(lowered, {ENCODINGS_KEY: text, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
+    if dialect == "onnxruntime":
+        require_kernels(encodings)
+    made = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
+    lowered, rows = made.model, made.rows
+    # the model embeds what its nodes cannot say themselves; their scales are not written twice
+    encodings = _in_order_of_nodes(encodings, lowered)
+    text, embedded = (_text(found, plan, provenance, tensors or {}) for found in (encodings, {}))
+    _set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
+    mark_frozen(lowered, encodings)
+    _require_valid(lowered)
+    companion = encodings_path(path)
+    written = write_file(
+        path, lowered, made.large, external_data=external_data, companions={companion: text}, in_use=in_use
+    )
+    saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
+    summary: dict[str, Any] = {"zero_point_bytes_saved": saved, "paths": [str(name) for name in written]}
+    options = needed_options(lowered, dialect)
+    return Report("Export", rows, {**summary, "session_options": options} if options else summary)
+
+
+def _text(
+    encodings: Mapping[str, Encoding], plan: Plan, provenance: Mapping[str, Any], tensors: Mapping[str, str]
+) -> str:
+    kinds = {site: decision.kind for site, decision in plan.decisions.items()}
+    return encodings_file.dumps(encodings, provenance, casts_of(plan), tensors=tensors, kinds=kinds)
+
+
+def _require_valid(model: ModelProto) -> None:
     try:
-        onnx.checker.check_model(checkable(lowered), full_check=True)
+        onnx.checker.check_model(checkable(model), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
-    companion = encodings_path(path)
-    write_with_companions(path, onnx_model.serialized(lowered), {companion: text})
-    saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
-    return Report("Export", rows, {"zero_point_bytes_saved": saved, "paths": [str(path), str(companion)]})
+
+
+def _in_order_of_nodes(encodings: Mapping[str, Encoding], lowered: ModelProto) -> dict[str, Encoding]:
+    """The same whatever order the stored tensors of the model came in, so that a file that is opened gives it again."""
+    sites = [metadata(node).get("qsdk.site", "") for node in lowered.graph.node]
+    places = {site: place for place, site in reversed(list(enumerate(sites)))}
+    return dict(sorted(encodings.items(), key=lambda item: places.get(item[0], len(sites))))
 
 
 def _set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:

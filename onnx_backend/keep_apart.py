@@ -2,16 +2,24 @@
 
 A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. One more: the
-runtime puts a copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output
-of the model, which is then quantized.
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Four more:
+a float bias beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits
+is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); a Relu behind a layer whose
+weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
+copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
+which is then quantized.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.large_tensors import LargeTensor
 from onnx_backend.model import (
+    array,
     attributes,
     consumers,
     initializers,
@@ -24,19 +32,27 @@ from onnx_backend.model import (
 from onnx_backend.runtime_table import NARROW, Form, is_wrong
 
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
+_TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
+_NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
+_BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
-def keep_apart(model: ModelProto) -> None:
-    """Put a Sum wherever the runtime's default level would go wrong without, in place."""
-    _Separation(model).run()
+def keep_apart(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
+    """Put a Sum wherever the runtime's default level would go wrong without, in place.
+
+    Args:
+        model: with Q/DQ.
+        large: the stored tensors that the model has only stubs of, by name.
+    """
+    _Separation(model, large or {}).run()
 
 
 class _Separation:
     """A model while Sums are put into it."""
 
-    def __init__(self, model: ModelProto) -> None:
-        self.graph = model.graph
+    def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
+        self.graph, self.large = model.graph, large
         self.stored, self.makers = initializers(model.graph), producers(model.graph.node)
         self.readers, self.taken = consumers(model.graph.node), names_in(model.graph)
         self.outputs = {value.name for value in model.graph.output}
@@ -44,11 +60,15 @@ class _Separation:
     def run(self) -> None:
         nodes: list[NodeProto] = []
         for node in self.graph.node:
-            if node.op_type == "QuantizeLinear" and self._drops_what_is_before(node):
+            drops = node.op_type == "QuantizeLinear" and self._drops_what_is_before(node)
+            if drops or (node.op_type == "Relu" and self._is_taken_first(node)):
                 nodes += self._apart(node.input[0], [node])
             nodes.append(node)
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
                 nodes += self._apart(node.output[0], self._wrong_readers(node))
+            elif node.op_type == "DequantizeLinear" and self._is_packed_wrongly(node):
+                layers = (reader for reader in self.readers.get(node.output[0], []) if reader.op_type in _LAYERS)
+                nodes += self._apart(node.output[0], list(layers))
             elif node.op_type != "DequantizeLinear":
                 for name in (name for name in node.output if name in self.outputs):
                     nodes += self._apart(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
@@ -59,13 +79,53 @@ class _Separation:
             return False
         return self._type(quantize) in NARROW
 
+    def _is_taken_first(self, relu: NodeProto) -> bool:
+        """Whether a Relu would join the Gemm before it, whose stored weight MatMulNBits should have."""
+        layer = self.makers.get(relu.input[0])
+        if layer is not None and layer.op_type == "Add":
+            made = (self.makers.get(name) for name in layer.input)
+            layer = next((node for node in made if node is not None and node.op_type == "MatMul"), None)
+        if layer is None or layer.op_type not in ("Gemm", "MatMul") or self._is_quantized(layer.input[0]):
+            return False
+        return self._weight(layer.input[1]).removesuffix(" blocks") in _NBITS
+
+    def _is_quantized(self, tensor: str) -> bool:
+        maker = self.makers.get(tensor)
+        return maker is not None and maker.op_type == "DequantizeLinear"
+
+    def _is_packed_wrongly(self, dequantize: NodeProto) -> bool:
+        """Whether the runtime would pack a stored weight of 2 bits for MatMulNBits, which needs whole bytes per row."""
+        weight = self.stored[dequantize.input[0]]
+        return weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0
+
     def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         quantize = self.makers.get(dequantize.input[0])
         if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
             return []
         dtype, form = self._type(quantize), self._form(quantize)
         tensor = dequantize.output[0]
-        return [node for node in self.readers.get(tensor, []) if is_wrong(self._label(node, tensor), dtype, form)]
+        return [
+            node
+            for node in self.readers.get(tensor, [])
+            if is_wrong(self._label(node, tensor), dtype, form) or self._saturates_bias(node, dequantize)
+        ]
+
+    def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
+        """Whether a float bias lies outside the int32 grid on which the runtime's WeightBiasQuantization puts it."""
+        weight = self.makers.get(layer.input[1]) if layer.op_type in _BIASED and len(layer.input) > 2 else None
+        if weight is None or weight.op_type != "DequantizeLinear" or layer.input[0] != source.output[0]:
+            return False
+        names = (layer.input[2], source.input[1], weight.input[1])
+        if any(name not in self.stored for name in names):
+            return False
+        bias, *scales = (self._value(name) for name in names)
+        if bias.dtype != np.float32 or any(scale.ndim > 1 for scale in scales):
+            return False
+        product = np.multiply(*scales).astype(np.float64)  # of a grouped ConvTranspose: of each group's channels
+        return bool((np.abs(bias) >= 2.0**31 * np.resize(product, bias.shape)).any())
+
+    def _value(self, name: str) -> npt.NDArray[Any]:
+        return self.large[name].value() if name in self.large else array(self.stored[name])
 
     def _type(self, quantize: NodeProto) -> str:
         """The name of the dtype that a QuantizeLinear makes."""

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_backend.dynamic import dynamic_places
 from onnx_backend.keep_apart import COPY_KEY
 from onnx_backend.model import (
     MARK_DOMAIN,
@@ -22,6 +26,7 @@ from onnx_backend.model import (
     unique,
 )
 from onnx_backend.qdq_read import Place, places
+from qsdk.core.dtypes import DTYPES
 from qsdk.core.encoding import Encoding
 from qsdk.core.graph import Graph
 
@@ -69,12 +74,14 @@ class Opened:
         encodings: by site.
         kinds: site -> weight, bias, activation, input or output, as far as the file says.
         casts: site -> float16 or bfloat16.
+        dynamic: the sites whose range is found while the model runs.
     """
 
     model: ModelProto
     encodings: Mapping[str, Encoding]
     kinds: Mapping[str, str]
     casts: Mapping[str, str]
+    dynamic: frozenset[str] = frozenset()
 
 
 def open_qdq(model: ModelProto) -> Opened:
@@ -95,6 +102,10 @@ def open_qdq(model: ModelProto) -> Opened:
         marks = _stored_mark(opened, place, taken) if place.quantize is None else _activation_mark(opened, place)
         replaced[output] = marks
         kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
+    dynamic = dynamic_places(opened)
+    for at in dynamic:
+        replaced[at.dequantize.output[0]] = [mark_node(at.site, at.quantize.input[0], at.dequantize.output[0])]
+        kinds[at.site] = at.kind
     for site, (_, source, output) in casts.items():
         replaced[output] = [mark_node(site, source, output)]
     nodes: list[NodeProto] = []
@@ -110,7 +121,8 @@ def open_qdq(model: ModelProto) -> Opened:
     _drop_unread(opened, nodes)
     opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     encodings = {place.site: place.encoding for place in found}
-    return Opened(opened, encodings, kinds, {site: dtype for site, (dtype, *_) in casts.items()})
+    as_casts = {site: dtype for site, (dtype, *_) in casts.items()}
+    return Opened(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic))
 
 
 def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
@@ -145,6 +157,26 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
     return found, kinds
 
 
+def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The values of codes, moved by a last place where that is what gives the codes back.
+
+    Beyond 2^22 (an int32 bias) dividing a product by its factor may round to a neighbour.
+    """
+    values = encoding.dequantize(codes)
+    if DTYPES[encoding.dtype.container].bits < 32:
+        return values
+    wanted = codes.astype(np.float32)  # beyond 2^24 not every code is a float32; those around it mean the same
+    for steps in (1, -1, 2, -2):
+        wrong = encoding.quantize(values).astype(np.float32) != wanted
+        if not wrong.any():
+            break
+        moved = encoding.dequantize(codes)
+        for _ in range(abs(steps)):
+            moved = np.nextafter(moved, np.float32(np.inf if steps > 0 else -np.inf))
+        values = np.where(wrong, moved, values)
+    return values
+
+
 def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeProto]:
     assert place.stored is not None
     stored = initializers(model.graph)
@@ -153,7 +185,7 @@ def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeP
     if place.permutation is not None:
         inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
         codes = codes.transpose(inverse)
-    model.graph.initializer.append(numpy_helper.from_array(place.encoding.dequantize(codes), name))
+    model.graph.initializer.append(numpy_helper.from_array(exact_floats(place.encoding, codes), name))
     if place.permutation is None:
         return [mark_node(place.site, name, output)]
     marked = f"{place.site}/marked"

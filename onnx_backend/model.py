@@ -11,7 +11,9 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.external_data import read_external_data
+from onnx_backend.data_file import require_data
+from onnx_backend.external_data import INLINE, external_array, is_reference, read_external_data
+from onnx_backend.skeleton import checkable, refilled, skeleton
 from onnx_backend.subgraphs import names_of, reads, rename_reads
 from qsdk.core.errors import FileFormatError, ModelError
 from qsdk.core.files import write_bytes
@@ -24,11 +26,21 @@ _IR_OF_OPSET = {21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
 _TWO_GIB = 2**31 - 1
 
 
-def load(source: str | os.PathLike[str] | bytes | ModelProto) -> ModelProto:
-    """Give a model of its own from a path (with its external data), serialized bytes or a proto (copied).
+def load(
+    source: str | os.PathLike[str] | bytes | ModelProto, *, inline: int = INLINE, whole: bool = False
+) -> ModelProto:
+    """Give a model of its own from a path, serialized bytes or a proto (copied).
+
+    Weights in other files are read, except large ones: of these the model says where they are, and `array` gives them
+    from there, so that the files must stay as they are while the model is in use.
+
+    Args:
+        source: a path may have external data beside it.
+        inline: external weights of up to so many bytes are read at once.
+        whole: hold all the data of an exported model against its hash, not only a sample.
 
     Raises:
-        FileFormatError: the file is missing, truncated, or no ONNX model.
+        FileFormatError: the file is missing, truncated, or no ONNX model, or its data is another model's.
     """
     if isinstance(source, ModelProto):
         model = ModelProto()
@@ -45,7 +57,8 @@ def load(source: str | os.PathLike[str] | bytes | ModelProto) -> ModelProto:
         raise FileFormatError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     model = _decoded(data, str(path))
     del data  # the proto holds its own copy
-    read_external_data(model, path)
+    require_data(model, path, whole=whole)
+    read_external_data(model, path, inline=inline)
     return model
 
 
@@ -72,14 +85,26 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
 
 
 def serialized(model: ModelProto) -> bytes:
-    """Give a model's bytes.
+    """Give a model's bytes; weights in files are read into them.
 
     Raises:
         ModelError: the model is larger than 2 GiB.
     """
+    model = with_weights(model)
     if model.ByteSize() > _TWO_GIB:
         raise ModelError("the model is larger than 2 GiB, which one ONNX file cannot hold; store external data")
     return bytes(model.SerializeToString())
+
+
+def with_weights(model: ModelProto) -> ModelProto:
+    """The model, or a copy of it that holds the weights that the model leaves in files."""
+    if not any(is_reference(tensor) for tensor in model.graph.initializer):
+        return model
+    found = load(model)
+    for tensor in found.graph.initializer:
+        if is_reference(tensor):
+            tensor.CopyFrom(numpy_helper.from_array(array(tensor), tensor.name))
+    return found
 
 
 def opset_of(model: ModelProto, domain: str = "") -> int:
@@ -98,7 +123,7 @@ def stamp(model: ModelProto, opset: int) -> None:
 
 
 def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
-    """Give the model at opset `least` or above, converted by onnx's own converter and checked.
+    """Give the model at opset `least` or above, a copy converted by onnx's own converter and checked.
 
     Raises:
         ModelError: the model is newer than the runtime, or does not survive the conversion.
@@ -108,21 +133,21 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
         raise ModelError(f"the model uses opset {current}; the runtime knows up to {LARGEST_OPSET}, export it lower")
     if current < least:
         try:
-            converted = onnx.version_converter.convert_version(model, least)
+            light = skeleton(model)
+            light.ir_version = max(light.ir_version, 8)  # before, the converter wants stored tensors among the inputs
+            converted = onnx.version_converter.convert_version(light, least)
             # the converter keeps silent about what it could not do; the checker finds it
-            onnx.checker.check_model(converted, full_check=True)
+            onnx.checker.check_model(checkable(converted), full_check=True)
         except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error
         _carry_metadata(model, converted)
-        model, current = converted, least
+        model, current = refilled(converted, load(model)), least
     stamp(model, current)
     return model
 
 
 def _carry_metadata(source: ModelProto, target: ModelProto) -> None:
-    """Give a converted model the metadata that the converter drops; a node is known by its first output."""
-    del target.metadata_props[:]
-    target.metadata_props.extend(source.metadata_props)
+    """Give converted nodes the metadata that the converter drops; a node is known by its first output."""
     said = {node.output[0]: node.metadata_props for node in source.graph.node if node.output}
     for node in target.graph.node:
         if node.output and node.output[0] in said and not node.metadata_props:
@@ -265,4 +290,6 @@ def set_metadata(node: NodeProto, **facts: str) -> None:
 
 def array(tensor: TensorProto) -> npt.NDArray[Any]:
     """The value of a stored tensor (ml_dtypes' own types for 2 and 4 bits and minifloats)."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return external_array(tensor)
     return np.asarray(numpy_helper.to_array(tensor))

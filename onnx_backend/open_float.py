@@ -38,6 +38,10 @@ _BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
+class QuantizedAlreadyError(ModelError):
+    """The model holds quantized ops."""
+
+
 @dataclass(frozen=True)
 class Notes:
     """What was done to a model on its way in, and why some of its tensors cannot be quantized.
@@ -89,6 +93,15 @@ def open_float(
         ModelError: the model is quantized already, is float16 throughout, or cannot be raised.
         ConfigError: a rule matches nothing.
     """
+    model, graph, notes = open_unplanned(source, config, example, fold_batch_norm=fold_batch_norm)
+    plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
+    return OpenedFloat(model, graph, explained(plan, graph, notes), notes)
+
+
+def open_unplanned(
+    source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+) -> tuple[ModelProto, Graph, Notes]:
+    """Do all of `open_float` except the plan: the config says no more than which BatchNorms stay."""
     model = load(source)
     where = "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
     try:
@@ -100,7 +113,9 @@ def open_float(
         raise
 
 
-def _opened(model: ModelProto, where: str, config: QuantConfig, example: Any, fold_batch_norm: bool) -> OpenedFloat:
+def _opened(
+    model: ModelProto, where: str, config: QuantConfig, example: Any, fold_batch_norm: bool
+) -> tuple[ModelProto, Graph, Notes]:
     require_no_external_data(model)
     require_known_opset(model)
     model = inlined(model)
@@ -120,8 +135,7 @@ def _opened(model: ModelProto, where: str, config: QuantConfig, example: Any, fo
     _declare_outputs(model, types)
     graph = read_graph(model, types)
     notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), decisions_inside(model, types), remarks)
-    plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
-    return OpenedFloat(model, graph, explained(plan, graph, notes), notes)
+    return model, graph, notes
 
 
 def explained(plan: Plan, graph: Graph, notes: Notes) -> Plan:
@@ -177,7 +191,7 @@ class _Input:
 def _require_float(model: ModelProto) -> None:
     for node in all_nodes(model.graph.node):
         if node.op_type in _QUANTIZED_OPS:
-            raise ModelError(
+            raise QuantizedAlreadyError(
                 f"the model is quantized already (node {named(node)!r} is {node.op_type}); pass config=None to adopt "
                 "its encodings, or quantize the float model it came from"
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import ml_dtypes
@@ -10,10 +11,13 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.dynamic import dynamic_places
+from onnx_backend.large_tensors import rows_of
 from onnx_backend.model import array, input_names, load, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq_read import Place, places, stored_tensors
 from onnx_backend.session import simulation_session
 from onnx_backend.subgraphs import reads
+from qsdk.core.dtypes import uint8
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import DataError
 from qsdk.core.report import Report
@@ -24,6 +28,7 @@ _HANDED_OUT = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": 
     "uint16": TensorProto.UINT16,
     "int16": TensorProto.INT16,
 }
+_COMPUTED = (TensorProto.FLOAT, TensorProto.UINT8)  # what DynamicQuantizeLinear gives besides codes
 _MANTISSA = {"float16": 10, "bfloat16": 7}  # bits
 _FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -62,6 +67,7 @@ class Cut:
         compared: the tensor that holds its codes (or its float16 values).
         read: the tensor that its readers read.
         dtype: of `compared`: a container, `float16` or `bfloat16`.
+        computed: the tensors that hold its scale and zero point, if they are found while the model runs.
     """
 
     site: str
@@ -69,6 +75,7 @@ class Cut:
     compared: str
     read: str
     dtype: str
+    computed: tuple[str, ...] = ()
 
 
 def check(
@@ -149,14 +156,15 @@ def _compare_stored(
         if wanted.shape != codes.shape:
             tally.fail(f"the model stores the shape {codes.shape}, the simulation {wanted.shape}")
             continue
-        tally.add(_lsb(codes, place.encoding.quantize(wanted)))
+        for rows, encoding in rows_of(place.encoding, codes.shape):
+            tally.add(lsb(codes[rows], encoding.quantize(wanted[rows])))
     for site, (kind, values) in _stored_casts(model, tensors).items():
         tallies[site] = tally = _Tally(kind)
         if site not in stored or stored[site].shape != values.shape:
             tally.fail("the simulation stores no tensor of this shape here")
         else:
             with np.errstate(over="ignore"):
-                tally.add(_lsb(values, stored[site].astype(values.dtype)))
+                tally.add(lsb(values, stored[site].astype(values.dtype)))
     for site in stored:
         if site not in tallies:
             tallies[site] = _Tally("weight")
@@ -173,7 +181,7 @@ def _stored_casts(model: ModelProto, tensors: Mapping[str, TensorProto]) -> dict
     return found
 
 
-def _lsb(left: Array, right: Array) -> Array:
+def lsb(left: Array, right: Array) -> Array:
     """The distance of two arrays of codes in steps of their grid."""
     return np.asarray(np.abs(_ordered(left) - _ordered(right)))
 
@@ -185,7 +193,7 @@ def _float_lsb(left: Array, right: Array) -> Array:
     such as GELU far below zero, is no more exact in float32 either.
     """
     largest = float(np.abs(right.astype(np.float32)).max(initial=0))
-    steps = _lsb(left, right)
+    steps = lsb(left, right)
     if not 0 < largest < np.inf:
         return steps
     unit = np.ldexp(1.0, int(np.floor(np.log2(largest))) - 10 - _MANTISSA[right.dtype.name])
@@ -211,6 +219,9 @@ def find_cuts(model: ModelProto) -> list[Cut]:
             kind = place.kind or "activation"
             output = place.dequantize.output[0]
             cuts.append(Cut(place.site, kind, place.quantize.output[0], output, place.encoding.dtype.container))
+    for dynamic in dynamic_places(model):
+        codes, *computed = dynamic.quantize.output
+        cuts.append(Cut(dynamic.site, dynamic.kind, codes, dynamic.dequantize.output[0], "uint8", tuple(computed)))
     first: dict[str, NodeProto] = {}
     for node in model.graph.node:
         facts = metadata(node)
@@ -226,6 +237,8 @@ def find_cuts(model: ModelProto) -> list[Cut]:
 
 def cut_model(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
     """Build the model in which every cut's tensor is an output, in order, and its readers read a new input.
+
+    What cuts compute of scales and zero points follows, in the same order.
 
     Returns:
         The model, and site -> name of its new input, for every site that something reads.
@@ -244,6 +257,8 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[
             name = f"{item.site}/compared"
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
         cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
+    for name, code in zip((name for item in cuts for name in item.computed), cycle(_COMPUTED), strict=False):
+        cut.graph.output.append(helper.make_tensor_value_info(name, code, []))
     read = {name for node in cut.graph.node for name in reads(node)}
     fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
     cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
@@ -259,11 +274,11 @@ class _Teacher:
         self.inputs = input_names(model.graph)
         self.sessions: dict[frozenset[str], tuple[ort.InferenceSession, dict[str, str]]] = {}
 
-    def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Give the codes at every site that the batch captured."""
+    def run(self, batch: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Encoding]]:
+        """Give the codes at every site that the batch captured, and the encodings that were found on the way."""
         cuts = [cut for cut in self.cuts if cut.site in batch]
         if not cuts:
-            return {}
+            return {}, {}
         key = frozenset(cut.site for cut in cuts)
         if key not in self.sessions:
             model, fed = cut_model(self.model, cuts)
@@ -273,7 +288,10 @@ class _Teacher:
         # a graph input that only cut-off nodes read may be gone
         known = {value.name for value in session.get_inputs()}
         feeds = {name: value for name, value in feeds.items() if name in known}
-        return {cut.site: value for cut, value in zip(cuts, session.run(None, feeds), strict=True)}
+        values = iter(session.run(None, feeds))
+        codes = {cut.site: next(values) for cut in cuts}
+        computed = (cut.site for cut in cuts if cut.computed)
+        return codes, {site: Encoding(uint8, next(values), next(values)) for site in computed}
 
 
 def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
@@ -311,10 +329,11 @@ def _compare_activations(
         stored = {site for site, tally in tallies.items() if tally.kind in ("weight", "bias")}
         for site in sorted(given - stored - {cut.site for cut in cuts}):
             tallies.setdefault(site, _Tally("activation")).fail("the model has no such site")
-        got = teacher.run(batch)
+        got, computed = teacher.run(batch)
         for cut in cuts:
             if cut.site in got:
-                _compare(cut, got[cut.site], np.asarray(batch[cut.site]), encodings, tallies[cut.site])
+                known = computed if cut.computed else encodings
+                _compare(cut, got[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
         if whole is not None and outputs is not None:
             noise.add(whole.run(None, raw_inputs(batch, teacher.inputs)), outputs)
     if not batches:
@@ -344,7 +363,7 @@ def _compare(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Enco
             tally.add(_float_lsb(got.astype(_FLOATS[cut.dtype]), captured.astype(_FLOATS[cut.dtype])))
     elif cut.site in encodings:
         wanted = encodings[cut.site].quantize(captured)
-        tally.add(_lsb(got.astype(wanted.dtype), wanted))
+        tally.add(lsb(got.astype(wanted.dtype), wanted))
 
 
 class _Noise:

@@ -14,6 +14,10 @@ from qsdk.core.encoding import Encoding, storage_type
 from qsdk.core.errors import CalibrationError, FileFormatError
 
 _CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtype.container == dtype.name]
+#: metadata of a DequantizeLinear that is kept as it stands in the file, and of no site
+LITERAL_KEY = "qsdk.kept"
+#: metadata of a DequantizeLinear that makes the block scales of a site
+SCALES_KEY = "qsdk.scales_of"
 _CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for dtype in _CONTAINERS}
 
 
@@ -71,9 +75,10 @@ def places(model: ModelProto) -> list[Place]:
 def _places(model: ModelProto) -> Iterator[Place]:
     stored: Mapping[str, TensorProto] = stored_tensors(model)
     made_by = producers(model.graph.node)
+    scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
     for node in model.graph.node:
         facts = metadata(node)
-        if node.op_type != "DequantizeLinear" or COPY_KEY in facts:
+        if node.op_type != "DequantizeLinear" or COPY_KEY in facts or LITERAL_KEY in facts or node.output[0] in scales:
             continue
         source = node.input[0]
         quantize = made_by.get(source)
@@ -81,17 +86,38 @@ def _places(model: ModelProto) -> Iterator[Place]:
             quantize = None
         if quantize is None and source not in stored:
             continue  # a tensor that arrives quantized has no site of its own
-        dtype = _dtype(node, quantize, stored)
-        scale, zero_point = _parameters(node, stored)
         permutation = _permutation(facts)
-        if "qsdk.dtype" in facts:
-            dtype = dtype_named(facts["qsdk.dtype"])
-        elif quantize is not None:
-            dtype = _narrowed(quantize, dtype, scale, zero_point, stored, made_by)
-        encoding = _encoding(node, dtype, scale, zero_point, permutation, "qsdk.site" in facts)
+        encoding = encoding_of_pair(node, quantize, stored, made_by)
         site = facts.get("qsdk.site") or (source if quantize is None else quantize.input[0])
         held = source if quantize is None else None
         yield Place(site, facts.get("qsdk.kind", ""), node, quantize, held, encoding, permutation)
+
+
+def encoding_of_pair(
+    node: NodeProto,
+    quantize: NodeProto | None,
+    stored: Mapping[str, TensorProto],
+    made_by: Mapping[str, NodeProto],
+) -> Encoding:
+    """What a DequantizeLinear and the QuantizeLinear in front of it say.
+
+    Args:
+        node: the DequantizeLinear.
+        quantize: None behind a stored tensor.
+        stored: name -> stored tensor.
+        made_by: name -> node that makes it.
+
+    Raises:
+        FileFormatError: see `read`.
+    """
+    facts = metadata(node)
+    dtype = _dtype(node, quantize, stored)
+    scale, zero_point = _parameters(node, stored, made_by)
+    if "qsdk.dtype" in facts:
+        dtype = dtype_named(facts["qsdk.dtype"])
+    elif quantize is not None and "qsdk.site" not in facts:
+        dtype = _narrowed(quantize, dtype, scale, zero_point, stored, made_by)
+    return _encoding(node, dtype, scale, zero_point, _permutation(facts), "qsdk.site" in facts)
 
 
 def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
@@ -124,15 +150,26 @@ def _dtype(node: NodeProto, quantize: NodeProto | None, stored: Mapping[str, Ten
 
 
 def _parameters(
-    node: NodeProto, stored: Mapping[str, TensorProto]
+    node: NodeProto, stored: Mapping[str, TensorProto], made_by: Mapping[str, NodeProto]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    for name in node.input[1:3]:
+    found = block_scales(made_by.get(node.input[1]), stored)
+    for name in node.input[1:3] if found is None else node.input[2:3]:
         if name and name not in stored:
             raise FileFormatError(f"{named(node)} computes its parameter {name!r}; only stored ones can be read")
-    scale = array(stored[node.input[1]]).astype(np.float32)
+    scale = array(stored[node.input[1]]).astype(np.float32) if found is None else found
     if len(node.input) > 2 and node.input[2]:
         return scale, array(stored[node.input[2]]).astype(np.float32).astype(np.int32)
     return scale, np.zeros(scale.shape, np.int32)
+
+
+def block_scales(node: NodeProto | None, stored: Mapping[str, TensorProto]) -> npt.NDArray[np.float32] | None:
+    """The scales that a node makes of stored narrow ones and one float32 (NVFP4's two levels), or None."""
+    if node is None or node.op_type != "DequantizeLinear" or any(name not in stored for name in node.input):
+        return None
+    codes, scale = (array(stored[name]) for name in node.input[:2])
+    if len(node.input) != 2 or scale.size != 1 or scale.dtype != np.float32:
+        return None
+    return np.asarray(codes.astype(np.float32) * scale.reshape(()), np.float32)
 
 
 def _permutation(facts: Mapping[str, str]) -> tuple[int, ...] | None:

@@ -1,12 +1,16 @@
 """From an ONNX model, marked or not, to the neutral graph that planning reads."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.large_tensors import without_large
 from onnx_backend.model import (
     MARK_DOMAIN,
     array,
@@ -44,7 +48,9 @@ class _Stripped:
         return self.alias.get(tensor, tensor)
 
 
-def read_graph(model: ModelProto, types: Types | None = None) -> Graph:
+def read_graph(
+    model: ModelProto, types: Types | None = None, *, weights: Mapping[str, npt.NDArray[Any]] | None = None
+) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
 
     A mark is an identity: what goes in and what comes out is one tensor. Tensor ids ascend over constants, graph
@@ -55,6 +61,7 @@ def read_graph(model: ModelProto, types: Types | None = None) -> Graph:
     Args:
         model: it is not changed.
         types: of its tensors, where they are known already.
+        weights: the values of those stored tensors that the model has only stubs of.
 
     Raises:
         ModelError: its types contradict each other, a node reads what nothing before it makes, one site marks two
@@ -65,8 +72,9 @@ def read_graph(model: ModelProto, types: Types | None = None) -> Graph:
     marked = any(is_mark(node) for node in model.graph.node)
     stripped = _strip(model)
     plain = _without_marks(model, stripped)
-    graph = _build(plain, stripped, types_of(plain) if types is None else types)
-    return graph if marked else _with_sites(graph)
+    stored = initializers(model.graph)
+    graph = _build(plain, stripped, types_of(plain) if types is None else types, stored, weights or {})
+    return graph if marked else with_sites(graph)
 
 
 def inlined(model: ModelProto) -> ModelProto:
@@ -110,11 +118,10 @@ def _strip(model: ModelProto) -> _Stripped:
 
 
 def _without_marks(model: ModelProto, stripped: _Stripped) -> ModelProto:
-    """The model as standard ONNX; its stored tensors are shared with a model that is not marked, else copied."""
+    """The model as standard ONNX; of a marked one a copy, with stubs of the large stored tensors."""
     if not stripped.alias and not any(entry.domain == MARK_DOMAIN for entry in model.opset_import):
         return model
-    plain = ModelProto()
-    plain.CopyFrom(model)
+    plain = without_large(model)
     replace_nodes(plain.graph, stripped.nodes)
     rename_inputs(plain.graph.node, stripped.alias)
     for value in plain.graph.output:
@@ -125,7 +132,13 @@ def _without_marks(model: ModelProto, stripped: _Stripped) -> ModelProto:
     return plain
 
 
-def _build(model: ModelProto, stripped: _Stripped, types: Types) -> Graph:
+def _build(
+    model: ModelProto,
+    stripped: _Stripped,
+    types: Types,
+    stored: Mapping[str, TensorProto],
+    weights: Mapping[str, npt.NDArray[Any]],
+) -> Graph:
     tensors: list[Tensor] = []
     ids: dict[str, int] = {}
 
@@ -134,7 +147,7 @@ def _build(model: ModelProto, stripped: _Stripped, types: Types) -> Graph:
         tensors.append(tensor)
         return ids[name]
 
-    constants = dict(initializers(model.graph))
+    constants = dict(stored)
     ordinary = []
     for node in model.graph.node:
         if is_constant(node):
@@ -142,8 +155,8 @@ def _build(model: ModelProto, stripped: _Stripped, types: Types) -> Graph:
         else:
             ordinary.append(node)
     masks = {name for node in ordinary if node.op_type in _READ_MASKS for name in node.input}
-    for name, stored in constants.items():
-        add(name, _constant(name, stored, stripped.sites.get(name), keep=name in masks))
+    for name, tensor in constants.items():
+        add(name, _constant(tensor, stripped.sites.get(name), weights, keep=name in masks))
     inputs = [add(name, Tensor(name, *types[name], stripped.sites.get(name))) for name in input_names(model.graph)]
     ops = []
     for node in ordinary:
@@ -165,20 +178,22 @@ def _build(model: ModelProto, stripped: _Stripped, types: Types) -> Graph:
     return Graph(tensors, ops, inputs, [ids[value.name] for value in model.graph.output])
 
 
-def _constant(name: str, stored: TensorProto, site: str | None, *, keep: bool) -> Tensor:
+def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, npt.NDArray[Any]], *, keep: bool) -> Tensor:
+    """A stored tensor; `weights` has its value where the model has only a stub of it."""
     shape = tuple(int(n) for n in stored.dims)
-    value = array(stored) if math.prod(shape) <= _SMALL or (keep and _hides(stored)) else None
-    return Tensor(name, dtype_name(stored.data_type), shape, site, True, value)
+    value = None
+    if math.prod(shape) <= _SMALL or (keep and math.prod(shape) <= _LARGEST_MASK):
+        found = weights[stored.name] if stored.name in weights else array(stored)
+        value = found if math.prod(shape) <= _SMALL or _hides(found) else None
+    return Tensor(stored.name, dtype_name(stored.data_type), shape, site, True, value)
 
 
-def _hides(stored: TensorProto) -> bool:
+def _hides(value: npt.NDArray[Any]) -> bool:
     """Whether a stored tensor is an attention mask: the lowest number or minus infinity is in it."""
-    if stored.data_type != TensorProto.FLOAT or not 0 < math.prod(stored.dims) <= _LARGEST_MASK:
-        return False
-    return bool(array(stored).min() <= np.finfo(np.float16).min)
+    return value.dtype == np.float32 and value.size > 0 and bool(value.min() <= np.finfo(np.float16).min)
 
 
-def _with_sites(graph: Graph) -> Graph:
+def with_sites(graph: Graph) -> Graph:
     """Name a site at every float tensor of a model without marks: inputs and op outputs first, then stored operands."""
     tensors = list(graph.tensors)
     taken: set[str] = set()

@@ -15,16 +15,16 @@ _REARRANGING = frozenset({"Slice", "Split", "Concat", "Transpose", "Reshape", "S
 
 
 def rearranged(
-    node: NodeProto, stored: Mapping[str, TensorProto], opsets: Mapping[str, int]
+    node: NodeProto, stored: Mapping[str, TensorProto], opsets: Mapping[str, int], weights: Mapping[str, Array]
 ) -> dict[str, Array] | None:
     """The results of a node that only moves stored values, whatever their size, or None.
 
     A module reads a part of a packed weight (attention's queries), or arranges several (a recurrent layer's gates),
-    before it marks what it reads: the mark belongs on a stored tensor.
+    before it marks what it reads: the mark belongs on a stored tensor. `weights` has the values that `stored` lacks.
     """
     if node.op_type not in _REARRANGING or any(name and name not in stored for name in node.input):
         return None
-    values = {name: array(stored[name]) for name in node.input if name}
+    values = {name: weights[name] if name in weights else array(stored[name]) for name in node.input if name}
     size = sum(value.size for value in values.values())
     return fold(node, values, opsets, weights_stay=False, limit=size)
 

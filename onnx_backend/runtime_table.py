@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from qsdk.core.dtypes import DType
-from qsdk.core.errors import ConfigError
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import ConfigError, ExportError
 
 Dialect = Literal["onnxruntime", "onnx"]
 Form = Literal["output_dtype", "zero_point", "both"]
@@ -19,6 +20,7 @@ _FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
 #: types for which the runtime's default level was not written: it takes them for 8 bits, here and there
 NARROW = frozenset({*_FOUR_BITS, *_TWO_BITS, *_FLOAT8})
 EVERYTHING = "*"
+_WITHOUT_KERNELS = frozenset({"float4e2m1"})
 
 
 def _words(text: str) -> frozenset[str]:
@@ -84,6 +86,21 @@ def is_wrong(reader: str, dtype: str, form: Form) -> bool:
     """
     found = WRONG.get((dtype, form), frozenset())
     return dtype in NARROW or EVERYTHING in found or reader in found
+
+
+def require_kernels(encodings: Mapping[str, Encoding]) -> None:
+    """Refuse dtypes that the runtime cannot run at any level.
+
+    Raises:
+        ExportError: names the sites and the dialect that can be written.
+    """
+    found = [site for site, encoding in encodings.items() if encoding.dtype.name in _WITHOUT_KERNELS]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise ExportError(
+            f"{', '.join(found[:4])}{more}: ONNX Runtime has no kernel for {encodings[found[0]].dtype}; export for "
+            'other runtimes with dialect="onnx", or choose an integer or float8 dtype'
+        )
 
 
 def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:

@@ -1,18 +1,25 @@
 """What a saved sim of an ONNX model holds besides its state: the marked model, and notes on how it came in."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto
 
+from onnx_backend.large_tensors import as_stored, is_stub
 from onnx_backend.model import serialized
 from onnx_backend.open_float import Notes
 from onnx_backend.sim import OnnxSim
+from onnx_backend.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from qsdk.core.errors import FileFormatError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.plan_json import plain_plan, read_plan
-from qsdk.core.sims.sim_file import Part, SimFile
+from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
 
 MODEL, OPENED = "model.onnx", "opened.onnx"
 
@@ -32,11 +39,18 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
 def parts_of(sim: OnnxSim) -> dict[str, Part]:
     """The parts of a sim's file: its marked model, and the Q/DQ file it was opened from as long as it is that one.
 
+    Large weights of a model that one message cannot hold make a part of their own.
+
     Raises:
-        ModelError: the model is larger than 2 GiB.
+        ModelError: a Q/DQ file of more than 2 GiB.
     """
-    models = {MODEL: sim.marked()} | ({} if sim.opened is None else {OPENED: sim.opened})
-    return {name: _written(serialized(model)) for name, model in models.items()}
+    opened = {} if sim.opened is None else {OPENED: _written(serialized(sim.opened))}
+    model = sim.traced().model
+    outside = outside_of(model, {})
+    if sum(tensor.nbytes for tensor in outside.values()) <= sim.in_memory:
+        return {MODEL: partial(write_message, model=model, outside=outside), **opened}
+    light = with_stubs(model, outside)
+    return {MODEL: _written(serialized(light)), WEIGHTS: partial(write_data, tensors=outside), **opened}
 
 
 def restored(file: SimFile, where: str) -> OnnxSim:
@@ -57,7 +71,20 @@ def restored(file: SimFile, where: str) -> OnnxSim:
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
     opened = _read(file.parts, OPENED, where) if OPENED in file.parts else None
-    return OnnxSim.from_state(_read(file.parts, MODEL, where), file.state, notes, opened)
+    model = _read(file.parts, MODEL, where)
+    stubs = {t.name: as_stored(t) for t in model.graph.initializer if is_stub(t)}
+    if not stubs:
+        return OnnxSim.from_state(model, file.state, notes, opened)
+    folder = Path(tempfile.mkdtemp(prefix="qsdk-"))
+    try:
+        file.unpack(WEIGHTS, folder / "weights")
+        refer_to(model, folder / "weights", places_of(stubs))
+        sim = OnnxSim.from_state(model, file.state, notes, opened)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(sim, shutil.rmtree, folder, ignore_errors=True)
+    return sim
 
 
 def _written(data: bytes) -> Part:

@@ -1,5 +1,8 @@
 """The ONNX Runtime session in which a Q/DQ model is simulated exactly."""
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
@@ -11,11 +14,13 @@ from onnx_backend.model import (
     drop_unused_initializers,
     initializers,
     load,
+    producers,
     replace_nodes,
-    serialized,
 )
+from onnx_backend.qdq_read import block_scales
+from onnx_backend.runtime_input import session_of
 from qsdk.core import affine
-from qsdk.core.errors import FileFormatError
+from qsdk.core.errors import FileFormatError, QsdkError
 
 #: What rewrites Q/DQ or what stands beside it: `WeightBiasQuantization` even quantizes weights that are meant to be
 #: float. Without these the highest level is as exact as no optimization at all, and it has the runtime's fast
@@ -33,7 +38,7 @@ _KEPT_OFF = (
     "EnsureUniqueDQForNodeUnit",
 )
 _MANY = 2_000  # nodes
-_LARGEST = 2**31 - 2**20  # bytes of one serialized model, less some room for its nodes
+_LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
 
 def simulation_session(model: bytes | ModelProto) -> ort.InferenceSession:
@@ -52,30 +57,36 @@ def simulation_session(model: bytes | ModelProto) -> ort.InferenceSession:
     prepared = with_float_weights(load(model))
     # planning the reuse of memory takes the runtime time quadratic in the nodes
     options.enable_mem_reuse = len(prepared.graph.node) < _MANY
-    data = serialized(prepared)
     try:
-        return ort.InferenceSession(
-            data, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(_KEPT_OFF)
-        )
+        return session_of(prepared, options, disabled=_KEPT_OFF)
+    except QsdkError:
+        raise
     except Exception as error:  # the runtime's own exception types are private
         raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
 
 
-def with_float_weights(model: ModelProto) -> ModelProto:
+def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:
     """Replace every DequantizeLinear of a stored tensor by the float32 values it gives, in place.
 
-    What the formula of the core does not cover (another float type, an unknown shape) stays, and so does everything
-    if the model would grow beyond what one protobuf message holds.
+    What the formula of the core does not cover (another float type, an unknown shape) stays, and so does what would
+    make more than `most` bytes of such values.
     """
     graph, stored = model.graph, initializers(model.graph)
+    makers = producers(graph.node)
+    scales = {
+        node.input[1]: made
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and (made := block_scales(makers.get(node.input[1]), stored)) is not None
+    }
     outputs = {value.name for value in graph.output}
     found: dict[str, npt.NDArray[np.float32]] = {}
-    kept, size = [], model.ByteSize()
+    kept, size = [], 0
     for node in graph.node:
         values = None
-        if node.op_type == "DequantizeLinear" and node.output[0] not in outputs:
-            values = _dequantized(node, stored)
-        if values is None or size + values.nbytes > _LARGEST:
+        inner = node.op_type == "DequantizeLinear" and node.output[0] not in outputs and node.input[0] in stored
+        if inner and size + 4 * math.prod(stored[node.input[0]].dims) <= most:
+            values = _dequantized(node, stored, scales)
+        if values is None:
             kept.append(node)
         else:
             found[node.output[0]] = values
@@ -87,12 +98,17 @@ def with_float_weights(model: ModelProto) -> ModelProto:
     return model
 
 
-def _dequantized(node: NodeProto, stored: dict[str, TensorProto]) -> npt.NDArray[np.float32] | None:
-    """The value of a DequantizeLinear whose operands are all stored, or None."""
-    if any(name and name not in stored for name in node.input):
+def _dequantized(
+    node: NodeProto, stored: dict[str, TensorProto], scales: Mapping[str, npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float32] | None:
+    """The value of a DequantizeLinear whose operands are all stored, or None; `scales` are computed of stored ones."""
+    if any(name and name not in stored and name not in scales for name in node.input):
         return None
-    codes, scale = array(stored[node.input[0]]), array(stored[node.input[1]])
+    name = node.input[1]
+    codes, scale = array(stored[node.input[0]]), scales[name] if name in scales else array(stored[name])
     facts = attributes(node)
+    if scale.dtype.name == "float8_e8m0fnu":
+        scale = scale.astype(np.float32)
     if scale.dtype != np.float32 or facts.get("output_dtype", TensorProto.FLOAT) not in (0, TensorProto.FLOAT):
         return None
     zero_point = array(stored[node.input[2]]) if len(node.input) > 2 and node.input[2] else np.zeros(scale.shape)

@@ -1,8 +1,12 @@
 """The sim of an ONNX model: graph, plan and encodings. It simulates by running the Q/DQ model it would export."""
 
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,26 +17,34 @@ from onnx import ModelProto, TensorProto, helper
 from onnx_backend import parity
 from onnx_backend.adopt import adopted_plan
 from onnx_backend.calibration import calibrated, stored_tensors
+from onnx_backend.external_data import files_read, require_no_external_data
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.keep_apart import keep_apart
+from onnx_backend.large_tensors import fake_quantized, with_large
 from onnx_backend.marks import mark, open_qdq
 from onnx_backend.model import at_opset, load
+from onnx_backend.normal_qdq import normalised
 from onnx_backend.observe import SessionCache
 from onnx_backend.open_float import Notes, Source, explained, open_float
-from onnx_backend.qdq import insert
+from onnx_backend.qdq import lower
 from onnx_backend.read_graph import inlined, read_graph
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.session import simulation_session
 from onnx_backend.stored_encodings import with_flags
+from onnx_backend.traced import TracedModel
 from onnx_backend.validate import require_valid
+from onnx_backend.write_file import spooled
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.graph import Graph
+from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.coverage import coverage_report
+from qsdk.core.planning.given import owned_encodings
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes, with_reasons
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState, encoding_of
 from qsdk.core.sims.stateful import StatefulSim
@@ -48,17 +60,20 @@ class OnnxSim(StatefulSim):
         plan: what was decided for every site.
         config: what was asked for, or None for an opened Q/DQ file.
         notes: what was done to a float model on its way in.
+        in_memory: bytes of quantized weights that the simulation holds; beyond that they go to a temporary file.
     """
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
         self.graph, self.plan, self.config = graph, plan, config
         self.notes = Notes()
+        self.in_memory = 2**30
         self._marked = marked
         self._own: dict[str, Encoding] = {}
         self._lowered: ModelProto | None = None  # of the encodings as they are
         self._session: ort.InferenceSession | None = None
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
+        self._spools: list[weakref.finalize[..., OnnxSim]] = []
 
     @classmethod
     def from_float(
@@ -78,12 +93,13 @@ class OnnxSim(StatefulSim):
             FileFormatError: the file cannot be read or is invalid; names the node.
         """
         model = load(source)
+        require_no_external_data(model)
         require_valid(model, "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source))
+        model = normalised(model)
         opened = open_qdq(at_opset(inlined(model)))
         graph = read_graph(opened.model)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
-        found = with_flags(model, opened.encodings)
-        sim._own = {site: e for site, e in found.items() if sim.plan.decisions[site].bias_of is None}
+        sim._own = owned_encodings(sim.plan, with_flags(model, opened.encodings))
         sim._lowered = model
         return sim
 
@@ -137,7 +153,7 @@ class OnnxSim(StatefulSim):
             sessions=self._observing,
         )
         self._set(own)
-        return report
+        return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
         """Install the encoding of a site that has one of its own.
@@ -191,8 +207,16 @@ class OnnxSim(StatefulSim):
 
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why; and what was done to the file."""
-        report = coverage_report(self.plan)
+        report = with_reasons(coverage_report(self.plan), self.bias_remarks())
         return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
+
+    def files_read(self) -> set[Path]:
+        """The files that hold large weights of this sim; they must stay as they are while it is in use."""
+        return files_read(self._marked) | (files_read(self._lowered) if self._lowered is not None else set())
+
+    def traced(self) -> TracedModel:
+        """The float model with a mark at every site, to be read only."""
+        return TracedModel(self._marked, {}, self.graph)
 
     def marked(self) -> ModelProto:
         """A copy of the float model with a mark at every site."""
@@ -204,7 +228,12 @@ class OnnxSim(StatefulSim):
         Raises:
             CalibrationError: sites have no encoding.
         """
-        return insert(self._marked, self.plan, self.encodings, dialect=dialect)[0]
+        lowered = lower(self._marked, self.plan, self.encodings, dialect=dialect)
+        if lowered.nbytes <= self.in_memory:
+            return with_large(lowered.model, lowered.large)
+        folder = tempfile.mkdtemp(prefix="qsdk-")
+        self._spools.append(weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True))
+        return spooled(lowered.model, lowered.large, Path(folder) / "weights")
 
     def __call__(self, *args: Any) -> list[Array]:
         """Simulate: the inputs in order, or one mapping by name."""
@@ -229,19 +258,20 @@ class OnnxSim(StatefulSim):
         values = dict(zip(names, run_session(session, feeds, "the batch"), strict=True))
         return {**feeds, **{site: values[read] for site, read in reads.items()}}
 
-    def stored_values(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Site -> fake-quantized value of every stored tensor that does not stay float32."""
-        found = {}
-        encodings = self.encodings
-        for site, values in stored_tensors(self._marked, self.plan):
-            spec = self.plan.decisions[site].spec
+    def stored_values(self) -> LazyArrays:
+        """Site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
+        encodings, stored = self.encodings, stored_tensors(self._marked, self.plan)
+
+        def value(site: str) -> npt.NDArray[np.float32]:
             if site in encodings:
-                found[site] = encodings[site].fake_quantize(values)
-            elif spec is not None:
-                code = TensorProto.FLOAT16 if spec.dtype.name == "float16" else TensorProto.BFLOAT16
-                narrow = values.astype(helper.tensor_dtype_to_np_dtype(code))
-                found[site] = np.asarray(narrow, np.float32)
-        return found
+                return fake_quantized(encodings[site], stored[site])
+            spec = self.plan.decisions[site].spec
+            narrow = spec is not None and spec.dtype.name == "float16"
+            code = TensorProto.FLOAT16 if narrow else TensorProto.BFLOAT16
+            return np.asarray(stored[site].astype(helper.tensor_dtype_to_np_dtype(code)), np.float32)
+
+        narrowed = [site for site in stored if site in encodings or self.plan.decisions[site].spec is not None]
+        return LazyArrays(narrowed, value)
 
     def check_parity(self, model: ModelProto, data: Iterable[Any], *, progress: bool = True) -> Report:
         """Compare an exported model with this sim, site by site, each fed with the sim's own input.
@@ -267,6 +297,8 @@ class OnnxSim(StatefulSim):
 
     def _set(self, own: dict[str, Encoding]) -> None:
         self._own, self._lowered, self._session, self._capturing = own, None, None, None
+        while self._spools:
+            self._spools.pop()()  # removes what the simulation of the old encodings read
 
     def _with_reads(self) -> tuple[ort.InferenceSession, dict[str, str]]:
         """A session that also gives what the readers of each site read; and site -> name of that tensor."""
@@ -291,4 +323,5 @@ class OnnxSim(StatefulSim):
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:
         """Site -> float values of the stored tensors at these sites, as far as they are stored."""
         wanted = set(sites)
-        return {site: values for site, values in stored_tensors(self._marked, self.plan) if site in wanted}
+        stored = stored_tensors(self._marked, self.plan)
+        return {site: stored[site] for site in stored if site in wanted}

@@ -6,7 +6,7 @@ initializer; in a user's file, views of weights are folded too, so that every we
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.fold_constants import LARGEST, fold, is_view
 from onnx_backend.inline_branches import taken_branch
+from onnx_backend.large_tensors import as_stub
 from onnx_backend.model import (
     array,
     attributes,
@@ -28,21 +29,28 @@ from onnx_backend.model import (
     rename_inputs,
     replace_nodes,
 )
+from onnx_backend.reachable import read_at_last
 from onnx_backend.rearrange import rearranged, takes_all
-from onnx_backend.skeleton import Types, declared_types, dtype_name
-from onnx_backend.subgraphs import has_bodies, reads
+from onnx_backend.skeleton import Types, declared_types, dtype_name, is_large
+from onnx_backend.subgraphs import has_bodies
+from qsdk.core.site import port_of
 
 _LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
-_SAME_TYPE = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Softplus", "Tanh", "Sigmoid", "Relu"})
+_SAME_TYPE = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Softplus", "Tanh", "Sigmoid", "Relu", "Softmax"}
+)
 _CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if code != TensorProto.UNDEFINED}
 
 
-def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
+def simplify(
+    model: ModelProto, types: Types | None = None, *, weights: MutableMapping[str, npt.NDArray[Any]] | None = None
+) -> ModelProto:
     """Simplify a traced model, or a user's own.
 
     Args:
         model: traced with marks; or unmarked, which is changed in place.
         types: what is known of an unmarked model's tensors; None for a traced model, which declares them.
+        weights: the values of those stored tensors that a traced model has only stubs of; takes in what they become.
 
     Returns:
         A copy of a traced model, or the unmarked model itself.
@@ -55,7 +63,7 @@ def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
         result = model
     lift_constants(result)
     graph = result.graph
-    walk = _Walk(result, types)
+    walk = _Walk(result, types, {} if weights is None else weights)
     pending = deque(graph.node)
     while pending:
         node = pending.popleft()
@@ -65,7 +73,7 @@ def simplify(model: ModelProto, types: Types | None = None) -> ModelProto:
             walk.visit(node)
         else:
             pending.extendleft(reversed(branch))
-    kept = _without_last_identities(walk.kept, walk) if types is None else _read_at_last(walk.kept, walk.outputs)
+    kept = _without_last_identities(walk.kept, walk) if types is None else read_at_last(walk.kept, walk.outputs)
     replace_nodes(graph, kept)
     join_splits(graph)
     drop_unused_initializers(graph)
@@ -88,25 +96,16 @@ def _without_last_identities(nodes: list[NodeProto], walk: "_Walk") -> list[Node
     return kept
 
 
-def _read_at_last(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
-    """The nodes whose results reach an output of the model."""
-    kept, wanted = [], set(outputs)
-    for node in reversed(nodes):
-        if wanted.intersection(node.output):
-            wanted.update(reads(node))
-            kept.append(node)
-    return kept[::-1]
-
-
 class _Walk:
     """What is known while nodes are visited in order."""
 
-    def __init__(self, model: ModelProto, types: Types | None) -> None:
-        self.graph, self.own = model.graph, types is not None
+    def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
+        self.graph, self.own, self.weights = model.graph, types is not None, weights
         self.types = dict(declared_types(model.graph) if types is None else types)
         self.stored = initializers(model.graph)
         self.small = {name: array(tensor) for name, tensor in self.stored.items() if _is_small(tensor.dims)}
         self.outputs = {info.name for info in model.graph.output}
+        self.computed_sites = {node.input[0] for node in model.graph.node if is_mark(node) and _marks_output(node)}
         self.opsets = {entry.domain: entry.version for entry in model.opset_import}
         self.bypassed: dict[str, str] = {}
         self.kept: list[NodeProto] = []
@@ -132,12 +131,14 @@ class _Walk:
             self._to_cast(node)
         computed = fold(node, self.small, self.opsets, weights_stay=self.own, limit=_LARGEST_MASK)
         self.small.update(computed or {})  # a mask is made in several steps
-        folded = self._static_shape(node) or computed
+        folded = self._static_shape(node) or (None if self.computed_sites.intersection(node.output) else computed)
         if folded is None:
-            folded = self._view_of_weight(node) if self.own else rearranged(node, self.stored, self.opsets)
+            folded = (
+                self._view_of_weight(node) if self.own else rearranged(node, self.stored, self.opsets, self.weights)
+            )
         if folded is not None:
             for name, value in folded.items():
-                self._store(numpy_helper.from_array(value, name))
+                self._store_value(name, value, apart=any(part in self.weights for part in node.input))
             return
         _drop_bias_of_zeros(node, self.small)
         if self._changes_nothing(node) or (takes_all(node, self.small) and node.output[0] not in self.outputs):
@@ -150,6 +151,13 @@ class _Walk:
         """What comes out of an inlined function body has no declared type; these ops keep that of their input."""
         if node.op_type in _SAME_TYPE and node.output[0] not in self.types:
             self.types[node.output[0]] = (self._dtype(node.input[0]), None)
+
+    def _store_value(self, name: str, value: npt.NDArray[Any], *, apart: bool) -> None:
+        if apart and is_large(value.shape):
+            self.weights[name] = value
+            self._store(as_stub(name, int(helper.np_dtype_to_tensor_dtype(value.dtype)), value.shape))
+        else:
+            self._store(numpy_helper.from_array(value, name))
 
     def _store(self, tensor: TensorProto) -> None:
         self.graph.initializer.append(tensor)
@@ -273,6 +281,11 @@ def _as_split(
     # every part needs a name, also one that nothing reads
     outputs = [names.get(index, f"{node.output[0]}_{index}") for index in range(len(sizes))]
     return helper.make_node("Split", [node.input[0], tensor.name], outputs, name=node.name, axis=axis)
+
+
+def _marks_output(mark: NodeProto) -> bool:
+    """Whether a mark names a tensor that is computed; folded, it would pass for a stored one of the module."""
+    return port_of(str(attributes(mark)["key"])).startswith("output")
 
 
 def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> None:

@@ -1,19 +1,23 @@
 """A model without its large weights: what shape inference and the version converter need, and cheap to copy."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, TypeProto, helper
 
-from onnx_backend.model import replace_nodes
 from qsdk.core.errors import ModelError
 
 LARGE = 4096  # weights beyond this many elements are left out
 Shape = tuple[int | str | None, ...]
 Types = Mapping[str, tuple[str, Shape | None]]
+
+
+def is_large(dims: Sequence[int]) -> bool:
+    """Whether a stored tensor of this shape is a large one."""
+    return math.prod(dims) > LARGE
 
 
 def skeleton(model: ModelProto, *, value_info: bool = True) -> ModelProto:
@@ -31,7 +35,7 @@ def skeleton(model: ModelProto, *, value_info: bool = True) -> ModelProto:
         graph.value_info.extend(model.graph.value_info)
     given = {value.name for value in graph.input}
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= LARGE:
+        if not is_large(tensor.dims):
             graph.initializer.append(tensor)
         elif tensor.name not in given:
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
@@ -47,22 +51,18 @@ def checkable(model: ModelProto) -> ModelProto:
     return light
 
 
-def declares_outputs(model: ModelProto) -> bool:
-    """Whether every output declares a shape."""
-    return not any(_lacks_shape(value) for value in model.graph.output)
-
-
 def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
     return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
 
 
 def refilled(light: ModelProto, model: ModelProto) -> ModelProto:
     """Give `model` the nodes and small weights of a changed skeleton of it, in place; its large weights stay."""
-    kept = [index for index, tensor in enumerate(model.graph.initializer) if math.prod(tensor.dims) <= LARGE]
+    kept = [index for index, tensor in enumerate(model.graph.initializer) if not is_large(tensor.dims)]
     for index in reversed(kept):
         del model.graph.initializer[index]
     model.graph.initializer.extend(light.graph.initializer)
-    replace_nodes(model.graph, light.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend(light.graph.node)
     del model.graph.value_info[:]
     del model.opset_import[:]
     model.opset_import.extend(light.opset_import)

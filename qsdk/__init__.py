@@ -6,9 +6,10 @@ Light to import: neither torch nor onnx is loaded before the first verb is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.config_file import load_config
 from qsdk.core.dtypes import (
+    BlockFormat,
     DType,
     bfloat16,
     float4e2m1,
@@ -24,6 +25,9 @@ from qsdk.core.dtypes import (
     int8,
     int16,
     int32,
+    mxfp4,
+    mxfp8,
+    nvfp4,
     uint2,
     uint4,
     uint8,
@@ -43,14 +47,16 @@ from qsdk.core.errors import (
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
-    from qsdk.verbs_files import load, load_encodings, save, save_encodings
+    from qsdk.verbs_apply import apply_encodings
+    from qsdk.verbs_files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs_precision import advise, mixed_precision
     from qsdk.workflow import adaround, calibrate, check_parity, export, quantize, seq_mse, to_integer, validate
 
 __version__ = "0.1.0"
 
 _VERBS = frozenset({"quantize", "calibrate", "seq_mse", "adaround", "export", "check_parity", "to_integer", "validate"})
-_FILE_VERBS = frozenset({"load_encodings", "save_encodings", "save", "load"})
+_FILE_VERBS = frozenset({"load_encodings", "save_encodings", "convert_encodings", "save", "load"})
+_APPLY_VERBS = frozenset({"apply_encodings"})
 _PRECISION_VERBS = frozenset({"mixed_precision", "advise"})
 
 __all__ = [
@@ -62,10 +68,12 @@ __all__ = [
     "check_parity",
     "to_integer",
     "validate",
+    "apply_encodings",
     "load_encodings",
     "mixed_precision",
     "advise",
     "save_encodings",
+    "convert_encodings",
     "save",
     "load",
     "QuantConfig",
@@ -74,6 +82,8 @@ __all__ = [
     "w8a16",
     "w4a8",
     "w4a16",
+    "weight_only",
+    "BlockFormat",
     "DType",
     "Encoding",
     "Report",
@@ -92,6 +102,9 @@ __all__ = [
     "float8e5m2fnuz",
     "float4e2m1",
     "float8e8m0",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
     "float16",
     "bfloat16",
     "float32",
@@ -111,6 +124,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("qsdk.workflow"), name)
     if name in _FILE_VERBS:
         return getattr(import_module("qsdk.verbs_files"), name)
+    if name in _APPLY_VERBS:
+        return getattr(import_module("qsdk.verbs_apply"), name)
     if name in _PRECISION_VERBS:
         return getattr(import_module("qsdk.verbs_precision"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")

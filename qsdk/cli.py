@@ -1,75 +1,226 @@
-"""The command line: `qsdk demo`, `inspect`, `validate`, `to-integer`. Light to import; verbs load on use."""
+"""The command line: `qsdk quantize`, `validate`, `parity` and their kin. Light to import; commands load on use."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
+from qsdk import __version__
 from qsdk.core.errors import FileFormatError, QsdkError
 
 UNREADABLE = 2
+_CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and give the exit code: 0 fine, 1 errors found, 2 unreadable or refused."""
+    """Run a command and give the exit code: 0 fine, 1 errors found or refused, 2 unreadable or wrong usage."""
     options = _parser().parse_args(arguments)
+    module, function = options.run.split(":")
     try:
-        code: int = options.run(options)
+        code: int = getattr(import_module(module), function)(options)
+        sys.stdout.flush()
     except FileFormatError as error:
         print(f"qsdk: {error}", file=sys.stderr)
         return UNREADABLE
     except QsdkError as error:
         print(f"qsdk: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qsdk", description="Quantize, simulate, export and prove neural networks.")
+    parser = argparse.ArgumentParser(
+        prog="qsdk", description="Quantize, simulate, export and prove neural networks.", epilog=_CODES
+    )
+    parser.add_argument("--version", action="version", version=f"qsdk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser("demo", help="a real network from float to integer-only, in one table")
+    demo = _command(commands, "demo", "a real network from float to integer-only, in one table", "qsdk demo --out demo")
     demo.add_argument("--out", metavar="DIR", help="folder for the files and results.json")
-    demo.set_defaults(run=_demo)
-    inspect = commands.add_parser("inspect", help="list the encodings of a quantized ONNX model")
+    demo.set_defaults(run="qsdk.commands.demo:run")
+    _add_quantize(commands)
+    inspect = _command(commands, "inspect", "list the encodings of a quantized ONNX model", "qsdk inspect model.onnx")
     inspect.add_argument("model")
-    inspect.set_defaults(run=_inspect)
-    validate = commands.add_parser("validate", help="check a quantized ONNX model (exit 1 on errors, 2 if unreadable)")
-    validate.add_argument("model")
-    validate.set_defaults(run=_validate)
-    integer = commands.add_parser("to-integer", help="make a quantized ONNX model integer-only")
-    integer.add_argument("model")
-    integer.add_argument("out")
-    integer.add_argument("--edges", choices=("float", "integer"), default="float")
-    integer.set_defaults(run=_to_integer)
+    inspect.set_defaults(run="qsdk.commands.files:run_inspect")
+    _add_validate(commands)
+    _add_parity(commands)
+    _add_to_integer(commands)
+    _add_encodings(commands)
+    _add_report(commands)
     return parser
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from qsdk.demo.run import run_demo
-
-    print(run_demo(options.out))
-    return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from qsdk.workflow import inspect
-
-    print(inspect(options.model))
-    return 0
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from qsdk.workflow import validate
-
-    report = validate(options.model)
-    print(report)
-    return 1 if any(row["severity"] == "error" for row in report.rows) else 0
+def _command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    """A command with its help, an example, and `--json`."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example:\n  {example}\n\n{_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="print the report as one JSON document")
+    return command
 
 
-def _to_integer(options: argparse.Namespace) -> int:
-    from qsdk.workflow import to_integer
+def _add_quantize(commands: Any) -> None:
+    quantize = _command(
+        commands,
+        "quantize",
+        "quantize a float ONNX model on calibration data",
+        "qsdk quantize float.onnx model.onnx --data images.npz --config w8a8 --override head weight=int8 --skip 'bn*'",
+    )
+    quantize.add_argument("model", help="a float ONNX file")
+    quantize.add_argument("out", help="the Q/DQ file to write; its encodings stand beside it")
+    _add_data(quantize)
+    quantize.add_argument("--config", default="w8a8", help="w8a8, w8a16, w4a8, w4a16 or a JSON file (default: w8a8)")
+    quantize.add_argument(
+        "--override",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PATTERN", "KEY=DTYPE"),
+        help="another choice for the owners that match, such as 'layer1.*' weight=int4,activation=uint16",
+    )
+    quantize.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="owners that stay float")
+    quantize.add_argument("--method", default="min_max", help="range estimator of activations (default: min_max)")
+    quantize.add_argument("--weight-method", help="range estimator of weights (default: min_max)")
+    quantize.add_argument("--opset", type=int, default=21, help="21 to 25 (default: 21)")
+    quantize.add_argument("--dialect", choices=("onnxruntime", "onnx"), default="onnxruntime")
+    quantize.set_defaults(run="qsdk.commands.quantize:run")
 
-    print(to_integer(options.model, options.out, edges=options.edges))
-    return 0
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    """Where batches come from."""
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--data",
+        action="append",
+        metavar="PATH",
+        help=".npz (one array per input, by name), .npy (the only input), or a folder of them; may be repeated",
+    )
+    source.add_argument("--random", type=int, metavar="N", help="N random batches: to try out, not to deploy")
+    command.add_argument("--batch-size", type=int, default=32, help="samples per batch where the model leaves it open")
+    command.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        default=[],
+        metavar="INPUT=1,3,224,224",
+        help="the shape of an input whose dimensions are open, for --random",
+    )
+    command.add_argument("--seed", type=int, default=0, help="of --random")
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, sizes = text.rpartition("=")
+    try:
+        shape = tuple(int(size) for size in sizes.split(",")) if sizes else ()
+    except ValueError:
+        shape = (-1,)
+    if not name or any(size < 1 for size in shape):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=1,3,224,224")
+    return name, shape
+
+
+def _entry(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return name, value
+
+
+def _add_validate(commands: Any) -> None:
+    validate = _command(
+        commands,
+        "validate",
+        "check a quantized ONNX model (exit 1 on errors, 2 if unreadable)",
+        "qsdk validate model.onnx --json",
+    )
+    validate.add_argument("model")
+    validate.add_argument("--strict", action="store_true", help="exit 1 on warnings too")
+    validate.set_defaults(run="qsdk.commands.validate:run")
+
+
+def _add_parity(commands: Any) -> None:
+    parity = _command(
+        commands,
+        "parity",
+        "compare a Q/DQ file in ONNX Runtime's own session with its simulation, site by site (exit 1 if they differ)",
+        "qsdk parity model.onnx --data test.npz --level all --min-sqnr 40",
+    )
+    parity.add_argument("model", help="a Q/DQ ONNX file")
+    _add_data(parity)
+    parity.add_argument(
+        "--level",
+        choices=("none", "basic", "extended", "all"),
+        default="all",
+        help="graph optimization of the session (default: all, as the runtime's own default)",
+    )
+    parity.add_argument(
+        "--entry",
+        type=_entry,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="configuration entry of the session, such as session.qdq_matmulnbits_accuracy_level=0",
+    )
+    parity.add_argument("--min-sqnr", type=float, metavar="DB", help="what the outputs must reach as well")
+    parity.add_argument("--float", metavar="FILE", help="the float model, to say how far the outputs are from it")
+    parity.add_argument("--against", metavar="FILE", help="compare with the simulation of this Q/DQ file instead")
+    parity.set_defaults(run="qsdk.commands.parity:run")
+
+
+def _add_to_integer(commands: Any) -> None:
+    integer = _command(
+        commands,
+        "to-integer",
+        "make a quantized ONNX model integer-only",
+        "qsdk to-integer model.onnx model.int.onnx --edges integer",
+    )
+    integer.add_argument("model")
+    integer.add_argument("out")
+    integer.add_argument(
+        "--edges", choices=("float", "integer"), default="float", help="what the model takes and gives"
+    )
+    integer.add_argument("--rounding", default="half_even", help="of requantization (default: half_even)")
+    integer.set_defaults(run="qsdk.commands.files:run_to_integer")
+
+
+def _add_encodings(commands: Any) -> None:
+    encodings = commands.add_parser("encodings", help="show or convert files of encodings")
+    verbs = encodings.add_subparsers(required=True, metavar="show|convert")
+    show = _command(verbs, "show", "list the encodings of a file", "qsdk encodings show model.encodings.json")
+    show.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
+    show.set_defaults(run="qsdk.commands.encodings:run_show")
+    convert = _command(
+        verbs,
+        "convert",
+        "write encodings in another format or version",
+        "qsdk encodings convert model.onnx model.aimet.json --to 1.0.0",
+    )
+    convert.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
+    convert.add_argument("out")
+    convert.add_argument("--to", required=True, metavar="VERSION", help="qsdk, 0.6.1, 1.0.0, 2.0.0 or 2.1.0")
+    convert.add_argument("--model", help="the float ONNX model that they belong to, for what a file does not say")
+    convert.add_argument("--allow-loss", action="store_true", help="leave out what the version cannot say, and list it")
+    convert.set_defaults(run="qsdk.commands.encodings:run_convert")
+
+
+def _add_report(commands: Any) -> None:
+    report = _command(
+        commands,
+        "report",
+        "show what is quantized in a Q/DQ model, its sizes and ranges, as text or as one HTML page",
+        "qsdk report model.onnx --out model.html",
+    )
+    report.add_argument("model")
+    report.add_argument("--out", metavar="FILE.html", help="write a page that needs nothing else")
+    report.set_defaults(run="qsdk.commands.report:run")
 
 
 if __name__ == "__main__":

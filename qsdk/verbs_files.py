@@ -1,56 +1,101 @@
 """The verbs on files of encodings and of whole sims. Like `workflow`, it knows both doors."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from onnx import ModelProto
 from torch import nn
 
+from onnx_backend import model as onnx_model
 from onnx_backend import saved as saved_onnx
+from onnx_backend.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
-from onnx_backend.stored_encodings import stored_encodings
+from onnx_backend.stored_encodings import float_facts, stored_encodings
 from qsdk.core import encodings_file
+from qsdk.core.aimet.write_encodings import dumps_aimet
 from qsdk.core.config import QuantConfig
 from qsdk.core.encodings_file import StoredEncodings
+from qsdk.core.encodings_formats import OWN, facts_of, own_rows, read_any, require_version
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.files import write_text
+from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import casts_of
+from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
 from qsdk.workflow import OnnxSource, Sim, opened_qdq, quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
 
 
-def save_encodings(sim: Sim, path: str | os.PathLike[str]) -> Report:
-    """Write the encodings of a sim, as they stand beside an exported model, to a file of their own.
+def save_encodings(
+    sim: Sim,
+    path: str | os.PathLike[str],
+    *,
+    version: str | None = None,
+    model: OnnxSource | None = None,
+    allow_loss: bool = False,
+) -> Report:
+    """Write the encodings of a sim to a file: in qsdk's own format, or in one of AIMET's for tools that read these.
+
+    Args:
+        sim: of either door.
+        path: of the file.
+        version: None or "qsdk" for the own format; AIMET's "0.6.1", "1.0.0", "2.0.0" or "2.1.0".
+        model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, found on
+            structure alone; None for the names of the sim's own graph.
+        allow_loss: leave out the sites that the version cannot say, instead of refusing.
+
+    Returns:
+        Rows `site`, `tensor`, `dtype`, `form` and `loss`: what of the site the file does not say.
 
     Raises:
-        CalibrationError: lists the sites that have none.
-        ExportError: the folder cannot be written.
+        CalibrationError: lists the sites that have no encoding.
+        ConfigError: an unknown version, or a model for the own format, which goes by sites.
+        ExportError: the folder cannot be written, or sites that the version cannot say: it lists them.
     """
-    encodings, casts = sim.encodings, casts_of(sim.plan)
-    write_text(path, encodings_file.dumps(encodings, {"tool": "qsdk", "config": str(sim.config)}, casts))
-    rows = [{"site": site, "dtype": e.dtype.name, "frozen": e.frozen} for site, e in encodings.items()]
-    rows += [{"site": site, "dtype": dtype.name, "frozen": False} for site, dtype in casts.items()]
-    return Report("Encodings", rows, {"path": os.fspath(path), "sites": len(rows)})
+    chosen = require_version(version)
+    if model is not None and chosen == OWN:
+        raise ConfigError("model= gives AIMET's formats their tensor names; qsdk's own goes by sites: leave it out")
+    encodings, tensors = sim.encodings, {facts.site: facts for facts in float_facts(sim.graph, sim.plan)}
+    if model is not None:
+        pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
+        tensors = {mine.site: theirs for mine, theirs in pairs}
+        encodings |= {
+            mine.site: moved(encodings[mine.site], mine, theirs) for mine, theirs in pairs if mine.site in encodings
+        }
+    kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
+    names = {site: facts.name for site, facts in tensors.items()}
+    stored = StoredEncodings(encodings, casts_of(sim.plan), provenance_of(sim.config, sim.graph), names, kinds)
+    return _written(stored, tensors, path, chosen, allow_loss=allow_loss)
 
 
-def load_encodings(sim: Sim, path: OnnxSource, *, freeze: bool | str = False, strict: bool = True) -> Report:
+def load_encodings(
+    sim: Sim,
+    path: OnnxSource,
+    *,
+    freeze: bool | str = False,
+    strict: bool = True,
+    model: OnnxSource | None = None,
+) -> Report:
     """Give a sim the encodings of an encodings file, or of the Q/DQ nodes of an ONNX model.
 
     Args:
         sim: of either door.
-        path: of a file that `save_encodings` or `export` wrote, of an ONNX model (`.onnx`), or the model.
+        path: of a file that `save_encodings` or `export` wrote, of an AIMET encodings file (0.6.1 to 2.1.0), of an
+            ONNX model (`.onnx`), or the model.
         freeze: True freezes all that is loaded; `weights`, `activations`, a pattern or a site freeze those. What the
             file says is frozen is so in any case.
         strict: refuse a file that does not fit the plan site by site; otherwise load what fits and leave the rest as it
             is: no quantizer is ever disabled.
+        model: the float ONNX model whose tensor names an AIMET file carries; None for those of the sim's own graph.
 
     Returns:
         Rows `site`, `state` (loaded, missing, unexpected or different) and `detail`.
@@ -60,18 +105,99 @@ def load_encodings(sim: Sim, path: OnnxSource, *, freeze: bool | str = False, st
             different. The sim stays as it was.
         ConfigError: `freeze` matches nothing.
     """
-    where = "the model" if isinstance(path, ModelProto) else os.fspath(path)
-    state, report = with_loaded(sim.snapshot(), _stored(path, where), where, freeze=freeze, strict=strict)
+    where = _name_of(path)
+    pairs = [(facts, facts) for facts in float_facts(sim.graph, sim.plan)]
+    if model is not None:
+        pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
+    # the file's layout is that of the model it was made for, the names of sites and the dtypes are the sim's
+    stored = read_stored(path, where, [replace(theirs, site=mine.site, wanted=mine.wanted) for mine, theirs in pairs])
+    if model is not None:
+        facts = {mine.site: (theirs, mine) for mine, theirs in pairs}
+        stored = replace(stored, encodings={s: moved(e, *facts[s]) for s, e in stored.encodings.items() if s in facts})
+    state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict)
     with put_back_on_error(sim):
         sim.restore(state)
     return report
 
 
-def _stored(source: OnnxSource, where: str) -> StoredEncodings:
+def convert_encodings(
+    source: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    version: str | None,
+    model: OnnxSource | None = None,
+    allow_loss: bool = False,
+) -> Report:
+    """Write the encodings of a file, or of a Q/DQ model, in another format.
+
+    Args:
+        source: an encodings file of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
+        out: path of the file to write.
+        version: as `save_encodings` takes it.
+        model: the float ONNX model that the source belongs to; needed where the source leaves to the model what the
+            other format says: axes, and which tensors are parameters.
+        allow_loss: leave out what the version cannot say, instead of refusing.
+
+    Returns:
+        Rows as `save_encodings` gives them.
+
+    Raises:
+        FileFormatError: the source cannot be read, does not fit the model, or needs one.
+        ConfigError: an unknown version.
+        ExportError: the folder cannot be written, or what the version cannot say: it lists the sites.
+    """
+    chosen, where = require_version(version), _name_of(source)
+    listed = None if model is None else tensor_facts(_float_graph(model))
+    stored = read_stored(source, where, listed)
+    if stored.misfits:
+        shown = "; ".join(f"{name}: {why}" for name, why in stored.misfits.items())
+        raise FileFormatError(f"{where} does not fit the model: {shown}; give the float model that it was made for")
+    tensors = facts_of(stored, listed, where, needs_kinds=chosen in ("0.6.1", "1.0.0"))
+    return _written(stored, tensors, out, chosen, allow_loss=allow_loss)
+
+
+def _written(
+    stored: StoredEncodings,
+    tensors: Mapping[str, TensorFacts],
+    path: str | os.PathLike[str],
+    version: str,
+    *,
+    allow_loss: bool,
+) -> Report:
+    casts = stored.casts or {}
+    if version == OWN:
+        text = encodings_file.dumps(
+            stored.encodings, stored.provenance, casts, tensors=stored.tensors, kinds=stored.kinds
+        )
+        rows = own_rows(stored)
+    else:
+        text, rows = dumps_aimet(
+            stored.encodings, casts, tensors, version=version, producer=installed("qsdk") or "", allow_loss=allow_loss
+        )
+    write_text(path, text)
+    losses = sum(bool(row["loss"]) for row in rows)
+    return Report(
+        "Encodings", rows, {"path": os.fspath(path), "version": version, "sites": len(rows), "with a loss": losses}
+    )
+
+
+def _name_of(source: OnnxSource) -> str:
+    return "the model" if isinstance(source, ModelProto) else os.fspath(source)
+
+
+def _float_graph(model: OnnxSource) -> Graph:
+    opened = onnx_model.load(model)
+    if any(node.op_type == "QuantizeLinear" for node in opened.graph.node):
+        raise ConfigError(f"{_name_of(model)} is quantized; give the float model that it was made of")
+    return read_graph(opened)
+
+
+def read_stored(source: OnnxSource, where: str, tensors: Sequence[TensorFacts] | None) -> StoredEncodings:
+    """Read an encodings file of any version, or what the nodes of a Q/DQ model say; see `read_any` for `tensors`."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         return stored_encodings(opened_qdq(source))
     try:
-        return encodings_file.loads(Path(source).read_text(encoding="utf-8"), where)
+        return read_any(Path(source).read_text(encoding="utf-8"), where, tensors)
     except OSError as error:
         raise FileFormatError(f"cannot read {where}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
@@ -124,7 +250,8 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
     """Quantize the module as the saved one was, hold the plans against each other, and load everything."""
     first, fold = _how(file, where)
     given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
-    sim = quantize(model, given.kwargs or given.args, first, fold_batch_norm=fold)
+    example, shapes = given.kwargs or given.args, given.dynamic_shapes
+    sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
     planned = sim.planned(require_config(file.state.config))
     different = different_sites(file.state.plan, planned.plan)

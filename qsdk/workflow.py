@@ -11,13 +11,17 @@ from torch import nn
 from onnx_backend import model as onnx_model
 from onnx_backend import parity, qdq_read
 from onnx_backend import validate as validation
+from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
+from onnx_backend.external_data import require_no_external_data
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.measure import measure
-from onnx_backend.read_graph import read_graph
+from onnx_backend.normal_qdq import normalised
+from onnx_backend.open_adopted import open_with_config
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
-from onnx_backend.simplify import simplify
+from onnx_backend.stored_encodings import float_facts
+from onnx_backend.traced import TracedModel, open_traced
 from qsdk.algorithms import adaround as adaround_solver
 from qsdk.algorithms import seq_mse as seq_mse_solver
 from qsdk.algorithms.moments import Moments
@@ -27,10 +31,13 @@ from qsdk.core.estimators import PERCENTILE
 from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
 from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.provenance import provenance_of
 from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
 from torch_bridge.layer_problems import solve_layers
+from torch_bridge.layers import require_known
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim, stored_values
@@ -44,7 +51,13 @@ OnnxSource = str | os.PathLike[str] | ModelProto
 
 @overload
 def quantize(
-    model: nn.Module, example: Any, config: QuantConfig, *, in_place: bool = False, fold_batch_norm: bool = True
+    model: nn.Module,
+    example: Any,
+    config: QuantConfig,
+    *,
+    dynamic_shapes: Any = None,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
 ) -> QuantSim: ...
 @overload
 def quantize(
@@ -55,6 +68,7 @@ def quantize(
     example: Any,
     config: QuantConfig | None,
     *,
+    dynamic_shapes: Any = None,
     in_place: bool = False,
     fold_batch_norm: bool = True,
 ) -> Sim:
@@ -64,14 +78,18 @@ def quantize(
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
         example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
             model is raised and compared on it; None will do there, and takes random inputs.
-        config: what is wanted where; see `qsdk.w8a8` and its kin. None opens a Q/DQ ONNX model with its encodings.
+        config: what is wanted where; see `qsdk.w8a8` and its kin. None opens a Q/DQ ONNX model with its encodings; a
+            config for one says what is wanted of the tensors that are still float in it.
+        dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
+            argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
+            (PyTorch door). None makes the batch axis dynamic if the model allows it; `{}` nothing.
         in_place: wrap the module itself, for models too large to copy.
         fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
 
     Raises:
         ModelError: the model cannot be quantized as it is.
-        ConfigError: a rule matches nothing.
-        ExportError: torch cannot trace the model.
+        ConfigError: a rule matches nothing, or `dynamic_shapes` does not fit the example.
+        ExportError: torch cannot trace the model, or not with the axes that `dynamic_shapes` names.
 
     Example:
         >>> import torch, qsdk
@@ -80,12 +98,16 @@ def quantize(
         int8
     """
     if config is None and isinstance(model, str | os.PathLike | ModelProto):
+        _refuse_dynamic_shapes(dynamic_shapes)
         return OnnxSim.from_qdq(opened_qdq(model))
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
-        return OnnxSim.from_float(model, config, example, fold_batch_norm=fold_batch_norm)
-    prepared = prepare(model, example, config, in_place=in_place, fold_batch_norm=fold_batch_norm)
+        _refuse_dynamic_shapes(dynamic_shapes)
+        return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
+    prepared = prepare(
+        model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
+    )
     try:
         return _planned(prepared, config, fold_batch_norm=fold_batch_norm)
     except BaseException:
@@ -93,12 +115,19 @@ def quantize(
         raise
 
 
+def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
+    if dynamic_shapes is not None:
+        raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
+
+
 def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
-    marked = marked_onnx(prepared.model, prepared.runtime, prepared.example)
-    graph = read_graph(simplify(onnx_model.load(marked)))
+    traced = marked_onnx(prepared.model, prepared.runtime, prepared.example, prepared.outputs)
+    graph = open_traced(traced.model, traced.weights).graph
+    require_known(prepared.model, config.layers or {}, config.float_patterns(), graph)
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    return QuantSim(prepared, graph, config, plan, dead, not_exercised, fold_batch_norm=fold_batch_norm)
+    notes = {**prepared.notes, **traced.notes}
+    return QuantSim(prepared, graph, config, plan, dead, not_exercised, notes=notes, fold_batch_norm=fold_batch_norm)
 
 
 def calibrate(
@@ -193,6 +222,7 @@ def export(
     *,
     opset: int = 21,
     dialect: Dialect = "onnxruntime",
+    external_data: bool | None = None,
     uncalibrated: Literal["error", "float"] = "error",
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
@@ -202,6 +232,8 @@ def export(
         path: of the model; an existing file is replaced only when the new one is complete.
         opset: 21 to 25.
         dialect: `onnxruntime` for what the installed runtime loads at its default level, `onnx` for the pure form.
+        external_data: whether large weights stand in a file of their own, `<path>.<hash>.data`; None where one file
+            cannot hold them (2 GiB).
         uncalibrated: `float` leaves sites without an encoding float.
 
     Raises:
@@ -211,23 +243,36 @@ def export(
     """
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
-    marked = sim.marked() if isinstance(sim, OnnxSim) else _marked(sim)
-    provenance = {"tool": "qsdk", "config": str(sim.config)}
-    return write_model(marked, plan, encodings, path, opset=opset, dialect=dialect, provenance=provenance)
+    traced = _traced(sim) if isinstance(sim, QuantSim) else sim.traced()
+    provenance = provenance_of(sim.config, sim.graph)
+    report = write_model(
+        traced.model,
+        plan,
+        encodings,
+        path,
+        opset=opset,
+        dialect=dialect,
+        provenance=provenance if sim.config is not None else provenance_kept(provenance, traced.model),
+        tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
+        external_data=external_data,
+        weights=traced.weights,
+        in_use=sim.files_read() if isinstance(sim, OnnxSim) else (),
+    )
+    return with_notes(report, sim.bias_remarks())
 
 
-def _marked(sim: QuantSim) -> ModelProto:
+def _traced(sim: QuantSim) -> TracedModel:
     """Trace the sim's model as it is now, and hold its sites against the plan's."""
     with eval_mode(sim.model):
-        traced = simplify(onnx_model.load(marked_onnx(sim.model, sim.runtime, sim.example)))
-    sites = set(read_graph(traced).sites)
-    different = sites.symmetric_difference(sim.plan.decisions)
+        traced = marked_onnx(sim.model, sim.runtime, sim.example, sim.outputs)
+        opened = open_traced(traced.model, traced.weights)
+    different = set(opened.graph.sites).symmetric_difference(sim.plan.decisions)
     if different:
         raise ExportError(
             f"the model has changed since it was quantized: {', '.join(sorted(different)[:5])} differ; quantize the "
             "changed model instead"
         )
-    return traced
+    return opened
 
 
 def check_parity(
@@ -282,7 +327,7 @@ def to_integer(
         ConfigError: an option that does not exist.
         FileFormatError: the model is unreadable or invalid.
     """
-    opened = opened_qdq(model)
+    opened = onnx_model.with_weights(opened_qdq(model))
     result = convert(
         opened, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
     )
@@ -299,7 +344,7 @@ def validate(model: OnnxSource) -> Report:
     Raises:
         FileFormatError: the file cannot be read as ONNX.
     """
-    return validation.validate(onnx_model.load(model))
+    return validation.validate(onnx_model.load(model, whole=True))
 
 
 def inspect(model: OnnxSource) -> Report:
@@ -330,11 +375,12 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
         FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
     """
     opened = onnx_model.load(source)
+    require_no_external_data(opened)
     where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
     if not isinstance(source, ModelProto):
         require_companion(opened, source)
     validation.require_valid(opened, where)
-    return opened
+    return normalised(opened)
 
 
 def refuse_forward(forward: Forward | None) -> None:

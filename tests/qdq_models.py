@@ -69,6 +69,19 @@ def convnet(opset=21):
     return make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 5], "p": ["n", 5]}, stored, opset)
 
 
+def classifier():
+    """Conv, Relu, pooling and a linear layer called head."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], "stem", pads=[1] * 4),
+        helper.make_node("Relu", ["c"], ["r"], "relu"),
+        helper.make_node("GlobalAveragePool", ["r"], ["g"], "pool"),
+        helper.make_node("Flatten", ["g"], ["f"], "flat"),
+        helper.make_node("Gemm", ["f", "wh", "bh"], ["y"], "head"),
+    ]
+    stored = weights(w=(8, 3, 3, 3), b=(8,), wh=(8, 5), bh=(5,))
+    return make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 5]}, stored)
+
+
 def encodings_of(graph, plan, stored, seed=0):
     """Encodings as a calibration would find them: weights from their values, activations at random."""
     rng = np.random.default_rng(seed)

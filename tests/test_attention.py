@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -289,6 +290,9 @@ def test_what_cannot_be_quantized_is_refused_by_name():
     def read(name: str, packed: Tensor, part: str) -> Tensor:
         return packed
 
+    def whole(name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return computes(x)
+
     with pytest.raises(ModelError, match=r"static_k or static_v.*project the keys and values inside"):
         multi_head_attention_forward(*given_arguments, read=read, static_k=x)
     with pytest.raises(ModelError, match="is_causal without attn_mask; give the causal mask"):
@@ -298,5 +302,5 @@ def test_what_cannot_be_quantized_is_refused_by_name():
     with pytest.raises(ModelError, match="attn_mask and is_causal; put the causal part in the mask"):
         scaled_dot_product_attention(x, x, x, torch.ones(2, 2), is_causal=True)
     with pytest.raises(ModelError, match=r"_native_multi_head_attention, a fused kernel.*call nn.MultiheadAttention"):
-        stand_in(torch._native_multi_head_attention, read)
-    assert stand_in(torch.matmul, read) is None
+        stand_in(torch._native_multi_head_attention, read, whole)
+    assert stand_in(torch.matmul, read, whole) is None

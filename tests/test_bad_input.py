@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,6 @@ def test_a_sim_is_no_model(sim: QuantSim):
         quantize(sim, X, w8a8())
 
 
-def test_a_parametrized_module():
-    model = nn.Sequential(nn.Linear(4, 4))
-    torch.nn.utils.parametrizations.weight_norm(model[0])
-    with pytest.raises(ModelError, match=r"^0 \(.*Linear\) is parametrized.*remove_parametrizations on it first"):
-        quantize(model, seeded(2, 4), w8a8())
-    torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-    assert calibrated(model, seeded(2, 4)).plan.decisions["0:weight"].quantized
-
-
 def test_a_data_parallel_module():
     model = nn.DataParallel(nn.Linear(4, 4))
     refused(model, seeded(2, 4), r"the model \(DataParallel\) is a DataParallel; quantize model\.module")
@@ -159,7 +151,7 @@ def test_something_that_is_no_module():
 
 def test_a_model_that_cannot_be_copied():
     model = nn.Linear(4, 2)
-    model.helper = seeded(4, 4).requires_grad_() * 2  # no leaf: deepcopy refuses it
+    model.helper = Lock()
     refused(model, seeded(2, 4), r"cannot be copied.*pass in_place=True to quantize it itself")
     assert quantize(model, seeded(2, 4), w8a8(), in_place=True).model is model
 
@@ -173,9 +165,7 @@ def test_a_model_that_cannot_be_traced():
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) if float(x.sum()) > 0 else x
 
-    refused(
-        DataDependent(), seeded(2, 4).abs(), r"torch\.onnx\.export cannot trace the model: .*torch\.export", ExportError
-    )
+    refused(DataDependent(), seeded(2, 4).abs(), r"depends on the values of a tensor at .*torch\.where", ExportError)
 
 
 def test_unknown_leaf_modules_are_all_listed_with_both_remedies():

@@ -15,7 +15,7 @@ from qsdk.core import config_json
 from qsdk.core.config import QuantConfig, w4a8, w8a8
 from qsdk.core.config_file import load_config
 from qsdk.core.config_json import config_schema
-from qsdk.core.dtypes import DTYPES, float16
+from qsdk.core.dtypes import BLOCK_FORMATS, DTYPES, float16
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.rules import CHOICES, CONDITIONS, TENSOR_DTYPES, Rule, make_rule
@@ -28,10 +28,13 @@ numbers = st.floats(-1e6, 1e6).map(float)
 ranges = st.tuples(numbers, numbers).filter(lambda pair: pair[0] < pair[1]) | st.just("observed")
 texts = st.text(max_size=8)
 choices = {
-    **dict.fromkeys(("weight", "activation", "input", "output"), dtypes),
+    "weight": dtypes | st.sampled_from(list(BLOCK_FORMATS.values())),
+    **dict.fromkeys(("activation", "input", "output"), dtypes),
     "bias": biases,
     "block_size": st.integers(1, 512),
+    "scale_bits": st.integers(1, 24),
     **dict.fromkeys(("per_channel", "symmetric_weights", "symmetric_activations", "tie", "supergroup"), st.booleans()),
+    **dict.fromkeys(("dynamic_activations", "two_level_scales"), st.booleans()),
     "fixed_range": ranges,
 }
 conditions = {
@@ -58,7 +61,6 @@ configs = st.builds(
     some(choices),
     some(
         {
-            "power_of_two": st.booleans(),
             "layers": st.dictionaries(texts, st.lists(texts, max_size=2).map(tuple), max_size=2),
             "supergroups": st.lists(texts, max_size=3).map(tuple),
             "hardware": texts,
@@ -168,6 +170,13 @@ def test_the_schema_lies_beside_the_code():
     assert text == json.dumps(config_schema(), indent=2) + "\n"
 
 
+def test_power_of_two_is_one_significant_digit():
+    assert QuantConfig.from_dict({**HEAD, "power_of_two": True}) == QuantConfig(scale_bits=1)
+    assert QuantConfig.from_dict({**HEAD, "power_of_two": False}) == QuantConfig()
+    with pytest.raises(ConfigError, match=r"config\.power_of_two is true or false, not 1"):
+        QuantConfig.from_dict({**HEAD, "power_of_two": 1})
+
+
 def test_a_file_may_name_its_schema():
     assert QuantConfig.from_dict({**HEAD, "$schema": "config.schema.json"}) == QuantConfig()
     with pytest.raises(ConfigError, match=r"config\.\$schema is a string, not 3"):
@@ -187,7 +196,10 @@ def test_a_file_may_name_its_schema():
         ({"per_channel": 1}, "config.per_channel is true or false, not 1"),
         ({"block_size": True}, "config.block_size is a whole number from 1, not True"),
         ({"block_size": 0}, "config.block_size is a whole number from 1, not 0"),
-        ({"weight": 8}, 'config.weight is the name of a dtype, such as "int8", not 8'),
+        (
+            {"weight": 8},
+            'config.weight is the name of a dtype, such as "int8", or of a format of blocks, such as "mxfp4", not 8',
+        ),
         ({"weight": "int77"}, "config.weight: unknown dtype 'int77'; choose one of"),
         ({"bias": "int8"}, r"a bias is int32 or float, not int8 \(config\)"),
         ({"wieght": "int8"}, "config has the unknown key 'wieght'; did you mean 'weight'?"),

@@ -5,9 +5,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
+import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
@@ -39,6 +41,16 @@ def test_the_guide_to_precision_runs(names: dict):
     assert names["sim"].encodings["head:weight"].dtype.name == "int8"
 
 
+def test_the_guide_to_dtypes_runs(names: dict):
+    exec(compile(block_of("dtypes.md"), "dtypes.md", "exec"), names)
+    decisions = names["sim"].plan.decisions
+    assert any(d.spec is not None and d.spec.scale_dtype == qsdk.float8e8m0 for d in decisions.values())
+    assert any(decision.dynamic for decision in decisions.values())
+    assert decisions["head:weight"].spec.scale_dtype == qsdk.float8e4m3fn
+    held = {t.name: t.data_type for t in onnx.load("float4.onnx").graph.initializer}
+    assert held["head:weight/scale_codes"] == onnx.TensorProto.FLOAT8E4M3FN
+
+
 def test_the_guide_to_the_onnx_door_runs(names: dict):
     images = names["batches"][0]
     with warnings.catch_warnings():
@@ -49,3 +61,12 @@ def test_the_guide_to_the_onnx_door_runs(names: dict):
     np.testing.assert_array_equal(names["again"].run(names["images"])[0], names["outputs"][0])
     exact = names["model"](images).detach().numpy()
     assert (names["outputs"][0].argmax(1) == exact.argmax(1)).mean() > 0.95
+
+
+def test_the_guide_to_encodings_runs(names: dict):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns about itself
+        torch.onnx.export(names["model"], (names["example"],), "float.onnx", dynamo=True, verbose=False)
+    exec(compile(block_of("encodings.md"), "encodings.md", "exec"), names)
+    assert names["again"].encodings == names["sim"].encodings
+    assert '"version": "1.0.0"' in Path("new.json").read_text()

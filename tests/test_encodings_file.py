@@ -1,13 +1,17 @@
 import json
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_config_json import fits
 
-from qsdk.core.dtypes import DTYPES, dtype_named, int8
+from qsdk.core import encodings_file
+from qsdk.core.dtypes import DTYPES, bfloat16, dtype_named, float16, int8
 from qsdk.core.encoding import Encoding
-from qsdk.core.encodings_file import dumps, loads
+from qsdk.core.encodings_file import dumps, encodings_schema, loads
 from qsdk.core.errors import FileFormatError
 
 NAMES = [*(name for name, dtype in DTYPES.items() if dtype.is_quantized), "int8_strict", "int4_strict"]
@@ -44,19 +48,109 @@ def test_every_digit_survives(given_encodings):
     assert dumps(back, provenance) == text
 
 
-def test_the_text_is_one_line_per_site_and_plain_json():
-    text = dumps({"a:output": Encoding(int8, np.float32([0.1]), np.int32([3]))}, {})
+def test_the_text_is_one_line_per_site_without_what_goes_without_saying():
+    plain = Encoding(int8, np.float32([0.1]), np.int32([0]))
+    full = Encoding(int8, np.float32([[0.1], [2]]), np.int32([[3], [0]]), 1, 4, True)
+    text = dumps(
+        {"a:output": plain, "b:weight": full},
+        {},
+        {"c:output": float16},
+        tensors={"b:weight": "b.weight", "zzz": "z"},
+        kinds={"b:weight": "weight", "c:output": "output"},
+    )
     data = json.loads(text)
-    assert data["encodings"]["a:output"] == {
-        "dtype": "int8",
-        "scale": [0.1],
-        "zero_point": [3],
-        "shape": [1],
-        "axis": None,
-        "block_size": None,
-        "frozen": False,
+    assert data["encodings"] == {
+        "a:output": {"dtype": "int8", "scale": [0.1]},
+        "b:weight": {
+            "dtype": "int8",
+            "scale": [0.1, 2.0],
+            "zero_point": [3, 0],
+            "shape": [2, 1],
+            "axis": 1,
+            "block_size": 4,
+            "frozen": True,
+            "tensor": "b.weight",
+            "kind": "weight",
+        },
+        "c:output": {"dtype": "float16", "kind": "output"},
     }
-    assert next(line for line in text.splitlines() if '"a:output"' in line).endswith("}")
+    assert next(line for line in text.splitlines() if '"a:output"' in line).endswith("},")
+    read = loads(text, "m.json")
+    assert read.encodings == {"a:output": plain, "b:weight": full}
+    assert read.casts == {"c:output": float16}
+    assert read.tensors == {"b:weight": "b.weight"}
+    assert read.kinds == {"b:weight": "weight", "c:output": "output"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_older_versions_are_read(version):
+    entry = {"dtype": "int8", "scale": [0.1], "zero_point": [0], "shape": [1], "axis": None, "block_size": None}
+    sites = {"a:output": {**entry, "frozen": True}} | ({"b:output": {"dtype": "bfloat16"}} if version == 2 else {})
+    data = {"format": "qsdk.encodings", "version": version, "provenance": {"config": "w8a8"}, "encodings": sites}
+    read = loads(json.dumps(data), "m.json")
+    assert read.encodings == {"a:output": Encoding(int8, np.float32([0.1]), np.int32([0]))}
+    assert read.encodings["a:output"].frozen
+    assert read.casts == ({"b:output": bfloat16} if version == 2 else None)
+    assert read.provenance == {"config": "w8a8"}
+
+
+# the schema
+
+
+def test_the_schema_lies_beside_the_code():
+    """After a change: `json.dumps(encodings_schema(), indent=2)` is what the file holds."""
+    path = Path(encodings_file.__file__).parent / "encodings.schema.json"
+    assert path.read_text(encoding="utf-8") == json.dumps(encodings_schema(), indent=2) + "\n"
+
+
+@given(st.dictionaries(st.text(max_size=20), encodings(), max_size=4))
+@settings(deadline=None)
+def test_what_is_written_fits_the_schema(given_encodings):
+    text = dumps(given_encodings, {}, {"c:output": float16}, tensors=dict.fromkeys(given_encodings, "t"))
+    assert fits(json.loads(text), encodings_schema())
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2.5,
+    10**400,
+    "int8",
+    "int77",
+    "float16",
+    "",
+    [],
+    [0.1],
+    [1, 2],
+    [[1]],
+    [None],
+    {},
+    {"a": 1},
+]
+
+
+@given(encoding=encodings(), seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_a_spoilt_file_is_read_as_the_schema_says_or_refused(encoding, seed):
+    """One value or key is changed at random: nothing but FileFormatError, and never more than the schema allows."""
+    rng = random.Random(seed)
+    data = json.loads(dumps({"a:output": encoding}, {}, {"c:output": float16}, kinds={"a:output": "weight"}))
+    spoilt = rng.choice([data, data["encodings"], data["encodings"]["a:output"], data["encodings"]["c:output"]])
+    key = rng.choice([*spoilt, "zero_point", "colour", "scale", "tensor", "kind"])
+    spoilt[key] = rng.choice(JUNK)
+    message = refusal(json.dumps(data))
+    assert "m.json" in message or fits(data, encodings_schema()) or data["version"] in (1, 2)
+
+
+def refusal(text: str) -> str:
+    try:
+        loads(text, "m.json")
+    except FileFormatError as error:
+        return str(error)
+    return ""
 
 
 GOOD = dumps({"a:output": Encoding(int8, np.float32([0.1, 0.2]), np.int32([3, 0]), 0)}, {"tool": "qsdk"})
@@ -81,13 +175,14 @@ def changed(**fields):
         ("{}", "m.json is no qsdk.encodings file"),
         ("3", "m.json is no qsdk.encodings file"),
         ('{"version": "1.0.0", "activation_encodings": []}', "m.json is no qsdk.encodings file"),
-        (GOOD.replace('"version": 2', '"version": 99'), "version 99.*update qsdk"),
-        (GOOD.replace('"version": 2', '"version": "1"'), "version '1'"),
-        (GOOD.replace('"version": 2', '"version": true'), "version True"),
+        (GOOD.replace('"version": 3', '"version": 99'), "version 99.*update qsdk"),
+        (GOOD.replace('"version": 3', '"version": "1"'), "version '1'"),
+        (GOOD.replace('"version": 3', '"version": true'), "version True"),
         (GOOD.replace('"encodings": {', '"encodings": 3, "other": {'), "no mapping under 'encodings'"),
         (GOOD.replace('"provenance": {"tool": "qsdk"}', '"provenance": []'), "no mapping under"),
         (GOOD.replace('"tool"', '"a": 1, "a"'), "names 'a' twice"),
         ("[" * 200_000, "nested too deeply|no JSON"),
+        (GOOD.replace("0.1", "1" * 5000), "m.json holds what no encoding has: .*digits"),
         (changed(scale=[0.1]), "site 'a:output': 1 scales, 2 zero points"),
         (changed(shape=[3]), "2 scales, 2 zero points and the shape"),
         (changed(shape=[0]), "shape is a list of positive integers"),
@@ -108,7 +203,10 @@ def changed(**fields):
         (changed(axis=0.5), "axis is an integer or null"),
         (changed(block_size=0), "block_size is an integer or null"),
         (changed(color="red"), "an entry has the fields"),
-        (json.dumps({**json.loads(GOOD), "encodings": {"a:output": {"dtype": "int8"}}}), "an entry has the fields"),
+        (json.dumps({**json.loads(GOOD), "encodings": {"a:output": {"dtype": "int8"}}}), "scale is a list of numbers"),
+        (json.dumps({**json.loads(GOOD), "encodings": {"a:output": {"scale": [1]}}}), "an entry has the fields"),
+        (changed(tensor=3), "tensor is a name, not '3'"),
+        (changed(kind="wait"), "kind is one of weight, bias, activation, input, output, not 'wait'"),
         (json.dumps({**json.loads(GOOD), "encodings": {"a:output": 3}}), "an entry has the fields"),
         (GOOD.replace("0.1", "NaN"), "needs positive, finite scales"),
     ],

@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from qdq_models import make_model, mlp
@@ -12,6 +13,7 @@ from qdq_models import make_model, mlp
 import qsdk
 from onnx_backend.external_data import read_external_data
 from onnx_backend.model import array, load
+from onnx_backend.runtime_input import session_of
 from qsdk.core.config import w8a8
 from qsdk.core.errors import FileFormatError
 
@@ -124,3 +126,56 @@ def test_a_model_above_two_gigabytes_is_opened_and_planned(tmp_path):
     sim = qsdk.quantize(large(tmp_path / "m.onnx", 2**19 + 2**10), None, w8a8())
     assert sim.plan.decisions["mm:weight"].quantized
     assert sim.plan.decisions["mm:weight"].shape == (2**19 + 2**10, 1024)
+
+
+def test_what_is_no_ordinary_file_is_refused_and_not_waited_for(saved):
+    os.mkfifo(saved.parent / "pipe")
+    with pytest.raises(FileFormatError, match="'pipe', which is no ordinary file; put the weights beside the model"):
+        load(pointing(saved, location="pipe"))
+
+
+@pytest.mark.parametrize("location", [".", "sub/..", "circle", "with\0nul"])
+def test_what_is_no_file_is_refused(saved, location):
+    (saved.parent / "sub").mkdir()
+    (saved.parent / "circle").symlink_to("circle")
+    with pytest.raises(FileFormatError, match="'w1' in the file"):
+        load(pointing(saved, location=location))
+
+
+@pytest.mark.parametrize("entrance", [qsdk.validate, lambda m: qsdk.quantize(m, None, None), lambda m: load(m)])
+def test_a_link_of_a_folder_is_not_followed_out_of_the_folder(saved, entrance):
+    (saved.parent.parent / "w.bin").write_bytes(bytes(1000))
+    (saved.parent / "up").symlink_to("..")
+    with pytest.raises(FileFormatError, match="not in its folder"):
+        entrance(pointing(saved, location="up/w.bin"))
+
+
+def test_a_stamp_that_a_file_brings_along_counts_for_nothing(saved, tmp_path):
+    (tmp_path.parent / "secret.bin").write_bytes(bytes(10**5))
+    facts = (tmp_path.parent / "secret.bin").stat()
+    stamp = f"0 {facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+    path = pointing(saved, location=str(tmp_path.parent / "secret.bin"), **{"qsdk.stamp": stamp})
+    with pytest.raises(FileFormatError, match="not in its folder"):
+        load(path)
+    inside = onnx.load(path, load_external_data=False)
+    for entrance in (
+        lambda: qsdk.quantize(inside, None, w8a8()),
+        lambda: qsdk.quantize(inside, None, None),
+        lambda: array(inside.graph.initializer[0]),
+        lambda: session_of(inside, ort.SessionOptions()),
+    ):
+        with pytest.raises(FileFormatError, match="lies in another file, whose folder is unknown here; pass the path"):
+            entrance()
+
+
+def test_a_large_weight_is_left_in_its_file_and_a_small_one_is_read(tmp_path):
+    path = large(tmp_path / "m.onnx", 2**8)
+    assert load(path).graph.initializer[0].data_location == TensorProto.DEFAULT
+    model = load(path, inline=2**19)
+    assert model.graph.initializer[0].data_location == TensorProto.EXTERNAL
+    value = array(model.graph.initializer[0])
+    assert (value.shape, value.dtype.name) == ((2**8, 1024), "float32")
+    with pytest.raises(ValueError, match="read-only"):
+        value[0, 0] = 1
+    x = np.ones((1, 2**8), np.float32)
+    np.testing.assert_array_equal(session_of(model, ort.SessionOptions()).run(None, {"x": x})[0], x @ value)

@@ -83,10 +83,10 @@ def test_a_missing_folder_is_named(tmp_path: Path):
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ExportError, match=r"cannot write .*a: Permission denied; .* or choose a writable one"):
         write_text(tmp_path / "a", "x")
 

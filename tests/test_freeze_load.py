@@ -266,7 +266,7 @@ def test_float16_sites_are_held_against_the_plan(door, tmp_path):
     sim.set_precision("bn1", float16)
     path = saved(sim, tmp_path, "json")
     entries = json.loads(path.read_text())["encodings"]
-    assert entries["relu1:output"] == {"dtype": "float16"}
+    assert {**entries["relu1:output"], "tensor": ""} == {"dtype": "float16", "tensor": "", "kind": "activation"}
     with pytest.raises(FileFormatError, match=r"relu1:output \(float16 in the file, uint8 per tensor in the plan\)"):
         load_encodings(sim_at(door), path)
     for casts, detail in (
@@ -281,7 +281,7 @@ def test_float16_sites_are_held_against_the_plan(door, tmp_path):
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"relu1:output \(uint8 per tensor in the file, float16 in the plan\)"):
         load_encodings(sim, path)
-    path.write_text(encodings_file.dumps(sim.encodings, {}).replace('"version": 2', '"version": 1'))
+    path.write_text(encodings_file.dumps(sim.encodings, {}).replace('"version": 3', '"version": 1'))
     load_encodings(sim, path)  # could not say it
 
 

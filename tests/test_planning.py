@@ -253,9 +253,9 @@ def test_minifloat_activations_are_symmetric():
 
 
 def test_choices_for_activations_reach_the_specs():
-    plan = make_plan(small_network(), replace(w8a8(symmetric_activations=True), power_of_two=True))
-    assert spec_of(plan, "relu:output") == Spec(uint8, PerTensor(), symmetric=True, power_of_two=True)
-    assert spec_of(plan, "fc:weight").power_of_two
+    plan = make_plan(small_network(), replace(w8a8(symmetric_activations=True), scale_bits=1))
+    assert spec_of(plan, "relu:output") == Spec(uint8, PerTensor(), symmetric=True, scale_bits=1)
+    assert spec_of(plan, "fc:weight").scale_bits == 1
 
 
 @pytest.mark.parametrize("size", [0, -4])

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import ml_dtypes
@@ -10,11 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import LEVELS, convnet, encodings_of, make_model, mlp, prepared, run, weights
 
 from onnx_backend.marks import mark_node, open_qdq
-from onnx_backend.model import array, at_opset, attributes, initializers, load, metadata
+from onnx_backend.model import array, at_opset, attributes, initializers, load
 from onnx_backend.qdq import insert
 from onnx_backend.qdq_read import places, read, read_casts
 from onnx_backend.read_graph import read_graph
 from onnx_backend.session import simulation_session
+from qsdk.core.block_scales import confined
 from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.dtypes import DTYPES, dtype_named
 from qsdk.core.encoding import Encoding
@@ -109,7 +111,7 @@ def test_uint8_carries_both_and_a_zero_point_only_where_it_is_needed():
     marked, _, plan, encodings = prepared(convnet(), w8a8())
     model, _ = insert(marked, plan, encodings)
     for quantize in (n for n in model.graph.node if n.op_type == "QuantizeLinear"):
-        encoding = encodings[metadata(quantize)["qsdk.site"]]
+        encoding = encodings[quantize.name.removesuffix("/quantize")]
         assert attributes(quantize)["output_dtype"] == TensorProto.UINT8
         assert len(quantize.input) == (2 if encoding.symmetric else 3)
     assert len(next(n for n in model.graph.node if n.name == "relu:output/quantize").input) == 2
@@ -129,7 +131,7 @@ def test_int8_gives_way_to_the_runtime_unless_the_pure_form_is_asked_for(symmetr
 
 
 def symmetric_at(quantize, encodings):
-    return encodings[metadata(quantize)["qsdk.site"]].symmetric
+    return encodings[quantize.name.removesuffix("/quantize")].symmetric
 
 
 # --- the inverse ----------------------------------------------------------------------------------------------------
@@ -168,29 +170,50 @@ def spec_of(encoding):
     return Spec(encoding.dtype, granularity, encoding.symmetric or encoding.dtype.kind == "minifloat")
 
 
-def linear(transposed):
-    nodes = [mark_node("x:input", "x", "xq"), mark_node("fc:weight", "w", "wq")]
-    nodes += [node("Transpose", ["wq"], ["wt"], perm=[1, 0])] if transposed else []
-    nodes += [node("MatMul", ["xq", "wt" if transposed else "wq"], ["y"], "mm")]
-    stored = weights(w=(5, 6) if transposed else (6, 5))
+LAYOUTS = {
+    "as it is": [node("MatMul", ["xq", "wq"], ["y"], "mm")],
+    "Transpose": [node("Transpose", ["wq"], ["wt"], perm=[1, 0]), node("MatMul", ["xq", "wt"], ["y"], "mm")],
+    "Gemm": [node("Gemm", ["xq", "wq"], ["y"], "mm", transB=1)],
+}
+
+
+def confined_to(scale_dtype, encoding):
+    """The encoding with block scales that a narrow type holds, if it has minifloats in blocks."""
+    if scale_dtype is None or encoding.block_size is None or encoding.dtype.is_integer:
+        return encoding
+    spec = Spec(encoding.dtype, PerBlock(encoding.axis, encoding.block_size), scale_dtype=dtype_named(scale_dtype))
+    powers = np.exp2(np.rint(np.log2(encoding.scale)))
+    return replace(encoding, scale=powers if scale_dtype == "float8e8m0" else confined(encoding.scale, spec))
+
+
+def linear(layout):
+    nodes = [mark_node("x:input", "x", "xq"), mark_node("fc:weight", "w", "wq"), *LAYOUTS[layout]]
+    stored = weights(w=(6, 5) if layout == "as it is" else (5, 6))
     return make_model(nodes, {"x": ["n", 6]}, {"y": ["n", 5]}, stored, imports=[helper.make_opsetid("qsdk", 1)])
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.data(), st.booleans(), st.sampled_from(["onnxruntime", "onnx"]))
-def test_reading_inverts_inserting(data, transposed, dialect):
-    model = linear(transposed)
-    weight = data.draw(encodings_for((5, 6) if transposed else (6, 5)))
+@given(
+    st.data(),
+    st.sampled_from(list(LAYOUTS)),
+    st.sampled_from(["onnxruntime", "onnx"]),
+    st.sampled_from([None, "float8e8m0", "float8e4m3fn"]),
+    st.sampled_from([21, 24]),
+)
+def test_reading_inverts_inserting(data, layout, dialect, scale_dtype, opset):
+    model = linear(layout)
+    weight = confined_to(scale_dtype, data.draw(encodings_for((6, 5) if layout == "as it is" else (5, 6))))
     found = {"x:input": data.draw(encodings_for((1, 6), granular=False)), "fc:weight": weight}
     kinds = {"x:input": "input", "fc:weight": "weight"}
     plan = Plan({s: Decision(s, "MatMul", kinds[s], spec_of(e), "") for s, e in found.items()})
-    lowered, _ = insert(model, plan, found, dialect=dialect)
+    lowered, _ = insert(model, plan, found, opset=opset, dialect=dialect)
     onnx.checker.check_model(lowered, full_check=True)
     assert read(lowered) == found
+    assert not any(attribute.name == "transB" for n in lowered.graph.node for attribute in n.attribute)
     assert not [n for n in lowered.graph.node if n.op_type == "Transpose"]
     opened = open_qdq(lowered)
     assert opened.encodings == found
-    again, _ = insert(opened.model, plan, opened.encodings, dialect=dialect)
+    again, _ = insert(opened.model, plan, opened.encodings, opset=opset, dialect=dialect)
     assert read(again) == found
     wanted = weight.fake_quantize(array(model.graph.initializer[0]))
     held = next(p for p in places(again) if p.site == "fc:weight")

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from qsdk.core.block_scales import shortened
 from qsdk.core.dtypes import DTYPES, float16, int2, int4, int8, int16, uint4, uint8, uint16
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import CalibrationError
+from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.ranges import SMALLEST_SCALE, Range, encoding_from_range, range_of
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 from tests.strategies import MINIFLOATS
@@ -95,7 +96,7 @@ def test_behaviour_09_strict_symmetric_never_uses_the_lowest_integer():
 @pytest.mark.parametrize(("largest", "scale"), [(0.9, 2.0**-7), (0.992, 2.0**-7), (0.995, 2.0**-6)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_behaviour_10_power_of_two(largest: float, scale: float, sign: int):
-    encoding = calibrated([0.0, sign * largest], Spec(int8.strict, power_of_two=True))
+    encoding = calibrated([0.0, sign * largest], Spec(int8.strict, scale_bits=1))
     assert encoding.scale.tolist() == [scale]
 
 
@@ -170,12 +171,12 @@ def test_unsigned_symmetric_uses_the_whole_grid_or_its_middle(low, high, scale: 
 
 @pytest.mark.parametrize("dtype", [int2, int4, int8, uint4, uint8, uint16, DTYPES["uint5"]], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_the_grid_covers_the_range(dtype, symmetric: bool, power_of_two: bool):
+@pytest.mark.parametrize("scale_bits", [None, 1, 5])
+def test_the_grid_covers_the_range(dtype, symmetric: bool, scale_bits):
     rng = np.random.default_rng(8)
     for _ in range(50):
         low, high = np.sort(rng.normal(size=2))
-        encoding = between(low, high, Spec(dtype, symmetric=symmetric, power_of_two=power_of_two))
+        encoding = between(low, high, Spec(dtype, symmetric=symmetric, scale_bits=scale_bits))
         # rounding the zero point moves an asymmetric grid by up to half a step
         step = 0.0 if symmetric else encoding.scale[0] / 2
         assert encoding.low[0] <= low + step + abs(low) * 1e-6
@@ -191,18 +192,38 @@ def test_a_symmetric_scale_is_the_smallest_that_covers(dtype):
 
 @pytest.mark.parametrize("exponent", [-20, -7, 0, 5, 60])
 def test_powers_of_two_stay_and_what_is_above_is_rounded_up(exponent: int):
-    spec = Spec(int2, power_of_two=True)
+    spec = Spec(int2, scale_bits=1)
     scale = np.float32(2.0**exponent)
     assert between(0.0, scale, spec).scale.tolist() == [scale]
     assert between(0.0, np.nextafter(scale, np.float32(np.inf)), spec).scale.tolist() == [2 * scale]
 
 
+@pytest.mark.parametrize("bits", [1, 2, 5, 12, 24])
+def test_short_scales_are_the_next_ones_with_so_many_digits(bits: int):
+    scale = np.float32(2.0) ** np.random.default_rng(bits).uniform(-100, 100, 2000).astype(np.float32)
+    short = shortened(scale, bits)
+    mantissa, exponent = np.frexp(short.astype(np.float64))
+    digits = mantissa * 2.0**bits
+    assert (digits == np.rint(digits)).all()
+    # one step of the last digit less would lie below
+    assert ((short >= scale) & (np.ldexp(digits - 1, exponent - bits) < scale)).all()
+    assert shortened(short, bits).tolist() == short.tolist()
+    largest = np.array([np.finfo(np.float32).max], np.float32)
+    assert np.isfinite(shortened(largest, bits)).all()
+
+
+@pytest.mark.parametrize("bits", [0, 25])
+def test_digits_that_float32_does_not_have_are_refused(bits: int):
+    with pytest.raises(ConfigError, match=f"scale_bits={bits} is no number of digits"):
+        Spec(int8, scale_bits=bits)
+
+
 def test_asymmetric_power_of_two():
-    encoding = between(-1.0, 0.5, Spec(uint8, symmetric=False, power_of_two=True))
+    encoding = between(-1.0, 0.5, Spec(uint8, symmetric=False, scale_bits=1))
     assert (encoding.scale.tolist(), encoding.zero_point.tolist()) == ([2.0**-7], [128])
 
 
-@pytest.mark.parametrize("spec", [ASYMMETRIC, SYMMETRIC, Spec(uint8), Spec(int2, power_of_two=True)], ids=str)
+@pytest.mark.parametrize("spec", [ASYMMETRIC, SYMMETRIC, Spec(uint8), Spec(int2, scale_bits=1)], ids=str)
 def test_the_widest_range_has_a_finite_scale(spec: Spec):
     largest = float(np.finfo(np.float32).max)
     encoding = between(-largest, largest, spec)
@@ -223,7 +244,7 @@ def test_minifloats_reach_their_largest_finite_value_at_the_end_of_the_range(dty
     assert encoding.scale.tolist() == [np.float32(3.0 / dtype.hi)]
     assert encoding.zero_point.tolist() == [0]
     assert encoding.fake_quantize([-3.0]).tolist() == pytest.approx([-3.0], rel=1e-6)
-    two = between(-3.0, 2.0, Spec(dtype, power_of_two=True))
+    two = between(-3.0, 2.0, Spec(dtype, scale_bits=1))
     assert two.scale.tolist() == [2.0 ** math.ceil(math.log2(3.0 / dtype.hi))]
 
 

@@ -20,7 +20,7 @@ from zoo_models import ZOO, Recurrent, distinct
 
 from onnx_backend.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
-from onnx_backend.simplify import simplify
+from onnx_backend.traced import open_traced
 from qsdk.core.config import QuantConfig, w8a8
 from qsdk.core.errors import ModelError
 from qsdk.core.graph import Graph
@@ -59,8 +59,8 @@ def float_onnx(model: nn.Module, example: tuple[Tensor, ...], *, dynamic: bool =
 def plan_of_module(model: nn.Module, example: tuple[Tensor, ...], config: QuantConfig = CONFIG) -> tuple[Graph, Plan]:
     """The graph and plan of the PyTorch door."""
     prepared = prepare(model, example, config, in_place=False, fold_batch_norm=True)
-    marked = marked_onnx(prepared.model, prepared.runtime, prepared.example)
-    graph = read_graph(simplify(onnx.load_model_from_string(marked)))
+    traced = marked_onnx(prepared.model, prepared.runtime, prepared.example)
+    graph = open_traced(traced.model, traced.weights).graph
     return graph, make_plan(graph, config)
 
 

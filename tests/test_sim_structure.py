@@ -35,9 +35,7 @@ from torch_models import (
     states,
 )
 
-from onnx_backend import model as onnx_model
-from onnx_backend.read_graph import read_graph
-from onnx_backend.simplify import simplify
+from onnx_backend.traced import open_traced
 from qsdk.core.config import w4a8, w8a8
 from qsdk.core.dtypes import float16, int8, int32, uint8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
@@ -377,7 +375,8 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Any, QuantSim
 
 def test_every_float_tensor_of_the_traced_graph_is_a_row_with_a_reason(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
-    graph = read_graph(simplify(onnx_model.load(marked_onnx(sim.model, sim.runtime, sim.example))))
+    traced = marked_onnx(sim.model, sim.runtime, sim.example)
+    graph = open_traced(traced.model, traced.weights).graph
     floats = [t for t in graph.tensors if t.is_float]
     rows = sim.coverage().rows
     assert all(row["reason"] for row in rows)
@@ -576,7 +575,7 @@ def test_outputs_keep_their_containers():
 def test_inputs_inside_containers_are_sites_of_their_own():
     example = containers_example()
     sim = calibrated(Containers(), example)
-    names = ["pair.0", "pair.1", "nested.a", "nested.b.0", "named.0", "named.1", "scale"]
+    names = ["pair.0", "pair.1", "nested.a", "nested.b.0", "named.left", "named.right", "scale"]
     assert [d.site for d in sim.plan.decisions.values() if d.kind == "input"] == [f"{name}:input" for name in names]
     scales = [float(sim.encodings[f"{name}:input"].scale[0]) for name in names]
     assert len(set(scales)) == 7

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("qsdk", "torch_bridge", "onnx_backend")
 VARIANTS = ("float", "sim_w8a8", "sim_w4a8", "onnx_w8a8", "integer_w8a8")
-COMMANDS = ("demo", "inspect", "to-integer", "validate")
+COMMANDS = ("demo", "inspect", "parity", "quantize", "report", "to-integer", "validate")
 MAX_DEMO_BYTES = 5_000_000
 
 

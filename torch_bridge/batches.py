@@ -14,10 +14,17 @@ Forward = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call: positional and by keyword."""
+    """The arguments of one call.
+
+    Attributes:
+        args: positional.
+        kwargs: by keyword.
+        dynamic_shapes: which axes are dynamic, as the user named them; None for the batch axis where that goes.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    dynamic_shapes: Any = None
 
 
 def as_example(value: Any) -> Example:
@@ -87,9 +94,3 @@ def require_reiterable(data: Iterable[Any], verb: str) -> None:
     """
     if isinstance(data, Iterator):
         raise DataError(f"{verb} reads the data several times, a generator gives it once; pass list(data)")
-
-
-def merged_batch_axis(example: Example) -> bool:
-    """Whether all tensors of an example agree on the length of their first axis."""
-    tensors = [v for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
-    return bool(tensors) and all(t.ndim > 0 for t in tensors) and len({t.shape[0] for t in tensors}) == 1

@@ -12,6 +12,7 @@ from qsdk.core.errors import DataError
 from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges import encoding_from_range
 from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.statistics import activation_encodings, observed
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.observe import Observers
@@ -44,7 +45,8 @@ def calibrate(
     wanted = observed(quantizer.decision for quantizer in quantizers.values())
     observers = Observers(wanted, chosen)
     with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
-        for number, batch in progress_over(data, "calibrate", progress):
+        # where only weights have ranges to find, the data has nothing to say
+        for number, batch in progress_over(data, "calibrate", progress) if wanted else ():
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
             observers.end_batch(number)
     frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
@@ -58,7 +60,8 @@ def calibrate(
     for quantizer, encoding in found.values():
         quantizer.set_encoding(encoding)
     rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in found.items()]
-    return Report("Calibration", rows, {"method": method, "sites": len(rows)})
+    report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
+    return with_notes(report, sim.bias_remarks())
 
 
 def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
@@ -84,7 +87,9 @@ def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encod
         if weight in found:
             known = found[source][1] if source in found else quantizer.factors[0].encoding()
             bias = raw_value(sim, site).detach().float().cpu().numpy()
-            found[weight] = found[weight][0], with_room_for(bias, known, found[weight][1])
+            holder, encoding = found[weight]
+            spec = holder.decision.spec
+            found[weight] = holder, with_room_for(bias, known, encoding, None if spec is None else spec.scale_bits)
 
 
 def raw_value(sim: QuantSim, site: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Preparing a module: copy, check, fold and wrap it, and learn which sites one forward pass reaches."""
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ModelError
+from torch_bridge.axes import plain_shapes
 from torch_bridge.batches import Example, as_example
+from torch_bridge.computed import Computed, fold_computed
 from torch_bridge.find_folds import find_folds
 from torch_bridge.fold import Fold, apply_fold
-from torch_bridge.layers import require_known
+from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
+from torch_bridge.structure import leaves_of
 from torch_bridge.training import restore_modes
 from torch_bridge.wiring import watch
 from torch_bridge.wrapper import is_wrapped, state_of, unwrap_model, wrap_model
@@ -29,8 +32,10 @@ class Prepared:
         runtime: shared by its modules.
         example: normalised arguments.
         eager_sites: sites that one forward pass reached, in order.
+        outputs: what it gives on the example.
         unfolded: BatchNorm path -> why it was not folded.
         folded: paths of the folded ones.
+        notes: what else was folded, by name.
         undo: takes folds and modes back.
     """
 
@@ -38,8 +43,10 @@ class Prepared:
     runtime: Runtime
     example: Example
     eager_sites: tuple[str, ...]
+    outputs: Sequence[Form]
     unfolded: Mapping[str, str]
     folded: tuple[str, ...]
+    notes: Mapping[str, str]
     undo: Callable[[], None]
 
     def give_back(self) -> None:
@@ -48,17 +55,23 @@ class Prepared:
         self.undo()
 
 
-def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bool, fold_batch_norm: bool) -> Prepared:
+def prepare(
+    model: nn.Module,
+    example: Any,
+    config: QuantConfig,
+    *,
+    in_place: bool,
+    fold_batch_norm: bool,
+    dynamic_shapes: Any = None,
+) -> Prepared:
     """Copy (unless `in_place`), check, fold and wrap a model.
 
     Raises:
         ModelError: the model cannot be copied, wrapped or run on the example.
     """
     require_wrappable(model)
-    given = as_example(example)
+    given = replace(as_example(example), dynamic_shapes=plain_shapes(dynamic_shapes))
     own = model if in_place else _copied(model)
-    declared = config.layers or {}
-    require_known(own, declared, config.float_patterns())
     modes = {module: module.training for module in own.modules()} if in_place else {}
     undone: list[Callable[[], None]] = []
 
@@ -69,7 +82,10 @@ def prepare(model: nn.Module, example: Any, config: QuantConfig, *, in_place: bo
 
     try:
         own.eval()
-        return _wrap_and_fold(own, given, config, fold_batch_norm, undone if in_place else None, undo)
+        computed = fold_computed(own, lambda: run_example(own, given), undone)
+        if not in_place:
+            undone.clear()  # nobody sees the copy
+        return _wrap_and_fold(own, given, config, fold_batch_norm, computed, undone if in_place else None, undo)
     except BaseException:
         unwrap_model(own)  # matters in place: the caller's model is theirs again
         undo()
@@ -81,6 +97,7 @@ def _wrap_and_fold(
     given: Example,
     config: QuantConfig,
     fold_batch_norm: bool,
+    computed: Sequence[Computed],
     undone: list[Callable[[], None]] | None,
     undo: Callable[[], None],
 ) -> Prepared:
@@ -98,7 +115,7 @@ def _wrap_and_fold(
             if undone is not None:
                 undone.append(take_back)
         runtime = wrap_model(own, declared)
-        state_of(own).folds = tuple(folds)
+    state_of(own).folds, state_of(own).computed = tuple(folds), tuple(computed)
     runtime.write_back = frozenset(wiring.read_again)
     sites: list[str] = []
 
@@ -107,9 +124,13 @@ def _wrap_and_fold(
         return x
 
     with runtime.in_phase("visit", note), torch.no_grad():
-        run_example(own, given)
+        outputs = forms_of(leaves_of(run_example(own, given)))
     folded = tuple(fold.norm for fold in folds)
-    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), unfolded, folded, undo)
+    notes = {
+        f"{c.path}.{c.name}" if c.path else c.name: f"{c.how} is folded into its value, which is a plain tensor now"
+        for c in computed
+    }
+    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), outputs, unfolded, folded, notes, undo)
 
 
 def require_wrappable(model: nn.Module) -> None:
@@ -126,11 +147,6 @@ def require_wrappable(model: nn.Module) -> None:
             raise ModelError(f"{where} is a ScriptModule, whose code is fixed; quantize the nn.Module it came from")
         if is_wrapped(module):
             raise ModelError(f"{where} is already wrapped by a sim; quantize the float model, or take sim.unwrap()")
-        if torch.nn.utils.parametrize.is_parametrized(module):
-            raise ModelError(
-                f"{where} is parametrized, so its weight is computed; call "
-                "torch.nn.utils.parametrize.remove_parametrizations on it first"
-            )
         if isinstance(module, nn.DataParallel):
             raise ModelError(f"{where} is a DataParallel; quantize model.module, and train with DDP")
 
@@ -152,7 +168,11 @@ def run_example(model: nn.Module, example: Example) -> Any:
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    # weight norms leave their last result in the module, which copy refuses as part of a graph
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    kept += [item for value in kept if isinstance(value, list) for item in value]
+    memo = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise ModelError(f"the model cannot be copied: {error}; pass in_place=True to quantize it itself") from error

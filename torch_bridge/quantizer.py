@@ -52,6 +52,11 @@ class Quantizer:
         return self.decision.quantized and self.decision.tied_to is None and self.decision.bias_of is None
 
     @property
+    def scales_are_free(self) -> bool:
+        """Whether training can move its scales: none of a narrow type, none with few digits."""
+        return self.decision.spec is not None and self.decision.spec.scales_are_free
+
+    @property
     def buffer_names(self) -> tuple[str, str]:
         """The names of the owner's buffers for scale and zero point."""
         return self._scale_name, self._zero_name
@@ -102,6 +107,8 @@ class Quantizer:
         if x.dtype in (torch.float16, torch.bfloat16):
             # a scale or a grid may not fit there, so the formula runs in float32
             return self(x.float()).to(x.dtype)
+        if spec.dynamic:
+            return _on_its_own_grid(x)
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
@@ -163,3 +170,11 @@ class Quantizer:
         granularity = self.decision.spec.granularity
         shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
         return shaped.to(x.dtype)
+
+
+def _on_its_own_grid(x: Tensor) -> Tensor:
+    """Fake-quantize with the tensor's own range."""
+    if x.numel() == 0:
+        return x
+    low, high = x.detach().aminmax()
+    return fake_quantize(x, *affine.dynamic_parameters(low, high), 0, 255)

@@ -42,6 +42,11 @@ class Frame:
         self.counts[name] = number + 1
         return number
 
+    def next_op(self, name: str) -> str:
+        """Count a call of an op in this frame and give it as owner of a site."""
+        owner = f"{self.name}/{name}" if self.name else name
+        return f"{owner}.{self.next(name)}"
+
 
 class Watcher(Protocol):
     """Learns the wiring of a model while it runs."""
@@ -184,6 +189,16 @@ class Runtime:
             return read
         return self.emit(site_name(frame.path, f"{name}_{part}" if part else name), read)
 
+    def run_whole(self, name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run several torch functions as one op of the calling module, with one site behind them."""
+        frame, self.frame = self.frame, None
+        assert frame is not None
+        try:
+            result = computes(x)
+        finally:
+            self.frame = frame
+        return self.emit(site_name(frame.next_op(name), "output"), result)
+
     def _emit_in_place(self, site: str, x: Tensor) -> Tensor:
         """Write the site's values into a tensor that others read by its old name (`self.relu(x)` without `x =`)."""
         frame, self.frame = self.frame, None
@@ -229,7 +244,7 @@ class SiteMode(TorchFunctionMode):
         """Run the function and quantize what it gives; a fused one as the ops that it is made of."""
         frame = self.runtime.frame
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
-            parts = stand_in(func, self.runtime.read_packed)
+            parts = stand_in(func, self.runtime.read_packed, self.runtime.run_whole)
             if parts is not None:
                 with self:
                     return parts(*args, **(kwargs or {}))
@@ -241,8 +256,7 @@ class SiteMode(TorchFunctionMode):
         name = op_name(func)
         if name is None or not makes_value(name, args, kwargs):
             return result
-        owner = f"{frame.name}/{name}" if frame.name else name
-        return self.runtime.emit_result(f"{owner}.{frame.next(name)}", result, args)
+        return self.runtime.emit_result(frame.next_op(name), result, args)
 
 
 def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:

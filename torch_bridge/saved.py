@@ -2,7 +2,9 @@
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import IO, Any
 
 import torch
@@ -12,7 +14,7 @@ from qsdk.core.errors import ExportError, FileFormatError, ModelError
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.batches import Example
 from torch_bridge.sim import QuantSim
-from torch_bridge.wrapper import state_of
+from torch_bridge.wrapper import FOLDED, state_of
 
 WEIGHTS, EXAMPLE = "weights.pt", "example.pt"
 
@@ -25,7 +27,8 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     """
     own = _encoding_keys(sim.model)
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
-    example = {"args": sim.example.args, "kwargs": dict(sim.example.kwargs)}
+    given = sim.example
+    example = {"args": given.args, "kwargs": dict(given.kwargs), "dynamic_shapes": given.dynamic_shapes}
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
         _require_plain(what, value)
@@ -47,7 +50,7 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
     """
     read = _read(parts, EXAMPLE, where)
     try:
-        return Example(tuple(read["args"]), dict(read["kwargs"]))
+        return Example(tuple(read["args"]), dict(read["kwargs"]), read.get("dynamic_shapes"))
     except (KeyError, TypeError) as error:
         raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
 
@@ -59,7 +62,8 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
         FileFormatError: they are missing or damaged.
         ModelError: they are those of another model.
     """
-    weights = _read(parts, WEIGHTS, where)
+    weights = OrderedDict(_read(parts, WEIGHTS, where))
+    weights._metadata = {"": {FOLDED: True}}  # type: ignore[attr-defined]
     present = sim.model.state_dict()
     for name, value in weights.items():
         known = present.get(name)
@@ -79,7 +83,8 @@ def on_device_of(model: nn.Module, example: Example) -> Example:
     """The example on the device of the model's first tensor."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     args = tuple(_moved(value, device) for value in example.args)
-    return Example(args, {name: _moved(value, device) for name, value in example.kwargs.items()})
+    kwargs = {name: _moved(value, device) for name, value in example.kwargs.items()}
+    return replace(example, args=args, kwargs=kwargs)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

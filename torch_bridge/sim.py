@@ -14,9 +14,11 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph import Graph
+from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_reasons
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
@@ -24,8 +26,9 @@ from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
 from torch_bridge.prepare import Prepared
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.refusals import Form
 from torch_bridge.runtime import Runtime
-from torch_bridge.stored import find_stored
+from torch_bridge.stored import find_stored, stored_tensor
 from torch_bridge.training import parameter_groups, training
 from torch_bridge.wrapper import state_of, unwrap_model
 
@@ -41,9 +44,11 @@ class QuantSim(StatefulSim):
         config: what was asked for.
         plan: what was decided for every site.
         example: the arguments it was traced with.
+        outputs: what it gives on the example.
         quantized_with: the config that decided which BatchNorms were folded.
         fold_batch_norm: whether any were.
         not_exercised: sites that exist only in the traced graph.
+        notes: what the exported file will not have of the module, as coverage tells it.
     """
 
     def __init__(
@@ -55,13 +60,16 @@ class QuantSim(StatefulSim):
         dead: Sequence[str],
         not_exercised: Sequence[str],
         *,
+        notes: Mapping[str, str],
         fold_batch_norm: bool,
     ) -> None:
         self.model: nn.Module = prepared.model
         self.graph, self.config, self.plan = graph, config, plan
         self.example: Example = prepared.example
+        self.outputs: Sequence[Form] = prepared.outputs
         self.quantized_with, self.fold_batch_norm = config, fold_batch_norm
         self.not_exercised = tuple(not_exercised)
+        self.notes = dict(notes)
         self._dead = tuple(dead)
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
@@ -90,8 +98,9 @@ class QuantSim(StatefulSim):
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why."""
         report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead)
+        report = with_reasons(report, self.bias_remarks())
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
-        return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes})
+        return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
 
     def __repr__(self) -> str:
         counts = self.coverage().summary
@@ -190,13 +199,13 @@ class QuantSim(StatefulSim):
         return copied
 
 
-def stored_values(sim: QuantSim) -> dict[str, npt.NDArray[np.float32]]:
-    """Site -> fake-quantized value of every stored tensor, as the simulation reads it."""
-    found = {}
-    for site, quantizer in sim.quantizers.items():
-        if quantizer.decision.kind in ("weight", "bias"):
-            raw = find_stored(sim.model, site)
-            if raw is not None:
-                with torch.no_grad():
-                    found[site] = quantizer(raw.detach()).cpu().numpy().copy()
-    return found
+def stored_values(sim: QuantSim) -> LazyArrays:
+    """Site -> fake-quantized value, float32, of every stored tensor, as the simulation reads it."""
+    of_kind = [site for site, quantizer in sim.quantizers.items() if quantizer.decision.kind in ("weight", "bias")]
+
+    def value(site: str) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            found: npt.NDArray[np.float32] = sim.quantizers[site](stored_tensor(sim.model, site).detach()).cpu().numpy()
+        return found
+
+    return LazyArrays((site for site in of_kind if find_stored(sim.model, site) is not None), value)

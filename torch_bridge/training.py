@@ -32,10 +32,11 @@ def training(model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales:
     """Put a wrapped model in train mode; with `learn_scales` each scale of its own gets a factor 2**p inside.
 
     The parameters p start at 0. Their gradients are those of LSQ (Esser et al. 2020) through log2, so that no step can
-    make a scale negative, and a scale that is not trained stays bit for bit.
+    make a scale negative, and a scale that is not trained stays bit for bit. Scales that are
+    confined (`scale_bits`, narrow types of block scales) are not trained.
     Afterwards the model is in eval mode and the scales are fixed, also when the block raises.
     """
-    learned = [q for q in quantizers if learn_scales and q.owns_encoding and not q.frozen]
+    learned = [q for q in quantizers if learn_scales and q.owns_encoding and not q.frozen and q.scales_are_free]
     scales = [q.scale_and_zero_point()[0] for q in learned]  # names the site that has none, before anything changes
     for quantizer, scale in zip(learned, scales, strict=True):
         quantizer.owner.register_parameter(quantizer.log_scale_name, nn.Parameter(torch.zeros_like(scale)))

@@ -22,6 +22,7 @@ class Wiring:
         self.kept: list[Tensor] = []  # keeps ids unique while we watch
         self.maker: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
+        self.read_by_maker: dict[int, Tensor] = {}  # what a function computes -> the first tensor that it reads
         self.calls: Counter[str] = Counter()
         self.result_of: dict[str, Tensor] = {}
         self.written_over: dict[int, str] = {}
@@ -49,7 +50,11 @@ class Wiring:
         """Note who read which tensors to compute another."""
         if not _tensors(result):
             return  # a shape or a number
-        for tensor in _tensors(arguments):
+        given = _tensors(arguments)
+        for made in _tensors(result):
+            self.kept.append(made)
+            self.read_by_maker[id(made)] = given[0] if given else made
+        for tensor in given:
             self.kept.append(tensor)
             if id(tensor) in self.written_over:
                 self.read_again.add(self.written_over[id(tensor)])

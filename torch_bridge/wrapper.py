@@ -5,7 +5,6 @@ are read through quantizers while a sim runs, and whose forward passes results t
 forward the raw Parameter is read, so `.data`, `nn.init`, `.grad`, tying and parameter groups are as on the float model.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,14 +16,17 @@ from torch import Tensor, nn
 
 from qsdk.core.site import site_name
 from torch_bridge.cells import is_cell, run_cell
+from torch_bridge.computed import Computed, fold_computed_checkpoint
 from torch_bridge.fold import Fold, fold_checkpoint
 from torch_bridge.gates import is_recurrent
 from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.recurrent import run_recurrent
 from torch_bridge.runtime import Runtime
+from torch_bridge.structure import Path, input_names, mapped
 
 STATE = "_qsdk_state"
+FOLDED = "qsdk_folded"  # in the metadata of a state_dict
 
 
 @dataclass
@@ -37,6 +39,7 @@ class ModuleState:
     runtime: Runtime
     quantizers: list[Quantizer]
     folds: tuple[Fold, ...] = ()
+    computed: tuple[Computed, ...] = ()
 
     @property
     def path(self) -> str:
@@ -116,6 +119,13 @@ class _Quantized(nn.Module):
         state = state_of(self)
         return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Note in the metadata that weights are folded: the keys and shapes of some say nothing of it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None and state_of(self).computed:
+            metadata[prefix[:-1]][FOLDED] = True
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -128,6 +138,9 @@ class _Quantized(nn.Module):
     ) -> None:
         """Load float checkpoints (folding on the way in) and checkpoints with encodings alike."""
         state = state_of(self)
+        ours = FOLDED in local_metadata or any(key.startswith(prefix) and "qsdk_" in key for key in state_dict)
+        for computed in state.computed:
+            fold_computed_checkpoint(state_dict, prefix, computed, ours=ours)
         for fold in state.folds:
             fold_checkpoint(self, state_dict, prefix, fold)
         for quantizer in state.quantizers:
@@ -155,32 +168,13 @@ class _Quantized(nn.Module):
     _qsdk_parameters: tuple[str, ...] = ()
 
 
-def input_names(forward: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """The parameter names that positional arguments of a forward have (`args.1` for the second of `*args`)."""
-    names: list[str] = []
-    for parameter in inspect.signature(forward).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}.{i}" for i in range(len(args) - len(names))]
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-    return names[: len(args)]
-
-
 def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
     """Pass the tensors of a model input through their sites: `x:input`, and `x.0:input` inside containers."""
-    if isinstance(value, Tensor):
-        return runtime.emit(site_name(name, "input"), value)
-    if isinstance(value, tuple | list):
-        parts = [quantize_input(runtime, f"{name}.{i}", item) for i, item in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, dict):
-        parts_by_key = {key: quantize_input(runtime, f"{name}.{key}", item) for key, item in value.items()}
-        if type(value) is dict:
-            return parts_by_key
-        copied = copy.copy(value)
-        copied.update(parts_by_key)
-        return copied
-    return value
+
+    def through_site(path: Path, leaf: Any) -> Any:
+        return runtime.emit(site_name(".".join(path), "input"), leaf) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(value, through_site, (name,))
 
 
 @functools.cache
@@ -193,7 +187,9 @@ def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     # tracers and callers read the names of the inputs from the signature
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     body: dict[str, Any] = {name: _through_quantizer(name) for name in names} | {"forward": forward}
-    body |= {"__module__": base.__module__, "__doc__": base.__doc__, "_qsdk_parameters": names}
+    # registries keep classes by their text, `str(cls)`, which is made of these two
+    body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    body |= {"__doc__": base.__doc__, "_qsdk_parameters": names}
     return type(f"Quantized{base.__name__}", (_Quantized, base), body)
 
 

@@ -1,5 +1,7 @@
 """SeqMSE: the weight ranges that give a layer the smallest output error."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from qsdk.algorithms.moments import CHUNK
 from qsdk.algorithms.on_torch import cells_of_weights, on_torch, scales_of_weights
 from qsdk.core import affine
+from qsdk.core.block_scales import confined
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.layer_problem import LayerProblem, Solution
@@ -47,6 +50,7 @@ def solve(problem: LayerProblem, *, candidates: int = 20) -> Solution:
         return Solution(problem.encoding, None, before, before, note=note)
     ranges = _candidate_encodings(problem, candidates)
     encoding = _pick(ranges, _choose(problem, ranges, cells, blocks).cpu().numpy())
+    encoding = replace(encoding, scale=confined(encoding.scale, problem.spec))
     after = problem.relative_error(fake_quantize(problem, encoding))
     if after >= before:  # equal up to rounding: do not move ranges for nothing
         return Solution(problem.encoding, None, before, before)

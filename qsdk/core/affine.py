@@ -37,6 +37,17 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rou
     return dequantize(quantize(x, scale, zero_point, lo, hi, rounding), scale, zero_point)
 
 
+def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
+    """Give the scale and zero point of uint8 for a tensor with these extremes, as ONNX's DynamicQuantizeLinear does.
+
+    The range is extended to 0. A tensor of zeros has the scale 1, as in ONNX Runtime.
+    """
+    low, high = low.clip(None, 0), high.clip(0, None)
+    scale = (high - low) / 255
+    scale = scale + (scale == 0)
+    return scale, (-low / scale).clip(0, 255).round()
+
+
 def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:
     """The float8/float4 twin: divide, saturate to the largest finite value, cast, multiply.
 

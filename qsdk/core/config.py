@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsdk.core.config_json import plain, read_object
-from qsdk.core.dtypes import DType, dtype_named, float32, int4, int8, int32, uint8, uint16
+from qsdk.core.dtypes import (
+    DType,
+    WeightType,
+    dtype_named,
+    float32,
+    int4,
+    int8,
+    int32,
+    uint8,
+    uint16,
+    weight_type_named,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.files import write_text
 from qsdk.core.patterns.terms import Pattern
@@ -21,7 +32,8 @@ class QuantConfig:
     """What is wanted at every site, and the rules that differ; the last matching rule wins, choice by choice.
 
     Attributes:
-        weight: dtype of weights; embeddings, norms and other constants stay at 8 bits where it is narrower.
+        weight: dtype of weights, or a format of blocks such as `mxfp4`; embeddings, norms and other constants stay at 8
+            bits where it is narrower.
         activation: dtype of activations, and of inputs and outputs unless they are given.
         bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
         input: dtype of the model's inputs where it differs from other activations.
@@ -30,7 +42,10 @@ class QuantConfig:
         block_size: one weight scale per run of input channels; None for no blocks.
         symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
         symmetric_activations: fixes the zero points of activations.
-        power_of_two: scales are powers of two.
+        dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
+            (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float.
+        two_level_scales: block scales are integers 1 to 16 times one float32 per channel (AIMET's LPBQ).
+        scale_bits: significant binary digits of every scale, 1 for powers of two; None for those of float32.
         fixed_range: `(low, high)` whatever the data, "observed" for no fixed range at all; None for the ranges that
             belong to an op (Softmax lies in 0..1).
         tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
@@ -45,13 +60,13 @@ class QuantConfig:
         notes: what `load_config` has to say about a foreign file; no part of the config.
     """
 
-    weight: DType = int8
+    weight: WeightType = int8
     activation: DType = uint8
     bias: DType = int32
     per_channel: bool = True
     block_size: int | None = None
     symmetric_activations: bool = False
-    power_of_two: bool = False
+    scale_bits: int | None = None
     tie: bool | None = None
     rules: tuple[Rule, ...] = ()
     layers: Mapping[str, tuple[str, ...]] | None = None
@@ -62,6 +77,8 @@ class QuantConfig:
     supergroup: bool = True
     supergroups: tuple[str, ...] | None = None
     hardware: str | None = None
+    dynamic_activations: bool = False
+    two_level_scales: bool = False
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
 
@@ -72,7 +89,7 @@ class QuantConfig:
         op_type: str | Sequence[str] | None = None,
         shape: Shape | Sequence[int | None] | None = None,
         tensor_dtype: DType | str | None = None,
-        weight: DType | str | None = None,
+        weight: WeightType | str | None = None,
         activation: DType | str | None = None,
         bias: DType | str | None = None,
         input: DType | str | None = None,
@@ -81,9 +98,12 @@ class QuantConfig:
         per_channel: bool | None = None,
         symmetric_weights: bool | None = None,
         symmetric_activations: bool | None = None,
+        dynamic_activations: bool | None = None,
+        two_level_scales: bool | None = None,
         fixed_range: tuple[float, float] | str | None = None,
         tie: bool | None = None,
         supergroup: bool | None = None,
+        scale_bits: int | None = None,
         optional: bool = False,
     ) -> "QuantConfig":
         """Add a rule for the places that fit `pattern` and every condition given; gives a new config.
@@ -93,7 +113,7 @@ class QuantConfig:
             op_type: ONNX type or types, globs too.
             shape: of the tensor; None stands for any dimension.
             tensor_dtype: of the tensor in the float model.
-            weight: dtype of weights, as are the choices that follow those of `QuantConfig`.
+            weight: dtype or format of blocks, as are the choices that follow those of `QuantConfig`.
             activation: counts for inputs and outputs too, unless they are given beside it.
             bias: int32 or a float dtype.
             input: of the model's inputs.
@@ -102,9 +122,12 @@ class QuantConfig:
             per_channel: one weight scale per output channel.
             symmetric_weights: fixes the zero points of weights.
             symmetric_activations: fixes the zero points of activations.
+            dynamic_activations: the range of each tensor, found while the model runs.
+            two_level_scales: block scales are small integers times one scale per channel.
             fixed_range: `(low, high)`, or "observed" to drop the range that belongs to the op.
             tie: share the inputs' encoding.
             supergroup: False to quantize the members of a supergroup one by one.
+            scale_bits: significant binary digits of scales.
             optional: the rule may match nothing, so it keeps no BatchNorm from being folded either.
 
         Raises:
@@ -155,7 +178,7 @@ class QuantConfig:
 
     def float_patterns(self) -> list[str]:
         """The patterns of the rules that keep whatever they name float, with no further condition."""
-        kept = [rule for rule in self.rules if rule.weight is not None and rule.weight.kind == "float"]
+        kept = [rule for rule in self.rules if isinstance(rule.weight, DType) and rule.weight.kind == "float"]
         return [rule.pattern for rule in kept if (rule.op_type, rule.shape, rule.tensor_dtype) == (None, None, None)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,3 +231,13 @@ def w4a8(*, block_size: int | None = None, symmetric_activations: bool = False) 
 def w4a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
     """4-bit weights, 16-bit activations."""
     return QuantConfig(int4, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
+
+
+def weight_only(weight: WeightType | str = int4, *, block_size: int | None = None) -> QuantConfig:
+    """Quantized weights and float activations; `block_size=32` or more is what runtimes have fast kernels for.
+
+    Args:
+        weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.
+        block_size: one scale per so many input channels; None for one per output channel.
+    """
+    return QuantConfig(weight_type_named(weight), float32, block_size=block_size)

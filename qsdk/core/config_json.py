@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from qsdk.core.dtypes import DTYPES, DType, dtype_named
+from qsdk.core.dtypes import BLOCK_FORMATS, DTYPES, DType, dtype_named, weight_type_named
 from qsdk.core.errors import ConfigError
 from qsdk.core.rules import CHOICES, TENSOR_DTYPES, as_fixed_range, make_rule, require_bias
 
@@ -71,6 +71,13 @@ _DTYPE = JsonType(
     dtype_named,
     lambda dtype: dtype.name if isinstance(dtype, DType) else dtype,
 )
+_WEIGHT = JsonType(
+    {"anyOf": [{"$ref": "#/$defs/dtype"}, {"enum": list(BLOCK_FORMATS)}]},
+    'the name of a dtype, such as "int8", or of a format of blocks, such as "mxfp4"',
+    lambda value: isinstance(value, str),
+    weight_type_named,
+    lambda given: given if isinstance(given, str) else given.name,
+)
 _FLAG = JsonType({"type": "boolean"}, "true or false", lambda value: type(value) is bool)
 _COUNT = JsonType(
     {"type": "integer", "minimum": 1}, "a whole number from 1", lambda value: type(value) is int and value > 0
@@ -98,11 +105,18 @@ _LAYERS = JsonType(
     lambda value: {name: list(parameters) for name, parameters in value.items()},
 )
 
+_POWER_OF_TWO = "power_of_two"  # what files called scale_bits = 1 before there were other numbers of digits
+
+_FLAGS = (
+    *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations", "two_level_scales"),
+    *("tie", "supergroup"),
+)
 _CHOICE_TYPES = MappingProxyType(
     {
-        **dict.fromkeys(("weight", "activation", "bias", "input", "output"), _DTYPE),
-        "block_size": _COUNT,
-        **dict.fromkeys(("per_channel", "symmetric_weights", "symmetric_activations", "tie", "supergroup"), _FLAG),
+        "weight": _WEIGHT,
+        **dict.fromkeys(("activation", "bias", "input", "output"), _DTYPE),
+        **dict.fromkeys(("block_size", "scale_bits"), _COUNT),
+        **dict.fromkeys(_FLAGS, _FLAG),
         "fixed_range": _RANGE,
     }
 )
@@ -111,7 +125,7 @@ _RULE_TYPES = MappingProxyType(
     | {name: _CHOICE_TYPES[name] for name in CHOICES}
 )
 _CONFIG_TYPES = MappingProxyType(
-    {**_CHOICE_TYPES, "power_of_two": _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
+    {**_CHOICE_TYPES, _POWER_OF_TWO: _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
 )
 
 
@@ -164,6 +178,8 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}.$schema is a string, not {_shown(data['$schema'])}")
     head = ("$schema", "format", "version", "rules")
     found = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
+    if found.pop(_POWER_OF_TWO, False):
+        found.setdefault("scale_bits", 1)
     require_bias(found.get("bias"), where)
     return {**found, "rules": tuple(_rule(rule, f"{where}.rules[{index}]") for index, rule in enumerate(rules))}
 

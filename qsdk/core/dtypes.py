@@ -87,6 +87,36 @@ float16 = _float("float16", "float", 16, 65504.0)
 bfloat16 = _float("bfloat16", "float", 16, 3.3895313892515355e38)
 float32 = _float("float32", "float", 32, 3.4028234663852886e38)
 
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of weights: a dtype in blocks along the input channels, whose scales are stored in a narrow type too.
+
+    What cannot have blocks (an embedding, a norm's weight, a depthwise kernel) is quantized as `weight=dtype` has it.
+
+    Attributes:
+        name: in configs.
+        dtype: of the elements.
+        block_size: input channels per scale.
+        scale_dtype: see `Spec.scale_dtype`.
+    """
+
+    name: str
+    dtype: DType
+    block_size: int
+    scale_dtype: DType
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+mxfp4 = BlockFormat("mxfp4", float4e2m1, 32, float8e8m0)
+mxfp8 = BlockFormat("mxfp8", float8e4m3fn, 32, float8e8m0)
+nvfp4 = BlockFormat("nvfp4", float4e2m1, 16, float8e4m3fn)
+BLOCK_FORMATS = MappingProxyType({found.name: found for found in (mxfp4, mxfp8, nvfp4)})
+#: what weights may be asked to be
+WeightType = DType | BlockFormat
+
 _ODD = [_integer(bits, signed) for bits in (3, 5, 6, 7, *range(9, 16)) for signed in (True, False)]
 _STANDARD = [
     *(int2, int4, int8, int16, int32, uint2, uint4, uint8, uint16),
@@ -95,11 +125,22 @@ _STANDARD = [
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
 
 
-def dtype_named(name: "DType | str") -> DType:
+def weight_type_named(name: WeightType | str) -> WeightType:
+    """Give the dtype, or the format of blocks, of that name.
+
+    Raises:
+        ConfigError: neither has that name.
+    """
+    if isinstance(name, BlockFormat):
+        return name
+    return BLOCK_FORMATS.get(str(name)) or dtype_named(name)
+
+
+def dtype_named(name: WeightType | str) -> DType:
     """Give the dtype of that name; a `DType` is given back as it is.
 
     Raises:
-        ConfigError: no dtype has that name.
+        ConfigError: no dtype has that name, or it is a format of blocks, which only weights have.
 
     Example:
         >>> dtype_named("int8_strict").lo
@@ -107,6 +148,8 @@ def dtype_named(name: "DType | str") -> DType:
     """
     if isinstance(name, DType):
         return name
+    if str(name) in BLOCK_FORMATS:
+        raise ConfigError(f"{name} is a format of blocks, for weights only; give a dtype here")
     strict = re.fullmatch(r"(int\d+)_strict", str(name))
     found = DTYPES.get(strict[1] if strict else str(name))
     if found is None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.block_scales import confined, shared_exponents, shortened
+from qsdk.core.dtypes import float8e8m0
 from qsdk.core.encoding import Encoding, FloatArray
 from qsdk.core.errors import CalibrationError
 from qsdk.core.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
@@ -60,7 +62,8 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     """Give the encoding whose grid covers `observed`, extended to contain 0.
 
     Symmetric on an unsigned dtype means zero point 0 where nothing is negative, else the grid's middle.
-    Minifloats use the largest finite value; `power_of_two` rounds scales up (Jain et al. 2020, TQT, section 3).
+    Minifloats use the largest finite value; `scale_bits` rounds scales up (powers of two:
+    Jain et al. 2020, TQT, section 3).
 
     Raises:
         CalibrationError: the range is not finite, or its ends are the wrong way round.
@@ -72,11 +75,18 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     if (np.asarray(observed.low) > np.asarray(observed.high)).any():
         raise CalibrationError("a range must have its minimum below its maximum")
     scale, zero_point = scale_and_zero_point(low, high, spec)
+    scale = confined(scale, spec)
     return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
 
 
 def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
-    """Give the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape."""
+    """Give the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape.
+
+    Scales that depend on those of other blocks are not confined yet; see `block_scales.confined`.
+    """
+    if spec.scale_dtype == float8e8m0:
+        scale = shared_exponents(np.maximum(-low, high), spec.dtype)
+        return scale, np.zeros(scale.shape, np.int32)
     return _symmetric(low, high, spec) if spec.symmetric else _asymmetric(low, high, spec)
 
 
@@ -104,7 +114,4 @@ def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
     # a finer grid may have finer steps: the floor is on the range, as it is at 8 bits
     finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
     floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)
-    if not spec.power_of_two:
-        return floored
-    exponents = np.ceil(np.log2(floored.astype(np.float64)))
-    return np.exp2(np.minimum(exponents, 127)).astype(np.float32)  # 2**128 is no float32
+    return floored if spec.scale_bits is None else shortened(floored, spec.scale_bits)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase, translate
 from typing import Any, Literal
 
-from qsdk.core.dtypes import DType, dtype_named, int32
+from qsdk.core.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
 from qsdk.core.errors import ConfigError
 from qsdk.core.site import names_of, without_calls
 
@@ -42,7 +42,7 @@ class Rule:
 
     Attributes:
         pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-        weight: dtype.
+        weight: dtype, or a format of blocks.
         activation: dtype; counts for inputs and outputs too, unless they are named beside it.
         bias: int32 or a float dtype.
         input: dtype of model inputs.
@@ -51,9 +51,12 @@ class Rule:
         per_channel: one weight scale per output channel.
         symmetric_weights: fixes the zero points of weights.
         symmetric_activations: fixes the zero points of activations.
+        dynamic_activations: activations have the range of each tensor, found while the model runs.
+        two_level_scales: block scales are small integers times one scale per channel.
         fixed_range: `(low, high)` whatever the data, or "observed" where an op type has one of its own.
         tie: whether an op that keeps the grid shares its inputs' encoding.
         supergroup: False to quantize the members of a supergroup one by one.
+        scale_bits: significant binary digits of scales.
         op_type: globs over ONNX types; one must match.
         shape: of the tensor; None stands for any dimension.
         tensor_dtype: of the tensor in the float model.
@@ -61,7 +64,7 @@ class Rule:
     """
 
     pattern: str
-    weight: DType | None = None
+    weight: WeightType | None = None
     activation: DType | None = None
     bias: DType | None = None
     input: DType | None = None
@@ -70,9 +73,12 @@ class Rule:
     per_channel: bool | None = None
     symmetric_weights: bool | None = None
     symmetric_activations: bool | None = None
+    dynamic_activations: bool | None = None
+    two_level_scales: bool | None = None
     fixed_range: FixedRange | None = None
     tie: bool | None = None
     supergroup: bool | None = None
+    scale_bits: int | None = None
     op_type: tuple[str, ...] | None = None
     shape: Shape | None = None
     tensor_dtype: str | None = None
@@ -112,7 +118,7 @@ class Rule:
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
 CHOICES = tuple(field.name for field in fields(Rule) if field.name not in ("pattern", *CONDITIONS, "optional"))
-DTYPE_CHOICES = ("weight", "activation", "bias", "input", "output")
+DTYPE_CHOICES = ("activation", "bias", "input", "output")
 
 
 def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:
@@ -122,6 +128,8 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
         ConfigError: an unknown dtype, a choice that cannot be meant, or a rule that says nothing.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if "weight" in given:
+        given["weight"] = weight_type_named(given["weight"])
     for name in DTYPE_CHOICES:
         if name in given:
             given[name] = dtype_named(given[name])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from qsdk.core.dtypes import DType
+from qsdk.core.dtypes import DType, float8e4m3fn, float8e8m0, uint4, uint8
 from qsdk.core.errors import ConfigError
 
 
@@ -57,15 +57,21 @@ class Spec:
         dtype: the stored type; its grid is the dtype's own.
         granularity: per tensor, channel or block.
         symmetric: fixes the zero point (0; the grid's middle for an unsigned dtype that sees negative values).
-        power_of_two: rounds scales up to the next power of two.
+        scale_bits: rounds scales up to so many significant binary digits, 1 for powers of two; None keeps float32's 24.
         fixed_range: `(low, high)` that calibration does not touch (a Softmax lives in 0..1).
+        scale_dtype: what the scales of symmetric blocks are confined to; None for float32. `float8e8m0`: powers of two
+            (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
+            float32 per channel (AIMET's LPBQ).
+        dynamic: the range is each tensor's own, found while the model runs; there is no encoding.
     """
 
     dtype: DType
     granularity: Granularity = PerTensor()
     symmetric: bool = True
-    power_of_two: bool = False
+    scale_bits: int | None = None
     fixed_range: tuple[float, float] | None = None
+    scale_dtype: DType | None = None
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype.kind == "scale":
@@ -74,6 +80,28 @@ class Spec:
             raise ConfigError(f"{self.dtype.name} has no zero point; ask for symmetric=True")
         if isinstance(self.granularity, PerBlock) and self.granularity.size < 1:
             raise ConfigError(f"block size {self.granularity.size} is not positive")
+        if self.scale_bits is not None and not 1 <= self.scale_bits <= 24:
+            raise ConfigError(f"scale_bits={self.scale_bits} is no number of digits of a float32; give 1 to 24")
+        if self.scale_dtype is not None:
+            self._require_block_scales(self.scale_dtype)
+        if self.dynamic and (self.dtype != uint8 or self.symmetric or self.granularity != PerTensor()):
+            wanted = f"{'symmetric ' if self.symmetric else ''}{self.dtype} {self.granularity}"
+            raise ConfigError(
+                f"a dynamic activation is asymmetric uint8 per tensor (DynamicQuantizeLinear), not {wanted}"
+            )
+
+    @property
+    def scales_are_free(self) -> bool:
+        """Whether every positive float32 may be a scale, so that training can move them."""
+        return self.scale_bits is None and self.scale_dtype is None
+
+    def _require_block_scales(self, scale_dtype: DType) -> None:
+        if scale_dtype not in (float8e8m0, float8e4m3fn, uint4):
+            raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn or uint4")
+        if not isinstance(self.granularity, PerBlock) or not self.symmetric:
+            raise ConfigError(f"scales in {scale_dtype} belong to symmetric blocks; ask for blocks and symmetric=True")
+        if self.dtype.is_integer != (scale_dtype == uint4):
+            raise ConfigError(f"{self.dtype} has no blocks with scales in {scale_dtype}; uint4 is for integers")
 
 
 def float_spec(dtype: DType) -> Spec | None:

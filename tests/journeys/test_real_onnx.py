@@ -143,6 +143,7 @@ def test_a_real_file_goes_the_whole_road(name: str, tmp_path: Path):
 
     qsdk.calibrate(sim, batches, progress=False)
     qsdk.export(sim, tmp_path / "model.onnx")
+    assert [qsdk.validate(file).summary["errors"] for file in (path, tmp_path / "model.onnx")] == [0, 0]
     exported = plain(str(tmp_path / "model.onnx"))
     for left, right in (
         (original.get_inputs(), exported.get_inputs()),

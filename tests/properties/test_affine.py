@@ -167,15 +167,15 @@ def test_behaviour_11_zero_is_exact_for_a_thousand_ranges():
         ends = rng.normal(size=2) * 10.0 ** rng.integers(-6, 6, 2)
         dtype = dtypes[rng.integers(len(dtypes))]
         symmetric = dtype.kind == "minifloat" or bool(rng.integers(2))
-        spec = Spec(dtype, symmetric=symmetric, power_of_two=bool(rng.integers(2)))
+        spec = Spec(dtype, symmetric=symmetric, scale_bits=1 if rng.integers(2) else None)
         encoding = encoding_from_range(Range(np.float32([ends.min()]), np.float32([ends.max()])), spec)
         assert encoding.dequantize(encoding.quantize(np.zeros(1))).tolist() == [0.0], (ends, spec)
 
 
-@given(finite_ranges(), st.sampled_from(INTEGERS), st.booleans(), st.booleans())
+@given(finite_ranges(), st.sampled_from(INTEGERS), st.booleans(), st.sampled_from([None, 1, 7]))
 @lawful
-def test_any_finite_range_gives_an_encoding_that_holds_zero(ends, dtype, symmetric: bool, power_of_two: bool):
-    spec = Spec(dtype, symmetric=symmetric, power_of_two=power_of_two)
+def test_any_finite_range_gives_an_encoding_that_holds_zero(ends, dtype, symmetric: bool, scale_bits):
+    spec = Spec(dtype, symmetric=symmetric, scale_bits=scale_bits)
     encoding = encoding_from_range(Range(np.float32([ends[0]]), np.float32([ends[1]])), spec)
     assert encoding.fake_quantize(np.zeros(1)).tolist() == [0.0]
     assert encoding.low <= 0.0 <= encoding.high

@@ -6,7 +6,7 @@ from typing import Any
 
 from qsdk.core.aimet.document import Checked
 from qsdk.core.config import QuantConfig, w8a8
-from qsdk.core.dtypes import DType, dtype_named, float32, int32
+from qsdk.core.dtypes import BlockFormat, DType, dtype_named, float32, int32
 from qsdk.core.errors import ConfigError
 from qsdk.core.planning.hardware import GENERIC, HARDWARE
 from qsdk.core.planning.ties import PASS_THROUGH
@@ -139,7 +139,7 @@ def _default_params(reading: _Reading, part: Checked) -> None:
 def _grids(reading: _Reading, part: Checked) -> None:
     strict, unsigned = part.part("strict_symmetric"), part.part("unsigned_symmetric")
     config = reading.config
-    weight, activation = config.weight, config.activation
+    weight, activation = _weight(config), config.activation
     if config.symmetric_activations and not unsigned.flag(False):
         activation = _signed(activation)
     if strict.flag(False):
@@ -186,7 +186,16 @@ def _param(reading: _Reading, part: Checked, name: str, op_type: str | None) -> 
 def _stored_dtype(reading: _Reading, kind: str) -> DType:
     if kind == "bias":
         return reading.base.bias if reading.base.bias.is_quantized else int32
-    return reading.config.weight if reading.config.weight.is_quantized else reading.base.weight
+    weight = _weight(reading.config)
+    return weight if weight.is_quantized else _weight(reading.base)
+
+
+def _weight(config: QuantConfig) -> DType:
+    if isinstance(config.weight, BlockFormat):
+        raise ConfigError(
+            f"an AIMET config changes dtypes, not the format of blocks {config.weight}; give a weight dtype"
+        )
+    return config.weight
 
 
 def _op_type(reading: _Reading, part: Checked, op_type: str) -> None:
@@ -245,7 +254,7 @@ def _kernels(reading: _Reading, part: Checked, op_type: str | None) -> None:
         weight = kernel.part("param")
         pairs.append((_kernel(kernel.part("activation")), _kernel(weight) if weight.is_given else None))
     config = reading.config
-    have = (_kind(config.activation), _kind(config.weight))
+    have = (_kind(config.activation), _kind(_weight(config)))
     shown = " with ".join(f"{kind} {bits}" for kind, bits in have)
     if any(pair in (have, (have[0], None)) for pair in pairs):
         reading.note(part, HOLDS, f"{shown} is among them")
@@ -254,7 +263,7 @@ def _kernels(reading: _Reading, part: Checked, op_type: str | None) -> None:
     else:
         options: dict[str, Any] = {"activation": _dtype(pairs[0][0], config.activation)}
         if pairs[0][1] is not None:
-            options["weight"] = _dtype(pairs[0][1], config.weight)
+            options["weight"] = _dtype(pairs[0][1], _weight(config))
         if op_type is None:
             reading.set(part, **options)
         else:

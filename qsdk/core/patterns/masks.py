@@ -62,7 +62,8 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
         return None
     value = graph.value(tensor)
     if value is not None:
-        return {tensor} if np.size(value) and float(np.min(value)) <= HIDES else None
+        # zeros are a mask that hides nothing, as a trace makes one where nothing is padded
+        return {tensor} if np.size(value) and (float(np.min(value)) <= HIDES or not np.any(value)) else None
     made_by = graph.producer.get(tensor)
     if made_by is None:
         return None
@@ -79,25 +80,8 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
     return {tensor}.union(*hiding) if hiding else None
 
 
-def _is_number(graph: Graph, tensor: int | None) -> bool:
-    """Whether a tensor holds one number, however often (`zeros_like` is one that is expanded)."""
-    while tensor is not None and graph.scalar(tensor) is None:
-        made_by = graph.producer.get(tensor)
-        if made_by is None:
-            return False
-        op = graph.ops[made_by]
-        if op.type == "ConstantOfShape":
-            return True
-        if op.type not in _MOVES or op.type == "Concat":
-            return False
-        tensor = op.inputs[0]
-    return tensor is not None
-
-
 def _chosen(graph: Graph, tensor: int, branches: Iterable[int | None], depth: int) -> set[int] | None:
-    """A Where between a number and a mask, or two numbers of which one hides."""
-    branches = tuple(branches)
+    """A Where of which one branch hides; the other is a number, another mask, or a bias of the scores."""
     found = [_sources(graph, branch, depth - 1) for branch in branches]
-    plain = all(part is not None or _is_number(graph, branch) for part, branch in zip(found, branches, strict=True))
     hiding = [part for part in found if part is not None]
-    return {tensor}.union(*hiding) if plain and hiding else None
+    return {tensor}.union(*hiding) if hiding else None

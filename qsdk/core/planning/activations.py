@@ -18,7 +18,9 @@ FIXED_RANGES = MappingProxyType(
     }
 )
 
-_ACTIVATION_CHOICES = ("activation", "symmetric_activations", "fixed_range", "tie", "supergroup")
+_ACTIVATION_CHOICES = (
+    *("activation", "symmetric_activations", "dynamic_activations", "fixed_range", "scale_bits", "tie", "supergroup"),
+)
 
 
 def plan_activations(context: Context) -> dict[int, Decision]:
@@ -80,7 +82,9 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
         return replace(bare, reason=assembled[tensor], rule=rule)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)
-    spec = Spec(dtype, PerTensor(), symmetric, wanted.power_of_two, fixed)
+    spec = Spec(dtype, PerTensor(), symmetric, wanted.scale_bits, fixed)
+    if wanted.dynamic_activations:
+        spec = Spec(dtype, PerTensor(), symmetric, dynamic=True)
     missed = context.near_misses.get(op) if op is not None and group is None else None
     reason = op_type if missed is None else f"{op_type} ({missed})"
     return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
@@ -103,7 +107,7 @@ def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, De
         spec = activations[tensor].spec
         if tensor not in through and spec is not None:
             ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
-    found = dict(activations)
+    found = _moved(context, activations)
     for tensor in loose:
         first = classes.find(tensor)
         home, fixed = activations[first], ranges.get(first, {None})
@@ -114,6 +118,21 @@ def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, De
             reason = f"shares the encoding of {home.site}"
             passes = tensor in through
             found[tensor] = replace(found[tensor], tied_to=home.site, passes_through=passes, reason=reason)
+    return found
+
+
+def _moved(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """The decisions, with what only moves a dynamically quantized tensor's values tied to it: they are on its grid."""
+    found = dict(activations)
+    for index in _movers(context):
+        op, source = context.graph.ops[index], context.graph.ops[index].inputs[0]
+        home = None if source is None else found.get(source)
+        if op.type == "Concat" or home is None or not (home.dynamic or home.tied_dynamically):
+            continue
+        for tensor in op.outputs:
+            if tensor in found and found[tensor].dynamic:
+                reason = f"holds values of {home.encoding_site}, which is quantized dynamically"
+                found[tensor] = replace(found[tensor], spec=None, tied_to=home.encoding_site, reason=reason)
     return found
 
 

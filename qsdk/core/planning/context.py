@@ -39,13 +39,15 @@ class Context:
         wanted, names = (*config.patterns, *PATTERNS), config.supergroups
         found = match_supergroups(graph, [pattern for pattern in wanted if names is None or pattern.name in names])
         self.near_misses = {miss.op: miss for miss in found.near_misses}
-        steering = steering_tensors(graph, found.masks)
-        self.steers = dict.fromkeys(steering, "made of shapes: no quantized op computes with it") | dict.fromkeys(
+        self.steers = dict(steering_tensors(graph, found.masks)) | dict.fromkeys(
             found.masks, "a mask of MaskedSoftmax: it only hides scores, and no grid serves it"
         )
         self.groups = self._wanted_groups(found.groups)
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)
+        for index, made in enumerate(graph.ops):
+            if made.outputs and all(tensor in self.steers for tensor in made.outputs):
+                self.operands[index] = []  # what it reads stays as it is stored
 
     def result_choice(self, tensor: int, op: int | None) -> Choice:
         """What is wanted of an op's result, or of a graph input, with no op."""

@@ -29,7 +29,7 @@ def explanation(plan: Plan, site: str) -> str:
     if found is None:
         near = ", ".join(nearest_owners(owner_of(site), [owner_of(s) for s in plan.decisions]))
         raise ConfigError(f"there is no site {site}; the nearest owners are: {near}")
-    what = f"{found.spec.dtype}, {found.spec.granularity}" if found.spec is not None else "float32"
+    what = "float32" if found.spec is None else ", ".join(filter(None, (found.spec.dtype.name, _granularity(found))))
     return f"{site} is {found.state} ({what}): {found.reason}; decided by {found.rule}"
 
 
@@ -41,9 +41,15 @@ def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
         "kind": decision.kind,
         "state": "not exercised" if not_exercised and decision.quantized else decision.state,
         "dtype": "float32" if spec is None else spec.dtype.name,
-        "granularity": str(spec.granularity) if spec is not None and decision.quantized else "",
+        "granularity": _granularity(decision),
         "reason": decision.reason if decision.rule == "default" else f"{decision.reason} [{decision.rule}]",
     }
+
+
+def _granularity(decision: Decision) -> str:
+    if decision.dynamic:
+        return "per tensor, dynamic"
+    return str(decision.spec.granularity) if decision.spec is not None and decision.quantized else ""
 
 
 def _dead(site: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsdk.core.graph import Graph, Op
+from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.spec import Role
 
@@ -75,6 +76,20 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
     return found
 
 
+def unexplained_sites(graph: Graph) -> frozenset[str]:
+    """The sites of stored tensors that no op and no supergroup says more of than that they take part in arithmetic."""
+    groups = match_supergroups(graph).groups
+    explained: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        roles = groups[index].roles if index in groups else {}
+        explained.update(roles)
+        known = op.type not in _ELEMENTWISE
+        operands = operands_of(graph, index, roles)
+        explained.update(o.root for o in operands if known or o.role in ("weight", "bias", "embedding"))
+    stored = (t for t, facts in enumerate(graph.tensors) if facts.constant and t not in explained)
+    return frozenset(site for t in stored if (site := graph.tensors[t].site) is not None)
+
+
 def is_scalar(graph: Graph, op_id: int, operand: Operand) -> bool:
     """Whether an operand is one number of an elementwise op, which stays float: a parameter or a literal of the code.
 
@@ -105,7 +120,7 @@ def _role(graph: Graph, op_id: int, position: int, tensor: int) -> tuple[Role | 
         if rank < 2:
             return "constant", nowhere
         return "weight", (rank - 1, rank - 2) if position == 1 else (rank - 2, rank - 1)
-    if op.type == "Gather" and position == 0:
+    if op.type in ("Gather", "GatherND", "GatherElements") and position == 0:
         return "embedding", nowhere
     if op.type == "Add" and bias_of_add(graph, op_id) == tensor:
         return "bias", (0, None)

@@ -38,12 +38,24 @@ class Decision:
     @property
     def quantized(self) -> bool:
         """Whether the site has an encoding (its own, shared or derived)."""
-        return self.spec is not None and self.spec.dtype.is_quantized
+        return self.spec is not None and self.spec.dtype.is_quantized and not self.spec.dynamic
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the site is quantized with a range found while the model runs."""
+        return self.spec is not None and self.spec.dynamic
+
+    @property
+    def tied_dynamically(self) -> bool:
+        """Whether its values are those of `tied_to`, which is quantized dynamically: there is nothing to do here."""
+        return self.spec is None and self.tied_to is not None
 
     @property
     def state(self) -> str:
         """`quantized`, `tied` or `float`."""
-        return "float" if not self.quantized else "tied" if self.tied_to else "quantized"
+        if self.tied_to:
+            return "tied"
+        return "quantized" if self.quantized or self.dynamic else "float"
 
     @property
     def encoding_site(self) -> str:
@@ -66,4 +78,4 @@ class Plan:
 def casts_of(plan: Plan) -> dict[str, DType]:
     """Site -> float16 or bfloat16, for every site that is stored in one of them."""
     specs = {site: decision.spec for site, decision in plan.decisions.items()}
-    return {site: spec.dtype for site, spec in specs.items() if spec is not None and not spec.dtype.is_quantized}
+    return {site: spec.dtype for site, spec in specs.items() if spec is not None and spec.dtype.kind == "float"}

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import DType, int8, int32
+from qsdk.core.dtypes import BlockFormat, DType, int8, int32, uint4
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.operands import Operand, is_scalar
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
+from qsdk.core.rules import Shape
 from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
 
-_WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights")
+_WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 
 
 def plan_stored(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
@@ -54,15 +55,32 @@ def _stored(
     if role == "bias":
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, found)
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
-    dtype = wanted.weight
+    spec = _spec(operand, role, wanted, facts.shape, named=choice.is_named("weight"))
+    return _kept(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
+
+
+def _spec(operand: Operand, role: Role, wanted: QuantConfig, shape: Shape | None, *, named: bool) -> Spec | None:
+    """What is wanted of a weight, an embedding or another constant; None where it stays in a float type."""
+    form = wanted.weight if isinstance(wanted.weight, BlockFormat) else None
+    dtype = form.dtype if form is not None else _dtype(wanted)
     if not dtype.is_quantized:
-        return _kept(bare, dtype)
-    if role != "weight" and dtype.bits < 8 and not choice.is_named("weight"):
+        return None
+    if role != "weight" and dtype.bits < 8 and not named:
         dtype = int8
-    granularity = _granularity(operand, wanted, facts.shape)
+    granularity = _granularity(operand, wanted, shape, wanted.block_size if form is None else form.block_size)
     by_choice = dtype.signed if wanted.symmetric_weights is None else wanted.symmetric_weights
     symmetric = by_choice or dtype.kind == "minifloat"
-    return replace(bare, spec=Spec(dtype, granularity, symmetric, wanted.power_of_two), reason=role)
+    scale_dtype = uint4 if wanted.two_level_scales else None
+    if form is not None:
+        scale_dtype = form.scale_dtype
+    if not isinstance(granularity, PerBlock):
+        scale_dtype = None
+    return Spec(dtype, granularity, symmetric, wanted.scale_bits, scale_dtype=scale_dtype)
+
+
+def _dtype(wanted: QuantConfig) -> DType:
+    assert isinstance(wanted.weight, DType)
+    return wanted.weight
 
 
 def _kept(bare: Decision, dtype: DType) -> Decision:
@@ -78,10 +96,10 @@ def _role(context: Context, op: int, operand: Operand) -> tuple[Role, str]:
     return operand.role, context.graph.ops[op].type
 
 
-def _granularity(operand: Operand, choice: QuantConfig, shape: tuple[int | str | None, ...] | None) -> Granularity:
+def _granularity(operand: Operand, choice: QuantConfig, shape: Shape | None, block_size: int | None) -> Granularity:
     axis = operand.input_axis
-    if choice.block_size is not None and axis is not None and shape is not None and shape[axis] != 1:
-        return PerBlock(axis, choice.block_size)
+    if block_size is not None and axis is not None and shape is not None and shape[axis] != 1:
+        return PerBlock(axis, block_size)
     if choice.per_channel and operand.channel_axis is not None:
         return PerChannel(operand.channel_axis)
     return PerTensor()
@@ -102,6 +120,8 @@ def _bias(
     weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)
     fed = activations.get(source) if source is not None else None
     held = found.get(weight) if weight is not None else None
+    if fed is not None and (fed.dynamic or fed.tied_dynamically):
+        return replace(bare, reason="the scale of its input is found while the model runs")
     for name, decision in (("input", fed), ("weight", held)):
         if decision is None or decision.spec is None or not _narrow_integer(decision.spec.dtype):
             return replace(bare, reason=f"its {name} is not an integer of 8 bits or fewer")
@@ -154,6 +174,9 @@ def _rest(context: Context, activations: Mapping[int, Decision], found: dict[int
             )
         if readers and op_type in PASS_THROUGH:
             reason = f"{op_type} hands it on to a site"
+        made = graph.ops[readers[0]].outputs if readers else ()
+        if made and made[0] in context.steers:
+            reason = f"a part of {context.steers[made[0]]}"
         root = graph.constant_root(tensor)
         if root is not None and root != tensor:
             reason = f"a view of {graph.tensors[root].site or graph.tensors[root].name}"

@@ -7,7 +7,18 @@ from qsdk.core.graph import Graph, Op
 # Ops whose output holds values of their first input and nothing else.
 PASS_THROUGH = frozenset(
     {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity", "MaxPool", "GlobalMaxPool"}
-    | {"Slice", "Split", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Dropout"}
+    | {
+        "Slice",
+        "Split",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Expand",
+        "Tile",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "Dropout",
+    }
 )
 
 # Ops whose output lies inside the range of their first input (and 0).

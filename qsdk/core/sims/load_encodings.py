@@ -80,6 +80,8 @@ def _checked(state: SimState, decision: Decision, file: StoredEncodings) -> tupl
     if given is None and site in casts:
         assert decision.spec is not None
         return Finding(site, "different", f"{casts[site]} in the file, {_wanted(decision.spec)} in the plan"), None
+    if given is None and site in file.misfits:
+        return Finding(site, "different", file.misfits[site]), None
     if given is None:
         return Finding(site, "missing"), None
     fitting, why = _fitted(decision, given)
@@ -182,6 +184,12 @@ def _cast(site: str, wanted: DType, given: DType | None) -> Finding:
 
 def _unexpected(plan: Plan, file: StoredEncodings) -> Iterator[Finding]:
     known = list(plan.decisions)
+    for name, why in file.misfits.items():
+        decision = plan.decisions.get(name)
+        if decision is None or decision.spec is None:
+            yield Finding(name, "unexpected", why)
+        elif not owns_encoding(decision):
+            yield Finding(name, "different", why)
     for site in (*file.encodings, *(file.casts or ())):
         decision = plan.decisions.get(site)
         if decision is None:

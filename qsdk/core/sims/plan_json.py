@@ -59,7 +59,10 @@ def _read_decision(entry: Mapping[str, Any]) -> Decision:
 
 
 def _read_spec(entry: Mapping[str, Any]) -> Spec:
-    given = {field.name: entry[field.name] for field in fields(Spec) if field.name != "granularity"}
+    # what an older file does not say was not there to choose
+    given = {field.name: entry[field.name] for field in fields(Spec) if field.name in entry}
+    if entry.get("power_of_two"):
+        given["scale_bits"] = 1
     axis, size = entry["axis"], entry["block_size"]
     granularity: Granularity = PerTensor()
     if axis is not None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from qsdk.core.bias import with_room_for
 from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import DType, dtype_named
+from qsdk.core.dtypes import BlockFormat, DType, WeightType, dtype_named, weight_type_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.graph import Graph
@@ -21,7 +21,7 @@ from qsdk.core.sims.state import SimState, Stored, encoding_of, matched_sites, o
 from qsdk.core.site import matches, nearest_owners, owner_of
 from qsdk.core.spec import PerTensor
 
-Choices = Mapping[str, DType]
+Choices = Mapping[str, WeightType]
 
 
 def replanned(
@@ -140,7 +140,8 @@ def _make_room_for_biases(state: SimState, plan: Plan, found: dict[str, Encoding
     for site, bias in stored(touched).items():
         source, weight = factors[site]
         if not found[weight].frozen:
-            found[weight] = with_room_for(bias, found[source], found[weight])
+            spec = plan.decisions[weight].spec
+            found[weight] = with_room_for(bias, found[source], found[weight], None if spec is None else spec.scale_bits)
 
 
 # --- set_precision ------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def precision_config(
     config: QuantConfig | None,
     match: str,
     dtype: DType | str | None,
-    keywords: Mapping[str, DType | str | None],
+    keywords: Mapping[str, WeightType | str | None],
     folded: Collection[str],
 ) -> tuple[QuantConfig, Choices]:
     """The config with one more rule, and what the rule chooses for weights, activations and biases.
@@ -169,12 +170,15 @@ def precision_config(
         ConfigError: nothing asked for, a dtype that could mean two things, or a match that names a folded BatchNorm.
     """
     said = f"set_precision({match!r})"
-    given = {name: dtype_named(value) for name, value in keywords.items() if value is not None}
+    given: dict[str, WeightType] = {}
+    for name, value in keywords.items():
+        if value is not None:
+            given[name] = weight_type_named(value) if name == "weight" else dtype_named(value)
     if (dtype is None) == (not given):
         raise ConfigError(f"{said} takes either a dtype or weight=, activation= and bias=; give one of them")
     site = plan.decisions.get(match)
     if dtype is not None:
-        given = _meant(said, dtype_named(dtype), site)
+        given = {**_meant(said, dtype_named(dtype), site)}
     if site is not None and set(given) != {_choice(site)}:
         raise ConfigError(f"{said}: {site.site} is one {site.kind}; give a dtype, or {_choice(site)}=")
     _require_unfolded(said, plan, match, folded)
@@ -237,7 +241,7 @@ def precision_report(before: SimState, after: SimState, match: str, chosen: Choi
 def _require_effect(before: Plan, after: Plan, match: str, chosen: Choices, rule: str) -> None:
     meant = matched_sites(after, match)
     reached = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
-    if any(_dtype_of(d) == chosen.get(_choice(d)) for d in (*meant, *reached)):
+    if any(_dtype_of(d) == _element(chosen.get(_choice(d))) for d in (*meant, *reached)):
         return
     wanted = ", ".join(f"{name}={dtype}" for name, dtype in chosen.items())
     refused = next((d for d in meant if _choice(d) in chosen), None)
@@ -253,6 +257,10 @@ def _require_effect(before: Plan, after: Plan, match: str, chosen: Choices, rule
         f"set_precision({match!r}, {wanted}) reaches nothing: what matches has only "
         f"{' and '.join(kinds) or 'no sites'}; the nearest owners that have one are: {near}"
     )
+
+
+def _element(chosen: WeightType | None) -> DType | None:
+    return chosen.dtype if isinstance(chosen, BlockFormat) else chosen
 
 
 def _dtype_of(decision: Decision) -> DType:

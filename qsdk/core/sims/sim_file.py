@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from qsdk.core.sims.state import SimState
 
 FORMAT = "qsdk.sim"
 VERSION = 1
+WEIGHTS = "weights.data"  # the part that is too large to be read whole
 _MANIFEST, _PLAN, _ENCODINGS = "manifest.json", "plan.json", "encodings.json"
 #: writes a part of the file into an open stream
 Part = Callable[[IO[bytes]], Any]
@@ -32,13 +34,29 @@ class SimFile:
         door: `torch` or `onnx`.
         state: config, plan and encodings.
         facts: what the door noted.
-        parts: name -> content of what the door added.
+        parts: name -> content of what the door added, except weights.
+        path: of the file.
     """
 
     door: str
     state: SimState
     facts: Mapping[str, Any]
     parts: Mapping[str, bytes]
+    path: Path
+
+    def unpack(self, name: str, target: Path) -> None:
+        """Write the content of a part to a file, without holding it.
+
+        Raises:
+            FileFormatError: the part is missing or damaged.
+        """
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(name) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, 2**20)
+        except (zipfile.BadZipFile, EOFError, KeyError) as error:
+            raise FileFormatError(
+                f"{name} is missing or damaged in {self.path}; write it again with qsdk.save(sim, path)"
+            ) from error
 
 
 def write_sim(
@@ -80,7 +98,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         raise FileFormatError(f"there is no file {where}; check the path, or write one with qsdk.save(sim, path)")
     try:
         with zipfile.ZipFile(path) as archive:
-            contents = {name: archive.read(name) for name in archive.namelist()}
+            contents = {name: archive.read(name) for name in archive.namelist() if name != WEIGHTS}
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise FileFormatError(
             f"{where} is truncated or no saved sim ({error}); write it again with qsdk.save(sim, path)"
@@ -94,7 +112,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
             read_plan(json.loads(texts[_PLAN])),
             dict(encodings_file.loads(texts[_ENCODINGS], f"{_ENCODINGS} in {where}").encodings),
         )
-        return SimFile(str(manifest["door"]), state, dict(manifest["facts"]), contents)
+        return SimFile(str(manifest["door"]), state, dict(manifest["facts"]), contents, Path(path))
     except FileFormatError:
         raise
     except (QsdkError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -2,14 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from typing import Any
+
+import numpy.typing as npt
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import DType
+from qsdk.core.dtypes import DType, WeightType
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import bias_remarks
 from qsdk.core.sims.replan import precision_config, precision_report
 from qsdk.core.sims.state import SimState, put_back_on_error, with_frozen
 
@@ -39,6 +43,10 @@ class StatefulSim(ABC):
     def planned(self, config: QuantConfig) -> SimState:
         """The state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
 
+    @abstractmethod
+    def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
+        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+
     @property
     @abstractmethod
     def folded(self) -> Collection[str]:
@@ -56,6 +64,10 @@ class StatefulSim(ABC):
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise CalibrationError(f"these sites have no encoding: {shown}; call qsdk.calibrate(sim, batches) first")
         return self.encodings_where_ready()
+
+    def bias_remarks(self) -> dict[str, str]:
+        """Site -> what its int32 grid does to a bias beyond rounding it: clipped, rounded to 0, or room made for it."""
+        return bias_remarks(self.snapshot(), self.stored_floats)
 
     def explain(self, site: str) -> str:
         """Say which rule decided a site and why.
@@ -95,7 +107,7 @@ class StatefulSim(ABC):
         match: str,
         dtype: DType | str | None = None,
         *,
-        weight: DType | str | None = None,
+        weight: WeightType | str | None = None,
         activation: DType | str | None = None,
         bias: DType | str | None = None,
     ) -> Report:

@@ -1,0 +1,60 @@
+"""A float ONNX model and encodings that are given: the sim that they make together, without data or config."""
+
+from collections.abc import Callable, Iterable
+from glob import escape
+
+from onnx import ModelProto
+
+from onnx_backend.adopt import without_origin
+from onnx_backend.marks import mark
+from onnx_backend.open_float import open_unplanned
+from onnx_backend.sim import OnnxSim
+from onnx_backend.tidy import named
+from qsdk.core.config import QuantConfig
+from qsdk.core.graph import Graph
+from qsdk.core.placing import Placed, require_placed
+from qsdk.core.planning.given import owned_encodings, plan_as_given
+from qsdk.core.sims.state import SimState
+
+NOT_MENTIONED = "the encodings file does not mention it"
+
+
+def sim_with_encodings(
+    source: ModelProto, place: Callable[[Graph], Placed], where: str, *, strict: bool
+) -> tuple[OnnxSim, Placed]:
+    """Open a float model, and quantize exactly the tensors that encodings are given for.
+
+    A BatchNorm beside a layer is folded, as it was when the encodings were found, unless they speak of the tensor
+    that it reads.
+
+    Args:
+        source: the float model; it is not changed.
+        place: says which tensors of a graph the given encodings mean.
+        where: where these come from, for messages.
+        strict: refuse encodings that no tensor takes.
+
+    Raises:
+        FileFormatError: entries that do not fit; the model cannot be read.
+        ModelError: the model is quantized already, or cannot be raised.
+    """
+    model, graph, notes = open_unplanned(source, QuantConfig(), fold_batch_norm=False)
+    placed = place(graph)
+    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+    if norms:
+        spoken_of = {graph.tensors[graph.sites[site]].name for site in (*placed.encodings, *placed.casts)}
+        kept = [named(node) for node in norms if spoken_of.intersection(node.input[:1])]
+        model, graph, notes = open_unplanned(source, _keeping(kept))
+        placed = place(graph)
+    require_placed(placed, where, strict=strict)
+    without_origin(model)
+    plan = plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED)
+    state = SimState(None, plan, owned_encodings(plan, placed.encodings))
+    return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes), placed
+
+
+def _keeping(owners: Iterable[str]) -> QuantConfig:
+    """A config that keeps these BatchNorms from being folded."""
+    config = QuantConfig()
+    for owner in owners:
+        config = config.skip(escape(owner))
+    return config

@@ -1,0 +1,51 @@
+"""A traced module on the ONNX side: a simplified model, whose large weights stay where they live, and its graph."""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.large_tensors import as_stub
+from onnx_backend.model import load
+from onnx_backend.read_graph import read_graph
+from onnx_backend.simplify import simplify
+from qsdk.core.graph import Graph
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced module.
+
+    Attributes:
+        model: simplified, with marks; it has only stubs of the stored tensors in `weights`.
+        weights: by name; asked for one at a time, each is a view of the module's own or made then.
+        graph: what planning reads.
+    """
+
+    model: ModelProto
+    weights: Mapping[str, Array]
+    graph: Graph
+
+
+def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
+    """Simplify and read what was traced.
+
+    Args:
+        data: the ONNX bytes, with marks.
+        weights: name -> value of the stored tensors that the bytes hold nothing of.
+
+    Raises:
+        ModelError: see `read_graph`.
+    """
+    model = load(data)
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, weights[tensor.name].shape))
+    held: ChainMap[str, Array] = ChainMap({}, weights)  # type: ignore[arg-type]  # only the first is written to
+    simplified = simplify(model, weights=held)
+    return TracedModel(simplified, held, read_graph(simplified, weights=held))

@@ -1,0 +1,35 @@
+"""What a rule found."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of a validation report.
+
+    Attributes:
+        node: the node's name (a path through functions and branches), else its first output's; a stored tensor's name
+            where no node is at fault; "" for the model.
+        rule: output_dtype, dtype, opset, shape, scale, zero_point, pair, grid, stored, unused, runtime,
+            kernel, default_session or checker.
+        severity: error or warning.
+        problem: what is wrong.
+        remedy: what to do.
+    """
+
+    node: str
+    rule: str
+    severity: Literal["error", "warning"]
+    problem: str
+    remedy: str
+
+
+def error(node: str, rule: str, problem: str, remedy: str) -> Finding:
+    """A finding that makes the model invalid, or its meaning contradictory."""
+    return Finding(node, rule, "error", problem, remedy)
+
+
+def warning(node: str, rule: str, problem: str, remedy: str) -> Finding:
+    """A finding in a valid model: the runtime cannot run it (`runtime`, `kernel`), or it is hardly what was meant."""
+    return Finding(node, rule, "warning", problem, remedy)

@@ -1,0 +1,168 @@
+"""What is known where a node stands: types, shapes, stored tensors and makers, bodies and functions included."""
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import onnx
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from onnx_backend.model import attributes, constant_tensor, is_constant, opset_of, producers
+from onnx_backend.skeleton import skeleton
+from onnx_backend.subgraphs import bodies, reads
+
+Shape = tuple[int | None, ...]
+STANDARD = ("", "ai.onnx")
+CONTRIB = "com.microsoft"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is known where a node stands; each mapping looks outwards from the innermost body.
+
+    Attributes:
+        opset: of the default domain.
+        path: through functions and branches, to put before names.
+        own: initializers and constants of this graph by name.
+        stored: the same, and those of the graphs around it.
+        types: tensor name -> TensorProto type, declared or inferred.
+        shapes: tensor name -> shape, None where a dimension is not known.
+        makers: tensor name -> the node that makes it.
+        read: the names that something reads, here or in a body, or that leave this graph.
+    """
+
+    opset: int
+    path: str
+    own: Mapping[str, TensorProto]
+    stored: Mapping[str, TensorProto]
+    types: Mapping[str, int]
+    shapes: Mapping[str, Shape]
+    makers: Mapping[str, NodeProto]
+    read: frozenset[str]
+
+    def name(self, node: NodeProto) -> str:
+        """A node's name with its path, else its first output's."""
+        return self.path + (node.name or next(filter(None, node.output), node.op_type))
+
+    def input(self, node: NodeProto, position: int) -> str:
+        """The name of an input, "" where it is absent."""
+        return node.input[position] if len(node.input) > position else ""
+
+    def type(self, tensor: str) -> int:
+        """The TensorProto type, 0 where it is unknown or the tensor absent."""
+        if tensor in self.stored:
+            return int(self.stored[tensor].data_type)
+        maker = self.makers.get(tensor)
+        if maker is not None and maker.op_type == "QuantizeLinear":
+            return self.made_type(maker)  # said by the node itself: a declared type may be what is wrong
+        return self.types.get(tensor, 0)
+
+    def made_type(self, node: NodeProto) -> int:
+        """The type that a QuantizeLinear or DequantizeLinear makes, by the rules of the operator; 0 where unknown."""
+        asked = int(attributes(node).get("output_dtype", 0))
+        if node.op_type == "DequantizeLinear":
+            return asked or self.type(self.input(node, 1))
+        zero_point = self.input(node, 2)
+        return (self.type(zero_point) if zero_point else 0) or asked or (0 if zero_point else int(TensorProto.UINT8))
+
+    def shape(self, tensor: str) -> Shape | None:
+        """The shape, None where it is unknown."""
+        return tuple(self.stored[tensor].dims) if tensor in self.stored else self.shapes.get(tensor)
+
+
+def scopes(model: ModelProto) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
+    """Every graph and function of a model with what is known in it; large weights are not copied."""
+    outside = Scope(opset_of(model), "", {}, {}, {}, {}, {}, frozenset())
+    graph = _inferred(model).graph
+    yield from _graph_scopes(graph, _named(model.graph.initializer), outside, "")
+    for function in model.functions:
+        own = max((e.version for e in function.opset_import if e.domain in STANDARD), default=outside.opset)
+        yield from _function_scopes(function, own)
+
+
+def is_quantizer(node: NodeProto) -> bool:
+    """Whether a node is a QuantizeLinear or DequantizeLinear, of the standard or as a contrib op."""
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear") and node.domain in (*STANDARD, CONTRIB)
+
+
+def _inferred(model: ModelProto) -> ModelProto:
+    light = skeleton(model)
+    try:
+        return onnx.shape_inference.infer_shapes(light)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return light  # what is contradictory is found by the rules, with names
+
+
+def _graph_scopes(
+    graph: GraphProto, stored: Mapping[str, TensorProto], outer: Scope, path: str
+) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
+    types, shapes = _declared((*graph.value_info, *graph.input, *graph.output))
+    own = {**stored, **_constants(graph.node)}
+    scope = Scope(
+        outer.opset,
+        path,
+        own,
+        _inside(own, outer.stored),
+        _inside(types, outer.types),
+        _inside(shapes, outer.shapes),
+        _inside(producers(graph.node), outer.makers),
+        _read(graph.node, (value.name for value in graph.output)),
+    )
+    yield scope, graph.node
+    yield from _body_scopes(graph.node, scope)
+
+
+def _inside(inner: Mapping[str, T], outer: Mapping[str, T]) -> Mapping[str, T]:
+    """Names as a body sees them; a graph with many bodies is not copied for each."""
+    return ChainMap(inner, outer) if outer else inner  # type: ignore[arg-type]
+
+
+def _body_scopes(nodes: Iterable[NodeProto], scope: Scope) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
+    for node in nodes:
+        for name, body in bodies(node):
+            yield from _graph_scopes(body, _named(body.initializer), scope, f"{scope.name(node)}/{name}/")
+
+
+def _named(tensors: Iterable[TensorProto]) -> dict[str, TensorProto]:
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _function_scopes(function: FunctionProto, opset: int) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
+    types, shapes = _declared(function.value_info)
+    stored, makers = _constants(function.node), producers(function.node)
+    read = _read(function.node, function.output)
+    scope = Scope(opset, f"{function.name}/", stored, stored, types, shapes, makers, read)
+    yield scope, function.node
+    yield from _body_scopes(function.node, scope)
+
+
+def _read(nodes: Iterable[NodeProto], outputs: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for node in nodes for name in reads(node)).union(outputs)
+
+
+def _constants(nodes: Iterable[NodeProto]) -> dict[str, TensorProto]:
+    found = {}
+    for node in nodes:
+        if is_constant(node):
+            held = node.attribute[0]
+            found[node.output[0]] = held.t if held.name == "value" else constant_tensor(node)
+    return found
+
+
+def _declared(values: Iterable[ValueInfoProto]) -> tuple[dict[str, int], dict[str, Shape]]:
+    types: dict[str, int] = {}
+    shapes: dict[str, Shape] = {}
+    for value in values:
+        tensor = value.type.tensor_type
+        types[value.name] = int(tensor.elem_type)
+        if tensor.HasField("shape"):
+            dims = tensor.shape.dim
+            shapes[value.name] = tuple(int(d.dim_value) if d.HasField("dim_value") else None for d in dims)
+    return types, shapes
+
+
+def type_name(code: int) -> str:
+    """The name of a TensorProto type."""
+    return str(TensorProto.DataType.Name(code)) if code in TensorProto.DataType.values() else f"type {code}"

@@ -1,0 +1,49 @@
+"""What is valid and loads, and yet comes out wrong at ONNX Runtime's default level: see `runtime_table`."""
+
+from collections.abc import Iterator
+
+from onnx import ModelProto
+
+from onnx_backend.keep_apart import COPY_KEY, keep_apart
+from onnx_backend.model import OPSET, consumers, initializers, metadata, opset_of
+from onnx_backend.skeleton import skeleton
+from onnx_backend.validation.finding import Finding, warning
+from onnx_backend.validation.scope import is_quantizer
+
+
+def default_session(model: ModelProto) -> Iterator[Finding]:
+    """The readers that export keeps apart from a quantized tensor, where a model does not keep them apart."""
+    if opset_of(model) < OPSET or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+        return  # the table was measured from there on
+    light = _headers(model)
+    before = {name for node in light.graph.node for name in node.output}
+    keep_apart(light)
+    readers = consumers(light.graph.node)
+    for node in light.graph.node:
+        if COPY_KEY not in metadata(node) or node.output[0] in before:
+            continue
+        for reader in readers.get(node.output[0], []):
+            if COPY_KEY in metadata(reader):
+                continue  # it is kept apart already
+            name = reader.name or reader.output[0]
+            problem = (
+                f"ONNX Runtime's default level fails on {reader.op_type} beside {metadata(node)[COPY_KEY]!r}, as it is "
+                "quantized, or may give other values"
+            )
+            remedy = "export with dialect='onnxruntime', or open sessions at ORT_ENABLE_BASIC; qsdk parity tells"
+            yield warning(name, "default_session", problem, remedy)
+
+
+def _headers(model: ModelProto) -> ModelProto:
+    """The model, of whose large weights only names, types and shapes are left; parameters and biases are whole."""
+    light = skeleton(model)
+    known = initializers(light.graph)
+    whole = {name for node in model.graph.node if is_quantizer(node) for name in node.input[1:]}
+    for tensor in model.graph.initializer:
+        if tensor.name in known:
+            continue
+        if tensor.name in whole or len(tensor.dims) <= 1:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return light

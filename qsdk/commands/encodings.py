@@ -1,0 +1,49 @@
+"""`qsdk encodings`: show and convert files of encodings."""
+
+from argparse import Namespace
+
+from qsdk.commands.printing import show
+from qsdk.core.encoding import Encoding
+from qsdk.core.report import Report
+from qsdk.verbs_files import convert_encodings, read_stored
+
+
+def run_show(options: Namespace) -> int:
+    """List what a file says, site by site."""
+    stored = read_stored(options.source, options.source, None)
+    rows = [
+        {
+            "site": site,
+            "kind": stored.kinds.get(site, ""),
+            "dtype": encoding.dtype.name,
+            "granularity": _granularity(encoding),
+            "smallest_scale": float(encoding.scale.min()),
+            "largest_scale": float(encoding.scale.max()),
+            "zero_point": int(encoding.zero_point.reshape(-1)[0]) if encoding.zero_point.size == 1 else None,
+            "frozen": encoding.frozen,
+        }
+        for site, encoding in stored.encodings.items()
+    ]
+    floats = dict.fromkeys(("smallest_scale", "largest_scale", "zero_point"))
+    for site, dtype in (stored.casts or {}).items():
+        facts = {"site": site, "kind": stored.kinds.get(site, ""), "dtype": dtype.name, "granularity": "cast"}
+        rows.append({**facts, **floats, "frozen": False})
+    show(Report("Encodings", rows, {"sites": len(rows), **stored.provenance}), as_json=options.json)
+    return 0
+
+
+def _granularity(encoding: Encoding) -> str:
+    if encoding.axis is None:
+        return "per tensor"
+    if encoding.block_size is None:
+        return f"per channel, axis {encoding.axis}"
+    return f"blocks of {encoding.block_size}, axis {encoding.axis}"
+
+
+def run_convert(options: Namespace) -> int:
+    """Write encodings in another format; what it cannot say is refused, or listed with `--allow-loss`."""
+    report = convert_encodings(
+        options.source, options.out, version=options.to, model=options.model, allow_loss=options.allow_loss
+    )
+    show(report, as_json=options.json)
+    return 0

@@ -1,0 +1,19 @@
+"""The commands that read a quantized model: inspect and to-integer."""
+
+from argparse import Namespace
+
+from qsdk.commands.printing import show
+from qsdk.workflow import inspect, to_integer
+
+
+def run_inspect(options: Namespace) -> int:
+    """List the encodings of a Q/DQ model."""
+    show(inspect(options.model), as_json=options.json)
+    return 0
+
+
+def run_to_integer(options: Namespace) -> int:
+    """Make a Q/DQ model integer-only."""
+    report = to_integer(options.model, options.out, edges=options.edges, rounding=options.rounding)
+    show(report, as_json=options.json)
+    return 0

@@ -1,0 +1,71 @@
+"""`qsdk quantize`: a float ONNX file and data in, a Q/DQ file and its encodings out."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from onnx_backend.inputs import inputs_of
+from onnx_backend.model import load
+from qsdk.commands.batches import chosen
+from qsdk.commands.printing import show
+from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config_file import load_config
+from qsdk.core.errors import ConfigError
+from qsdk.core.report import Report
+from qsdk.workflow import calibrate, export, quantize
+
+PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
+    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
+)
+
+
+def run(options: Namespace) -> int:
+    """Quantize, calibrate and export; what was done to each tensor is the report."""
+    config = config_of(options.config, options.override, options.skip)
+    inputs = inputs_of(load(options.model))
+    data, said = chosen(options, inputs), ", ".join(options.data or ["random inputs"])
+    if not options.data:
+        print(
+            "qsdk: calibrated on random inputs: the file runs and has its final size and speed, its accuracy means "
+            "nothing; give --data for ranges of real data",
+            file=sys.stderr,
+        )
+    sim = quantize(options.model, next(iter(data), None), config)
+    progress = sys.stderr.isatty() and not options.json
+    calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
+    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect)
+    coverage = sim.coverage()
+    facts = {"calibration": f"{options.method} on {said}", "bytes": Path(options.out).stat().st_size}
+    show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
+    return 0
+
+
+def config_of(name: str, overrides: list[tuple[str, str]], skipped: list[str]) -> QuantConfig:
+    """A preset by name, or a config from a JSON file, with the rules of the command line after its own.
+
+    Raises:
+        ConfigError: an override that is not `KEY=DTYPE`, or an unknown dtype.
+        FileFormatError: the file cannot be read.
+    """
+    config = PRESETS[name]() if name in PRESETS else load_config(name)
+    for pattern, text in overrides:
+        choices = dict(part.partition("=")[::2] for part in text.split(","))
+        unknown = sorted(set(choices) - {"weight", "activation", "bias", "input", "output"})
+        if unknown:
+            raise ConfigError(
+                f"--override {pattern} {text}: {unknown[0]!r} is none of weight, activation, bias, input, output; "
+                "write for example weight=int8,activation=uint16"
+            )
+        config = config.override(
+            pattern,
+            weight=choices.get("weight"),
+            activation=choices.get("activation"),
+            bias=choices.get("bias"),
+            input=choices.get("input"),
+            output=choices.get("output"),
+        )
+    for pattern in skipped:
+        config = config.skip(pattern)
+    return config

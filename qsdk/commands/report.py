@@ -1,0 +1,77 @@
+"""`qsdk report`: what is quantized in a Q/DQ model, its ranges, its sizes and its findings, as text or as a page."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+
+from onnx_backend.model import load, opset_of
+from onnx_backend.open_adopted import open_with_config
+from onnx_backend.sizes import sizes
+from onnx_backend.validate import validate
+from qsdk.commands.page import page
+from qsdk.commands.printing import show
+from qsdk.core.config import w8a8
+from qsdk.core.encoding import Encoding
+from qsdk.core.files import write_text
+from qsdk.core.report import Report
+from qsdk.workflow import opened_qdq
+
+
+def run(options: Namespace) -> int:
+    """Print what is in a model, or write it as a page."""
+    opened_qdq(options.model)  # it is valid, and its encodings file is its own
+    coverage, model = covered(options.model), load(options.model)
+    size, findings = sizes(model), validate(model)
+    if options.out:
+        facts = _facts(model, options.model)
+        write_text(options.out, page(Path(options.model).name, facts, coverage, size, findings))
+    facts = {**coverage.summary, **size.summary, **findings.summary, **({"page": options.out} if options.out else {})}
+    if options.json or options.out:
+        rows = coverage.rows if options.json else ()
+        show(Report(coverage.title, rows, facts), as_json=options.json)
+        return 0
+    for report in (coverage, size, findings):
+        print(f"{report}\n")
+    return 0
+
+
+def covered(path: str | os.PathLike[str]) -> Report:
+    """The coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
+
+    The file is planned as if all that it leaves float were asked to stay so: that lists the float tensors too.
+    """
+    sim = open_with_config(path, w8a8().skip("*", optional=True))
+    report, encodings = sim.coverage(), sim.encodings_where_ready()
+    rows = []
+    for row in report.rows:
+        kept = row["state"] == "float" and str(row["reason"]).startswith("kept float32 by a rule")
+        said = {"reason": "float in the file"} if kept else {}
+        rows.append({**row, **said, **_range(encodings.get(row["site"]))})
+    return Report(report.title, rows, report.summary)
+
+
+def _range(encoding: Encoding | None) -> dict[str, Any]:
+    if encoding is None:
+        return {"low": None, "high": None, "smallest_scale": None, "largest_scale": None}
+    wide = encoding.dtype.name == "int32"  # a bias, whose grid says nothing of its values
+    return {
+        "low": None if wide else float(encoding.low.min()),
+        "high": None if wide else float(encoding.high.max()),
+        "smallest_scale": float(encoding.scale.min()),
+        "largest_scale": float(encoding.scale.max()),
+    }
+
+
+def _facts(model: ModelProto, path: str | os.PathLike[str]) -> dict[str, Any]:
+    producer = f"{model.producer_name} {model.producer_version}".strip()
+    return {
+        "file": os.fspath(path),
+        "bytes": Path(path).stat().st_size,
+        "opset": opset_of(model),
+        "IR version": model.ir_version,
+        "nodes": len(model.graph.node),
+        "producer": producer or "unknown",
+    }

@@ -1,0 +1,132 @@
+"""Typed reading of the fields of an encodings entry; every error names file and tensor."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import FileFormatError
+
+_MAX_RANK = 8
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """An entry, which is an object, and where it stands.
+
+    Raises:
+        FileFormatError: it is none.
+    """
+
+    entry: Any
+    where: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.entry, dict):
+            raise FileFormatError(f"{self.where}: an entry is an object, not {_shown(self.entry)}; write it again")
+
+    def having(self, required: Collection[str], known: Collection[str]) -> "Fields":
+        """Refuse missing and unknown fields.
+
+        Raises:
+            FileFormatError: names them.
+        """
+        missing, unknown = set(required) - set(self.entry), set(self.entry) - set(known)
+        if missing or unknown:
+            what = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown {', '.join(sorted(unknown))}"
+            raise FileFormatError(f"{self.where}: the entry {what}; its version has {', '.join(known)}")
+        return self
+
+    def text(self, name: str) -> str:
+        """A string."""
+        value = self.entry.get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A boolean, or one as 0.6.1 writes it."""
+        value = self.entry.get(name)
+        if isinstance(value, str) and value in ("True", "False"):
+            return value == "True"
+        if type(value) is not bool:
+            raise self._wrong(name, "true or false")
+        return value
+
+    def whole(self, name: str) -> int:
+        """A whole number of 32 bits."""
+        value = self.entry.get(name)
+        if type(value) is not int or not -(2**31) <= value < 2**31:
+            raise self._wrong(name, "a whole number")
+        return value
+
+    def positive(self, name: str) -> int:
+        """A whole number from 1."""
+        if self.whole(name) < 1:
+            raise self._wrong(name, "a whole number from 1")
+        return self.whole(name)
+
+    def number(self, name: str) -> float:
+        """A finite number."""
+        value = self.entry.get(name)
+        if not _is_number(value):
+            raise self._wrong(name, "a finite number")
+        return float(value)
+
+    def flat(self, name: str) -> Array:
+        """A list of numbers."""
+        found = numbers(self.entry.get(name), name, self.where)
+        if found.ndim != 1:
+            raise self._wrong(name, "a list of numbers")
+        return found
+
+    def levels(self, name: str) -> Array:
+        """Whole numbers from 1, in any shape but a single one."""
+        found = numbers(self.entry.get(name), name, self.where)
+        if found.ndim < 1 or not ((found >= 1) & (found == np.rint(found)) & (found < 2**24)).all():
+            raise self._wrong(name, "a list of whole numbers from 1")
+        return found
+
+    def refuse_shift(self, name: str, *, whole: bool = False) -> None:
+        """Refuse a zero point between two codes: a shift that is not 0, or with `whole` one that is not whole."""
+        if name in self.entry:
+            found = numbers(self.entry[name], name, self.where)
+            if (found % 1 if whole else found).any():
+                raise FileFormatError(f"{self.where}: {name} puts zero between two codes, which ONNX cannot; write it "
+                                      "without, from a sim whose zero points are whole")  # fmt: skip
+
+    def _wrong(self, name: str, wanted: str) -> FileFormatError:
+        return FileFormatError(f"{self.where}: {name} is {wanted}, not {_shown(self.entry.get(name))}; correct it")
+
+
+def numbers(value: Any, name: str, where: str) -> Array:
+    """A finite number or nested lists of them, as float64.
+
+    Raises:
+        FileFormatError: it is something else, empty, or ragged.
+    """
+    shape: list[int] = []
+    level = [value]
+    while level and isinstance(level[0], list) and len(shape) < _MAX_RANK:
+        counts = {len(item) if isinstance(item, list) else -1 for item in level}
+        if len(counts) != 1:
+            raise FileFormatError(f"{where}: {name} is a ragged list; write the file again")
+        shape.append(counts.pop())
+        level = [part for item in level for part in item]
+    if not level or not all(_is_number(item) for item in level):
+        raise FileFormatError(f"{where}: {name} is not made of finite numbers: {_shown(value)}; correct it")
+    return np.array(level, np.float64).reshape(shape)
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) not in (int, float):
+        return False
+    return math.isfinite(value) if type(value) is float else abs(value) < 2**63
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:40]

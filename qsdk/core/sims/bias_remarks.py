@@ -1,0 +1,41 @@
+"""What int32 does to the biases of a sim: derived from its state, so that it holds after every verb."""
+
+from collections.abc import Mapping
+
+from qsdk.core.bias import bias_remark
+from qsdk.core.report import Report
+from qsdk.core.sims.state import SimState, Stored
+
+
+def bias_remarks(state: SimState, stored: Stored) -> dict[str, str]:
+    """Site -> remark, for every bias that int32 clips or rounds to 0, or that made its weight's scale larger.
+
+    Args:
+        state: of the sim; biases without an encoding yet are left out.
+        stored: reads the stored tensors.
+    """
+    sites = [site for site, decision in state.plan.decisions.items() if decision.bias_of is not None]
+    found = {}
+    for site, values in stored(sites).items():
+        encoding = state.encoding(site)
+        remark = "" if encoding is None else bias_remark(values, encoding)
+        if remark:
+            found[site] = remark
+    return found
+
+
+def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:
+    """A coverage report whose reasons hold the remarks."""
+    rows = [
+        {**row, "reason": f"{row['reason']}; {remarks[row['site']]}"} if row["site"] in remarks else row
+        for row in coverage.rows
+    ]
+    return Report(coverage.title, rows, coverage.summary)
+
+
+def with_notes(report: Report, remarks: Mapping[str, str]) -> Report:
+    """A report of calibration or export with the remarks as `note`, in the row of the site or in one of its own."""
+    known = {row["site"] for row in report.rows}
+    rows = [{**row, "note": remarks[row["site"]]} if row["site"] in remarks else row for row in report.rows]
+    rows += [{"site": site, "dtype": "int32", "note": remark} for site, remark in remarks.items() if site not in known]
+    return Report(report.title, rows, {**report.summary, "bias_notes": len(remarks)})

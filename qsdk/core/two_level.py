@@ -1,0 +1,65 @@
+"""Two-level block scales (AIMET calls them LPBQ): every block's scale is a small integer times its channel's scale."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.encoding import Encoding, FloatArray
+
+TOP_LEVEL = 16  # 2 ** (8 - 4): products of 4-bit codes and levels fit 8 bits
+
+
+@dataclass(frozen=True, eq=False)
+class TwoLevel:
+    """The two factors of block scales.
+
+    Attributes:
+        channel_scale: float32, of the scales' rank, with length 1 along the block axis.
+        levels: int32 from 1 to 16, of the scales' shape.
+    """
+
+    channel_scale: FloatArray
+    levels: npt.NDArray[np.int32]
+
+
+def lowered(parts: TwoLevel) -> FloatArray:
+    """Give the block scales `levels * channel_scale`, one float32 product each."""
+    return np.asarray(parts.levels.astype(np.float32) * parts.channel_scale, np.float32)
+
+
+def two_level(encoding: Encoding) -> TwoLevel | None:
+    """Find the factors of block scales, or None where no factors give every scale back bit for bit.
+
+    Of several channel scales the one with the highest levels is taken: a 16th of the largest block scale, as
+    calibration sets it, comes first.
+
+    Source: AIMET 2.42, `GroupedBlockQuantizeDequantize`, whose levels are `clamp(round(scale / channel), 1, 16)`.
+    """
+    if encoding.block_size is None or encoding.axis is None:
+        return None
+    scale, axis = encoding.scale, encoding.axis
+    largest = scale.max(axis=axis, keepdims=True)
+    channel = np.zeros_like(largest)
+    for divisor in range(TOP_LEVEL, 0, -1):
+        quotient = np.asarray(largest / np.float32(divisor), np.float32)
+        # the quotient's rounding may hide the factor that made the product: it is then a neighbour
+        for toward in (None, np.float32(0), np.float32(np.inf)):
+            candidate = quotient if toward is None else np.nextafter(quotient, toward)
+            exact = _gives_back(scale, candidate).all(axis=axis, keepdims=True)
+            channel = np.where((channel == 0) & exact, candidate, channel)
+        if channel.all():
+            return TwoLevel(channel, _levels(scale, channel))
+    return None
+
+
+def _levels(scale: FloatArray, channel: FloatArray) -> npt.NDArray[np.int32]:
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        quotient = np.rint(scale / channel)
+    return np.asarray(np.nan_to_num(quotient, posinf=0).clip(0, TOP_LEVEL), np.int32)
+
+
+def _gives_back(scale: FloatArray, channel: FloatArray) -> npt.NDArray[np.bool_]:
+    levels = _levels(scale, channel)
+    with np.errstate(over="ignore"):
+        return np.asarray((levels > 0) & (lowered(TwoLevel(channel, levels)) == scale))

@@ -1,0 +1,100 @@
+"""The verb that brings a float ONNX model and given encodings together."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from onnx import ModelProto
+
+from onnx_backend import model as onnx_model
+from onnx_backend.apply import NOT_MENTIONED, sim_with_encodings
+from onnx_backend.runtime_table import Dialect
+from onnx_backend.sim import OnnxSim
+from onnx_backend.stored_encodings import stored_encodings
+from qsdk.core.encodings_file import StoredEncodings
+from qsdk.core.encodings_formats import read_any
+from qsdk.core.errors import FileFormatError
+from qsdk.core.graph import Graph
+from qsdk.core.placing import UNMATCHED, Placed, placed_by_name, placed_by_structure
+from qsdk.core.report import Report
+from qsdk.core.tensor_facts import tensor_facts
+from qsdk.workflow import OnnxSource, export, opened_qdq
+
+
+def apply_encodings(
+    model: OnnxSource,
+    encodings: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    opset: int = 21,
+    dialect: Dialect = "onnxruntime",
+    strict: bool = True,
+) -> Report:
+    """Quantize a float ONNX model with encodings that exist already, without data and without the PyTorch model.
+
+    What the encodings do not mention stays float.
+
+    Args:
+        model: the float model, a path or an onnx model.
+        encodings: a file of encodings, of qsdk or of AIMET (0.6.1, 1.0.0, 2.0.0, 2.1.0), whose entries name tensors or
+            sites of the model; or a Q/DQ model (`.onnx`) of the same network, whose sites are found on structure, or
+            else by name.
+        out: where the Q/DQ model is written, with its own encodings file beside it.
+        opset: 21 to 25.
+        dialect: see `qsdk.export`.
+        strict: refuse encodings that no tensor takes; otherwise they are listed in the report.
+
+    Returns:
+        Rows `site`, `name` (in the encodings), `state` (applied, float or unmatched), `dtype`, `form` and `detail`.
+
+    Raises:
+        FileFormatError: a file cannot be read, or a list of all entries that no tensor takes, or that have other scales
+            than their tensor has channels or blocks. Nothing is written.
+        ModelError: the model is quantized already, or cannot be raised.
+        ConfigError: an opset or dialect that cannot be written.
+        ExportError: the folder cannot be written.
+    """
+    where = "the model with encodings" if isinstance(encodings, ModelProto) else os.fspath(encodings)
+    sim, placed = sim_with_encodings(onnx_model.load(model), _placing(encodings, where), where, strict=strict)
+    exported = export(sim, out, opset=opset, dialect=dialect)
+    return _report(exported, placed, where)
+
+
+def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
+    """Say how the given encodings find their tensors: on structure if they are a model, else by name."""
+    if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
+        opened = opened_qdq(source)
+        file, graph = stored_encodings(opened), OnnxSim.from_qdq(opened).graph
+        return lambda target: _placed(file, graph, target)
+    text = _read(source, where)
+    return lambda target: placed_by_name(read_any(text, where, tensor_facts(target)), target)
+
+
+def _placed(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
+    """On structure; or, where a tool has changed that (dropped a Relu, for one), by name, if all names are there."""
+    placed = placed_by_structure(file, source, target)
+    named = placed_by_name(file, target) if placed.problems else placed
+    return placed if named.problems else named
+
+
+def _read(path: str | os.PathLike[str], where: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileFormatError(f"cannot read {where}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{where} is no text; give an encodings file or an .onnx model") from error
+
+
+def _report(exported: Report, placed: Placed, where: str) -> Report:
+    rows = []
+    for row in exported.rows:
+        name = placed.names.get(str(row["site"]), "")
+        state = "applied" if name else "float"
+        detail = "" if name else NOT_MENTIONED
+        rows.append({"site": row["site"], "name": name, "state": state, "dtype": row["dtype"], "form": row["form"]})
+        rows[-1]["detail"] = detail
+    for name, (_, why) in placed.problems.items():
+        rows.append({"site": "", "name": name, "state": UNMATCHED, "dtype": "", "form": "", "detail": why})
+    counts = {state: sum(row["state"] == state for row in rows) for state in ("applied", "float", UNMATCHED)}
+    return Report("Applied encodings", rows, {"encodings": where, **counts, **exported.summary})

@@ -1,0 +1,109 @@
+"""What cannot be traced is refused with the user's own line and a remedy, and the module stays as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_models import seeded
+
+from qsdk.core.config import w8a8
+from qsdk.core.errors import ExportError
+from qsdk.workflow import quantize
+
+
+def decides(x: Tensor) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+def loops(x: Tensor) -> Any:
+    while x.abs().max() > 0.1:
+        x = x * 0.1
+    return x
+
+
+def cuts(x: Tensor) -> Any:
+    return x[: int(x.abs().sum())]
+
+
+def leaves_torch(x: Tensor) -> Any:
+    return torch.from_numpy(x.detach().numpy()) * 2
+
+
+def has_no_form(x: Tensor) -> Any:
+    return torch.special.airy_ai(x)
+
+
+@pytest.mark.parametrize(
+    ("compute", "match"),
+    [
+        (
+            decides,
+            r"depends on the values of a tensor at .*test_refusals\.py:\d+ \(return x if x\.sum\(\) > 0 .*\).*where",
+        ),
+        (
+            loops,
+            r"depends on the values of a tensor at .*\(while x\.abs\(\)\.max\(\) > 0\.1:\), and a file holds one path",
+        ),
+        (cuts, r"depends on the values of a tensor at .*\(return x\[: int\(x\.abs\(\)\.sum\(\)\)\]\)"),
+        (
+            leaves_torch,
+            r"cannot trace the model at .*\(return torch\.from_numpy.*numpy.*write that part with tensor ops",
+        ),
+        (has_no_form, r"torch has no ONNX form for aten\.special_airy_ai.*compute it with other ops"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_traced(compute: Callable[[Tensor], Any], match: str):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return compute(self.fc(x))
+
+    model = Model().eval()
+    expected = model(seeded(2, 4))
+    with pytest.raises(ExportError, match=match):
+        quantize(model, seeded(2, 4), w8a8(), in_place=True)
+    assert type(model) is Model
+    assert torch.equal(model(seeded(2, 4)), expected)
+
+
+def test_a_model_that_gives_no_tensor():
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"mean": x.sigmoid().mean().item(), "label": "dog"}
+
+    with pytest.raises(ExportError, match=r"the model gives no tensor \(.*str\); return the tensors that"):
+        quantize(Model(), seeded(2, 4), w8a8())
+
+
+class Cache:
+    """An object that holds a tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_an_argument_whose_tensors_the_trace_would_not_see():
+    class Model(nn.Module):
+        def forward(self, x: Tensor, past: Cache) -> Tensor:
+            return x.sigmoid() + past.value
+
+    match = (
+        r"the argument past is a Cache, and the exported file would hold what is in it fixed; quantize a module that"
+    )
+    with pytest.raises(ExportError, match=match):
+        quantize(Model(), (seeded(2, 4), Cache(seeded(2, 4))), w8a8())
+
+
+def test_an_output_that_is_no_tensor_is_left_out_and_told():
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"y": x.sigmoid(), "past": Cache(x)}
+
+    sim = quantize(Model(), seeded(2, 4), w8a8())
+    assert sim.coverage().summary["output past"] == "a Cache, no tensor: not in the exported file"

@@ -1,0 +1,107 @@
+"""Sessions as an application opens them against the simulation of the same file."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from qdq_models import convnet, make_model, mlp, prepared
+
+import qsdk
+from onnx_backend.qdq import insert
+from onnx_backend.session_parity import check_session
+from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
+from qsdk.core.errors import DataError, ModelError
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(4, 3, 8, 8)).astype(np.float32)
+VECTORS = RNG.normal(size=(16, 6)).astype(np.float32)
+node = helper.make_node
+CONFIGS = {
+    "w8a8": w8a8(),
+    "w4a8": w4a8(),
+    "w8a16": w8a16(),
+    "w4a16 in blocks": w4a16(block_size=2),
+    "int8": w8a8().override("*", activation="int8"),
+    "int4": w8a8().override("*", activation="int4"),
+    "int6": w8a8().override("*", activation="int6"),
+    "float8": w8a8().override("*", activation="float8e4m3fn", weight="float8e4m3fn"),
+    "float16 inside": w8a8().skip("gemm", dtype="float16"),
+}
+
+
+def lowered(name: str, dialect: str = "onnxruntime") -> onnx.ModelProto:
+    marked, _, plan, encodings = prepared(convnet(), CONFIGS[name])
+    return insert(marked, plan, encodings, dialect=dialect)[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_default_session_gives_what_is_simulated(name: str):
+    model = lowered(name)
+    report = check_session(model, [IMAGES], progress=False)
+    assert report.summary["passed"], str(report)
+    casts = {node.output[0] for node in model.graph.node if node.op_type == "Cast"}
+    pairs = [n for n in model.graph.node if n.op_type == "QuantizeLinear" and n.input[0] not in casts]
+    copies = sum(any(entry.key == "qsdk.copy_of" for entry in n.metadata_props) for n in pairs)
+    assert len(report.rows) == len(pairs) - copies
+    assert all(row["elements"] > 0 for row in report.rows)
+
+
+def test_each_site_gets_the_simulations_own_input():
+    """A kernel that is off by much at one site is so there alone: what follows it is fed what it should have been."""
+    relu = [
+        node("QuantizeLinear", ["x", "s", "z8"], ["q0"], "first_q"),
+        node("DequantizeLinear", ["q0", "s", "z8"], ["d0"], "first_dq"),
+        node("Relu", ["d0"], ["r"], "relu"),
+        node("QuantizeLinear", ["r", "t", "z"], ["q"], "the_q"),
+        node("DequantizeLinear", ["q", "t", "z"], ["d"], "the_dq"),
+        node("Mul", ["d", "d"], ["m"], "mul"),
+        node("QuantizeLinear", ["m", "s", "z8"], ["q1"], "last_q"),
+        node("DequantizeLinear", ["q1", "s", "z8"], ["y"], "last_dq"),
+    ]
+    stored = {"s": np.float32(0.05), "z8": np.uint8(100), "t": np.float32(0.4)}
+    model = make_model(relu, {"x": ["n", 6]}, {"y": ["n", 6]}, stored)
+    model.graph.initializer.append(helper.make_tensor("z", TensorProto.INT4, [], [0]))
+    report = check_session(model, [VECTORS], progress=False)
+    lsb = {row["site"]: row["max_lsb"] for row in report.rows}
+    assert lsb == {"x:input": 0, "relu:output": 6, "mul:output": 0}  # the runtime drops the Relu
+    assert report.summary["sqnr_db"] < 10
+    assert not report.summary["passed"]
+    exact = check_session(model, [VECTORS], level="basic", progress=False)
+    assert exact.summary["activations_max_lsb"] == 0
+    assert exact.summary["sqnr_db"] == np.inf
+
+
+def test_a_weight_only_model_is_judged_by_its_outputs():
+    sim = qsdk.quantize(mlp(), None, w4a16().override("*", activation="float32"))
+    qsdk.calibrate(sim, [VECTORS], progress=False)
+    model = sim.qdq_model()
+    at_default = check_session(model, [VECTORS], least_sqnr_db=80, float_model=mlp(), progress=False)
+    assert at_default.rows == []
+    assert not at_default.summary["passed"]
+    assert at_default.summary["float_sqnr_db"] < at_default.summary["sqnr_db"] < 80
+    exact = {"session.qdq_matmulnbits_accuracy_level": "0"}
+    assert check_session(model, [VECTORS], entries=exact, least_sqnr_db=80, progress=False).summary["passed"]
+
+
+def test_what_the_runtime_cannot_load_is_an_error_with_the_remedy():
+    model = lowered("int4", "onnx")
+    with pytest.raises(ModelError, match=r"cannot load the model at level 'all': .*dialect='onnxruntime', or open"):
+        check_session(model, [IMAGES], progress=False)
+    assert check_session(model, [IMAGES], level="none", progress=False).summary["passed"]
+
+
+def test_bad_data_is_refused():
+    model = lowered("w8a8")
+    with pytest.raises(DataError, match="the data holds no batch"):
+        check_session(model, [], progress=False)
+    with pytest.raises(DataError, match=r"does not run on batch 0"):
+        check_session(model, [VECTORS], progress=False)
+    with pytest.raises(DataError, match=r"batch 1: the model does not take y; its inputs are x"):
+        check_session(model, [IMAGES, {"x": IMAGES, "y": IMAGES}], progress=False)
+
+
+def test_a_dynamic_range_is_not_cut():
+    sim = qsdk.quantize(mlp(), None, w8a8().override("mm1", dynamic_activations=True))
+    qsdk.calibrate(sim, [VECTORS], progress=False)
+    report = check_session(sim.qdq_model(), [VECTORS], progress=False)
+    assert report.summary["passed"], str(report)
