@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnx_backend.large_tensors import as_stub
 from onnx_backend.model import load
 from onnx_backend.read_graph import read_graph
 from onnx_backend.simplify import simplify
+from onnx_backend.skeleton import is_large
 from qsdk.core.graph import Graph
+from qsdk.core.lazy_arrays import LazyArrays
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +39,7 @@ def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
 
     Args:
         data: the ONNX bytes, with marks.
-        weights: name -> value of the stored tensors that the bytes hold nothing of.
+        weights: name -> value of the stored tensors that the bytes hold nothing of; small ones are put into the model.
 
     Raises:
         ModelError: see `read_graph`.
@@ -45,7 +47,16 @@ def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
     model = load(data)
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, weights[tensor.name].shape))
-    held: ChainMap[str, Array] = ChainMap({}, weights)  # type: ignore[arg-type]  # only the first is written to
+            _put(tensor, weights[tensor.name])
+    large = [tensor.name for tensor in model.graph.initializer if tensor.name in weights and is_large(tensor.dims)]
+    apart = LazyArrays(large, weights.__getitem__)
+    held: ChainMap[str, Array] = ChainMap({}, apart)  # type: ignore[arg-type]  # only the first is written to
     simplified = simplify(model, weights=held)
     return TracedModel(simplified, held, read_graph(simplified, weights=held))
+
+
+def _put(tensor: TensorProto, value: Array) -> None:
+    if is_large(value.shape):
+        tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, value.shape))
+    else:
+        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))

@@ -42,7 +42,6 @@ from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim, stored_values
 from torch_bridge.trace import marked_onnx
-from torch_bridge.training import eval_mode
 
 Sim = QuantSim | OnnxSim
 Forward = Callable[[Any, Any], Any]
@@ -122,12 +121,11 @@ def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
 
 def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
     traced = marked_onnx(prepared.model, prepared.runtime, prepared.example, prepared.outputs)
-    graph = open_traced(traced.model, traced.weights).graph
+    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
     require_known(prepared.model, config.layers or {}, config.float_patterns(), graph)
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    notes = {**prepared.notes, **traced.notes}
-    return QuantSim(prepared, graph, config, plan, dead, not_exercised, notes=notes, fold_batch_norm=fold_batch_norm)
+    return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)
 
 
 def calibrate(
@@ -262,10 +260,8 @@ def export(
 
 
 def _traced(sim: QuantSim) -> TracedModel:
-    """Trace the sim's model as it is now, and hold its sites against the plan's."""
-    with eval_mode(sim.model):
-        traced = marked_onnx(sim.model, sim.runtime, sim.example, sim.outputs)
-        opened = open_traced(traced.model, traced.weights)
+    """The trace of the sim's model as it is now, its sites held against the plan's."""
+    opened = open_traced(*sim.traced())
     different = set(opened.graph.sites).symmetric_difference(sim.plan.decisions)
     if different:
         raise ExportError(

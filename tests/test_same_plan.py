@@ -60,7 +60,7 @@ def plan_of_module(model: nn.Module, example: tuple[Tensor, ...], config: QuantC
     """The graph and plan of the PyTorch door."""
     prepared = prepare(model, example, config, in_place=False, fold_batch_norm=True)
     traced = marked_onnx(prepared.model, prepared.runtime, prepared.example)
-    graph = open_traced(traced.model, traced.weights).graph
+    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
     return graph, make_plan(graph, config)
 
 

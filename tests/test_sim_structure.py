@@ -376,7 +376,7 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Any, QuantSim
 def test_every_float_tensor_of_the_traced_graph_is_a_row_with_a_reason(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
     traced = marked_onnx(sim.model, sim.runtime, sim.example)
-    graph = open_traced(traced.model, traced.weights).graph
+    graph = open_traced(traced.model, traced.stored.of(sim.model)).graph
     floats = [t for t in graph.tensors if t.is_float]
     rows = sim.coverage().rows
     assert all(row["reason"] for row in rows)

@@ -13,6 +13,8 @@ from torch_bridge.quantizer import Quantizer
 from torch_bridge.runtime import Runtime
 from torch_bridge.wrapper import drop_quantizers, state_of
 
+PREFIX = "qsdk_"  # of the buffers that hold encodings
+
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:
     """Give every quantized site its quantizer, in place of those there are; `silent` sites exist but keep float32."""
@@ -57,7 +59,7 @@ def _quantizer(modules: Mapping[str, nn.Module], decision: Decision) -> Quantize
         if called_module != state_of(module).path:
             name = f"{name}_of_{called_module}"
     taken = {prefix for quantizer in state_of(module).quantizers for prefix in quantizer.buffer_names}
-    prefix = "qsdk_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+    prefix = PREFIX + "".join(letter if letter.isalnum() else "_" for letter in name)
     while f"{prefix}_scale" in taken:
         prefix += "_"
     quantizer = Quantizer(decision, module, prefix, modules[""])

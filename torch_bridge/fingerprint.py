@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.attach import PREFIX
 from torch_bridge.wrapper import STATE
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
@@ -26,24 +27,21 @@ class _Same:
 
 
 def fingerprint(model: nn.Module) -> Any:
-    """Describe a model's modules, their attributes and hooks, and the places and shapes of its state; compare with `==`.
+    """Describe a model's modules, their attributes and hooks, and where its state is; compare with `==`.
 
     Two equal descriptions of a model lead to the same trace, whatever the values of its parameters and buffers; only
     what lies outside the model (a global that its code reads) is not seen. Attributes that are no plain data count by
     identity, so a copied model is described differently.
     """
     modules = [
-        (path, _class(module), _described(_attributes(module), _DEPTH, set()))
+        (path, _Same(type(module)), _described(_attributes(module), _DEPTH, set()))
         for path, module in model.named_modules(remove_duplicate=False)
     ]
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
-    state = [(name, first.setdefault(id(x), name), x.dtype, tuple(x.shape)) for name, x in tensors]
+    own = [(name, x) for name, x in tensors if not name.rpartition(".")[2].startswith(PREFIX)]
+    state = [(name, first.setdefault(id(x), name), x.dtype, tuple(x.shape)) for name, x in own]
     return modules, state
-
-
-def _class(module: nn.Module) -> _Same:
-    return _Same(type(module))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
         return _Same(value)
     inner = seen | {id(value)}
     if isinstance(value, Mapping):
-        return type(value), [(_described(k, depth - 1, inner), _described(v, depth - 1, inner)) for k, v in value.items()]
+        return type(value), [[_described(part, depth - 1, inner) for part in pair] for pair in value.items()]
     if isinstance(value, list | tuple):
         return type(value), [_described(item, depth - 1, inner) for item in value]
     if isinstance(value, Set):

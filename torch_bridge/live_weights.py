@@ -1,27 +1,81 @@
 """The stored tensors of a traced module, handed over by name instead of being copied into the traced bytes."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qsdk.core.lazy_arrays import LazyArrays
 
-LARGE = 4096  # elements of a tensor that is handed over by name
+LARGE = 4096  # elements of a constant that is handed over by name
+#: what NumPy knows by name alone: the integers of its bits, and its type
+_BY_BITS: Mapping[torch.dtype, tuple[torch.dtype, Any]] = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+}
 
 
-def handed_over(program: torch.onnx.ONNXProgram) -> tuple[bytes, LazyArrays]:
-    """The bytes of a traced model without its large stored tensors, and these by name.
+@dataclass(frozen=True)
+class Stored:
+    """The stored tensors that the bytes of a trace hold nothing of.
 
-    Each is read from the module when it is asked for: on the CPU a view of its memory, no copy.
+    Attributes:
+        state: name -> path of a parameter or buffer of the module.
+        constants: name -> large tensor of the trace's own.
     """
-    apart: dict[str, Any] = {}
+
+    state: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+
+    def of(self, model: nn.Module) -> LazyArrays:
+        """Their values as they are in the module whenever they are asked for: on the CPU views, no copies."""
+        names = (*self.state, *self.constants)
+        return LazyArrays(names, lambda name: _as_array(self._tensor(model, name)))
+
+    def _tensor(self, model: nn.Module, name: str) -> Tensor:
+        if name in self.constants:
+            return self.constants[name]
+        owner, _, leaf = self.state[name].rpartition(".")
+        module = model.get_submodule(owner)
+        found = module._parameters.get(leaf)
+        tensor = found if found is not None else module._buffers[leaf]
+        assert tensor is not None, name
+        return tensor
+
+
+def handed_over(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[bytes, Stored]:
+    """The bytes of a traced model without the module's state and without large constants, and what they are of."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    places = {path: tensor.data_ptr() for path, tensor in tensors}
+    state: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
     for value in program.model.graph.initializers.values():
-        tensor: Any = value.const_value
-        raw = getattr(tensor, "raw", None)
-        if isinstance(raw, Tensor) and raw.numel() > LARGE:
-            apart[str(value.name)] = tensor
-            value.const_value = type(tensor)(torch.empty(0, dtype=raw.dtype), name=value.name)
-    weights = LazyArrays(apart, lambda name: np.asarray(apart[name].numpy()))
-    return program.model_proto.SerializeToString(), weights
+        held: Any = value.const_value
+        raw, name = getattr(held, "raw", None), str(value.name)
+        if not isinstance(raw, Tensor):
+            continue
+        path = name if name in places else name.removesuffix("_stored")
+        if places.get(path) == raw.data_ptr():
+            state[name] = path
+        elif raw.numel() > LARGE:
+            constants[name] = raw
+        else:
+            continue
+        value.const_value = type(held)(torch.empty(0, dtype=raw.dtype), name=value.name)
+    return program.model_proto.SerializeToString(), Stored(state, constants)
+
+
+def _as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    local = tensor.detach().cpu()
+    if local.dtype not in _BY_BITS:
+        return np.asarray(local.numpy())
+    bits, dtype = _BY_BITS[local.dtype]
+    return np.asarray(local.view(bits).numpy().view(dtype))

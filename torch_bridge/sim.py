@@ -24,12 +24,13 @@ from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
+from torch_bridge.fingerprint import fingerprint
 from torch_bridge.prepare import Prepared
 from torch_bridge.quantizer import Quantizer
-from torch_bridge.refusals import Form
 from torch_bridge.runtime import Runtime
 from torch_bridge.stored import find_stored, stored_tensor
-from torch_bridge.training import parameter_groups, training
+from torch_bridge.trace import Traced, marked_onnx
+from torch_bridge.training import eval_mode, parameter_groups, training
 from torch_bridge.wrapper import state_of, unwrap_model
 
 
@@ -60,20 +61,20 @@ class QuantSim(StatefulSim):
         dead: Sequence[str],
         not_exercised: Sequence[str],
         *,
-        notes: Mapping[str, str],
+        traced: Traced,
         fold_batch_norm: bool,
     ) -> None:
         self.model: nn.Module = prepared.model
         self.graph, self.config, self.plan = graph, config, plan
         self.example: Example = prepared.example
-        self.outputs: Sequence[Form] = prepared.outputs
         self.quantized_with, self.fold_batch_norm = config, fold_batch_norm
         self.not_exercised = tuple(not_exercised)
-        self.notes = dict(notes)
+        self.notes = {**prepared.notes, **traced.notes}
         self._dead = tuple(dead)
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
         attach(self.model, self.runtime, plan, self._dead)
+        self._trace, self._traced_as = traced, fingerprint(self.model)
 
     @property
     def runtime(self) -> Runtime:
@@ -109,6 +110,20 @@ class QuantSim(StatefulSim):
             f"QuantSim({type(self.model).__mro__[2].__name__}: {counts['quantized']} quantized, {counts['tied']} tied, "
             f"{counts['float']} float; {calibrated} of {len(self.quantizers)} quantizers ready)"
         )
+
+    def traced(self) -> tuple[bytes, Mapping[str, npt.NDArray[Any]]]:
+        """The model as it is now, as marked ONNX bytes, and the values of its stored tensors by name.
+
+        It is traced anew only where more than the values of its parameters and buffers has changed since the last time.
+
+        Raises:
+            ExportError: torch cannot trace the model any more.
+        """
+        if self._traced_as != fingerprint(self.model):
+            with eval_mode(self.model):
+                self._trace = marked_onnx(self.model, self.runtime, self.example)
+            self._traced_as = fingerprint(self.model)
+        return self._trace.model, self._trace.stored.of(self.model)
 
     def ready(self) -> dict[str, bool]:
         """Site -> whether its encoding has been found, for every quantized site."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -16,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 from qsdk.core.errors import ExportError, QsdkError
 from torch_bridge.axes import Axes, batch_axes, named_axes
 from torch_bridge.batches import Example
-from torch_bridge.live_weights import handed_over
+from torch_bridge.live_weights import Stored, handed_over
 from torch_bridge.refusals import (
     Form,
     fixed_axis,
@@ -41,13 +40,13 @@ class Traced:
     """A traced model.
 
     Attributes:
-        model: ONNX bytes, opset 21, with a node `qsdk::Quantizer(x){key=site}` at every site, without large weights.
-        weights: these by name, as they are in the module whenever they are asked for.
+        model: ONNX bytes, opset 21, with a node `qsdk::Quantizer(x){key=site}` at every site, without the state.
+        stored: what of the state they need, by name.
         notes: what a user should know of its inputs and outputs, by a short title.
     """
 
     model: bytes
-    weights: Mapping[str, npt.NDArray[Any]]
+    stored: Stored
     notes: Mapping[str, str]
 
 
@@ -73,7 +72,7 @@ def marked_onnx(model: nn.Module, runtime: Runtime, example: Example, eager: Seq
             raise
         reason = f"the exported file takes only the example's length, because {error}"
     traced = _export(model, runtime, example, eager, leaves, {})
-    return Traced(traced.model, traced.weights, {**traced.notes, "batch axis": reason})
+    return Traced(traced.model, traced.stored, {**traced.notes, "batch axis": reason})
 
 
 class _Flat(nn.Module):
@@ -134,7 +133,7 @@ def _export(
     notes = _notes(leaves, outputs, conditions)
     _name(program, inputs, _output_names(outputs, inputs))
     _drop_traces(program)
-    return Traced(*handed_over(program), notes)
+    return Traced(*handed_over(program, model), notes)
 
 
 def _captured(flat: _Flat, tensors: Sequence[Tensor], shapes: Sequence[Axes]) -> ExportedProgram:
