@@ -3,7 +3,8 @@
 One JSON line. Per network and config: SQNR in dB of the simulation to float, of ONNX Runtime without optimisations to
 the simulation, free running from end to end, and of the deployed file in a default session to the simulation; the
 task's score in float, simulated and deployed; the file over the bytes of its tensors; `qsdk.export` over
-`torch.onnx.export(dynamo=True)` of the same float module, interleaved, the least of three rounds of processor time.
+`torch.onnx.export(dynamo=True)` of the same float module, interleaved, the least of three rounds of processor time,
+and `qsdk.quantize`, which traces for it, over the same.
 `python benchmarks/pretrained.py mini_lm crepe` measures a few. Targets: at least 50 dB end to end on the demo network
 and MobileNetV2, 40 dB on MiniLM at W8A8; MiniLM's file within 1 % of its tensors, no zero point at 4 bits; export at
 most 1.3 times torch's. A network whose package cannot be fetched is skipped with a line on stderr.
@@ -39,7 +40,8 @@ import zoo_text
 from pretrained_road import Batch, Road, sqnr, travelled
 
 ROUNDS = 3
-WEIGHT_ONLY = qsdk.w4a16(block_size=32).override("*", activation="float32")
+WEIGHT_ONLY = qsdk.weight_only("int4", block_size=32)
+SHORT_SCALES = qsdk.w8a8().override("*", scale_bits=4)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def demo() -> Case:
 
 def mobilenet_v2() -> Case:
     images, labels = zoo.imagenet_images()
-    return Case(zoo.mobilenet_v2(), images.split(5), [images], accuracy(labels))
+    configs = {"w8a8": qsdk.w8a8(), "w8a8_scale_bits_4": SHORT_SCALES}
+    return Case(zoo.mobilenet_v2(), images.split(5), [images], accuracy(labels), configs)
 
 
 def efficientnet_lite0() -> Case:
@@ -89,7 +92,7 @@ def mini_lm() -> Case:
     model, batches = zoo_text.mini_lm(), zoo_text.sentences(zoo_text.reviews(96)[0])
     with torch.no_grad():
         exact = torch.cat([model(**batch) for batch in batches[2:]])
-    configs = {"w8a8": qsdk.w8a8(), "w8a16": qsdk.w8a16(), "w4_blocks": WEIGHT_ONLY}
+    configs = {"w8a8": qsdk.w8a8(), "w8a8_scale_bits_4": SHORT_SCALES, "w8a16": qsdk.w8a16(), "w4_blocks": WEIGHT_ONLY}
     methods = ("percentile", "mse", "tf_enhanced")
     return Case(model, batches[:2], batches[2:], lambda x: zoo_text.cosine(exact, x), configs, methods=methods)
 
@@ -166,15 +169,22 @@ def export_times(road: Road, case: Case) -> dict[str, Any]:
     def by_us() -> None:
         qsdk.export(road.sim, road.path)
 
+    def quantized() -> None:
+        qsdk.quantize(case.model, example, road.sim.config, **case.options)
+
     by_torch()
-    spent: dict[Callable[[], None], list[float]] = {by_torch: [], by_us: []}
+    spent: dict[Callable[[], None], list[float]] = {by_torch: [], by_us: [], quantized: []}
     for _ in range(ROUNDS):
         for export, times in spent.items():
             gc.collect()
             start = time.process_time()  # what others do on the machine does not count
             export()
             times.append(time.process_time() - start)
-    return {"export_over_torch": round(min(spent[by_us]) / min(spent[by_torch]), 2)}
+    torchs = min(spent[by_torch])
+    return {
+        "export_over_torch": round(min(spent[by_us]) / torchs, 2),
+        "quantize_over_torch": round(min(spent[quantized]) / torchs, 2),
+    }
 
 
 def network(make: Callable[[], Case]) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Adopting a Q/DQ file: the plan it must have come from."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from onnx import ModelProto
@@ -9,14 +10,19 @@ from onnx_backend.export import ENCODINGS_KEY, HASH_KEY
 from onnx_backend.marks import Opened
 from onnx_backend.model import metadata
 from onnx_backend.qdq_read import LITERAL_KEY
+from onnx_backend.read_graph import with_sites
+from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import dtype_named
 from qsdk.core.encodings_file import loads
 from qsdk.core.graph import Graph
 from qsdk.core.planning.given import plan_as_given
+from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.provenance import GRAPH
 from qsdk.core.spec import Kind
 
-_ORIGIN = ("config", "patterns", "network")  # parts of a provenance that outlive being opened and exported
+FLOAT_IN_FILE = "float in the file"
+_ORIGIN = ("config", "patterns", "network", GRAPH)  # parts of a provenance that outlive being opened and exported
 
 
 def adopted_plan(graph: Graph, opened: Opened) -> Plan:
@@ -28,6 +34,32 @@ def adopted_plan(graph: Graph, opened: Opened) -> Plan:
     reason = "int32 codes that no float32 stands for: they stay as the file has them"
     inside = (Decision(f"({node.output[0]})", node.op_type, "bias", None, reason) for node in kept)
     return Plan(plan.decisions, tuple(inside))
+
+
+def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
+    """The tensors that a Q/DQ file leaves float: why a plan would as well, or that it is the file's choice.
+
+    Args:
+        graph: of the file; its sites are those that the file quantizes.
+        plan: of the file.
+    """
+    plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
+    said = {decision.site for decision in plan.inside}
+    for index, tensor in enumerate(graph.tensors):
+        root = graph.constant_root(index)
+        if root not in (None, index) and graph.tensors[root].site is not None:
+            said.add(f"({tensor.name})")  # a weight of the file that is stored transposed
+    sites = [
+        tensor.site or (None if other.site is None or f"({tensor.name})" in said else f"({other.site})")
+        for tensor, other in zip(graph.tensors, plain.tensors, strict=True)
+    ]
+    tensors = [replace(tensor, site=site) for tensor, site in zip(graph.tensors, sites, strict=True)]
+    wanted = make_plan(replace(graph, tensors=tensors), QuantConfig())
+    return tuple(
+        Decision(d.site, d.op_type, d.kind, None, d.reason if d.spec is None else FLOAT_IN_FILE, shape=d.shape)
+        for d in (*wanted.decisions.values(), *wanted.inside)
+        if d.site not in plan.decisions and d.site not in said
+    )
 
 
 def provenance_kept(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable
 from glob import escape
 
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 
 from onnx_backend.adopt import without_origin
+from onnx_backend.large_tensors import fake_quantized
 from onnx_backend.marks import mark
+from onnx_backend.model import array, initializers
 from onnx_backend.open_float import open_unplanned
 from onnx_backend.sim import OnnxSim
 from onnx_backend.tidy import named
@@ -47,9 +49,18 @@ def sim_with_encodings(
         placed = place(graph)
     require_placed(placed, where, strict=strict)
     without_origin(model)
+    _quantize_absorbed(model, graph, placed)
     plan = plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED)
     state = SimState(None, plan, owned_encodings(plan, placed.encodings))
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes), placed
+
+
+def _quantize_absorbed(model: ModelProto, graph: Graph, placed: Placed) -> None:
+    """Give stored rows the values that looking them up in the quantized table gives, in place."""
+    stored = initializers(model.graph)
+    for encoding, site in placed.absorbed.values():
+        tensor = stored[graph.tensors[graph.sites[site]].name]
+        tensor.CopyFrom(numpy_helper.from_array(fake_quantized(encoding, array(tensor)), tensor.name))
 
 
 def _keeping(owners: Iterable[str]) -> QuantConfig:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy.typing as npt
 import onnx
@@ -26,6 +26,7 @@ from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
 _OPSETS = range(21, 26)
+T = TypeVar("T")
 
 
 def encodings_path(path: str | os.PathLike[str]) -> Path:
@@ -68,6 +69,8 @@ def write_model(
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
+    if not Path(path).name or Path(path).is_dir():
+        raise ExportError(f"cannot write {path}: it is a folder; name a file, such as {Path(path, 'model.onnx')}")
     if opset not in _OPSETS:
         raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
     if dialect not in ("onnxruntime", "onnx"):
@@ -77,8 +80,11 @@ def write_model(
     made = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
     lowered, rows = made.model, made.rows
     # the model embeds what its nodes cannot say themselves; their scales are not written twice
-    encodings = _in_order_of_nodes(encodings, lowered)
-    text, embedded = (_text(found, plan, provenance, tensors or {}) for found in (encodings, {}))
+    encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
+    kinds = {site: decision.kind for site, decision in plan.decisions.items()}
+    text, embedded = (
+        encodings_file.dumps(found, provenance, casts, tensors=tensors or {}, kinds=kinds) for found in (encodings, {})
+    )
     _set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
     mark_frozen(lowered, encodings)
     _require_valid(lowered)
@@ -92,13 +98,6 @@ def write_model(
     return Report("Export", rows, {**summary, "session_options": options} if options else summary)
 
 
-def _text(
-    encodings: Mapping[str, Encoding], plan: Plan, provenance: Mapping[str, Any], tensors: Mapping[str, str]
-) -> str:
-    kinds = {site: decision.kind for site, decision in plan.decisions.items()}
-    return encodings_file.dumps(encodings, provenance, casts_of(plan), tensors=tensors, kinds=kinds)
-
-
 def _require_valid(model: ModelProto) -> None:
     try:
         onnx.checker.check_model(checkable(model), full_check=True)
@@ -106,11 +105,11 @@ def _require_valid(model: ModelProto) -> None:
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
 
 
-def _in_order_of_nodes(encodings: Mapping[str, Encoding], lowered: ModelProto) -> dict[str, Encoding]:
+def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> dict[str, T]:
     """The same whatever order the stored tensors of the model came in, so that a file that is opened gives it again."""
     sites = [metadata(node).get("qsdk.site", "") for node in lowered.graph.node]
     places = {site: place for place, site in reversed(list(enumerate(sites)))}
-    return dict(sorted(encodings.items(), key=lambda item: places.get(item[0], len(sites))))
+    return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(sites))))
 
 
 def _set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:

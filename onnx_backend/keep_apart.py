@@ -2,7 +2,8 @@
 
 A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Four more:
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Five more:
+QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel;
 a float bias beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits
 is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); a Relu behind a layer whose
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
@@ -23,6 +24,7 @@ from onnx_backend.model import (
     attributes,
     consumers,
     initializers,
+    metadata,
     names_in,
     producers,
     rename_inputs,
@@ -75,7 +77,8 @@ class _Separation:
         replace_nodes(self.graph, nodes)
 
     def _drops_what_is_before(self, quantize: NodeProto) -> bool:
-        if self._form(quantize) == "output_dtype" or quantize.input[0] not in self.makers:
+        before = self.makers.get(quantize.input[0])
+        if self._form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
             return False
         return self._type(quantize) in NARROW
 
@@ -107,8 +110,17 @@ class _Separation:
         return [
             node
             for node in self.readers.get(tensor, [])
-            if is_wrong(self._label(node, tensor), dtype, form) or self._saturates_bias(node, dequantize)
+            if is_wrong(self._label(node, tensor), dtype, form)
+            or self._is_stack(node)
+            or self._saturates_bias(node, dequantize)
         ]
+
+    def _is_stack(self, layer: NodeProto) -> bool:
+        """Whether a MatMul has a stack of stored matrices whose scales are per channel."""
+        maker = self.makers.get(layer.input[1]) if layer.op_type == "MatMul" else None
+        if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
+            return False
+        return len(self.stored[maker.input[0]].dims) > 2 and len(self.stored[maker.input[1]].dims) > 0
 
     def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
         """Whether a float bias lies outside the int32 grid on which the runtime's WeightBiasQuantization puts it."""
@@ -156,8 +168,10 @@ class _Separation:
         maker = self.makers.get(name)
         if maker is None or not maker.input or maker.input[0] not in self.stored:
             return ""
-        blocks = " blocks" if attributes(maker).get("block_size") else ""
-        return _name(self.stored[maker.input[0]].data_type) + blocks
+        name = _name(self.stored[maker.input[0]].data_type)
+        if name.startswith("float8"):
+            return "float8e4m3fn"  # it stands for all of them, in blocks or not
+        return f"{name} blocks" if attributes(maker).get("block_size") else name
 
     def _is_quantized_move(self, node: NodeProto) -> bool:
         following = self.readers.get(node.output[0], []) if node.op_type == "Transpose" else []

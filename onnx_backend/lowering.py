@@ -147,11 +147,15 @@ class Lowering:
             self.graph.initializer.append(numpy_helper.from_array(made, fresh))
         return fresh
 
-    def once(self, source: str, how: bytes, made: LargeTensor, name: str) -> str:
-        """Give the initializer made of `source` in this way; a second site of the same tensor shares it."""
+    def once(self, source: str, how: bytes, made: LargeTensor, suffix: str) -> str:
+        """Give the initializer made of `source` in this way; a second site of the same tensor shares it.
+
+        The number of a further way stands in front of the suffix: opened again, each is a tensor of its own.
+        """
         key = (source, how)
         if key not in self.reused:
-            self.reused[key] = self.initializer(made, name)
+            earlier = sum(known == source for known, _ in self.reused)
+            self.reused[key] = self.initializer(made, f"{source}_{earlier}{suffix}" if earlier else source + suffix)
         return self.reused[key]
 
     def row(self, site: str, dtype: str, form: str, saved: int = 0) -> None:

@@ -120,7 +120,7 @@ def _cast(at: Lowering, site: str, kind: Kind, dtype: DType, source: str, output
     code = _CAST_CODES[dtype.name]
     if source in at.stored:
         narrow = narrowed(at.values(source), code)
-        middle = at.once(source, dtype.name.encode(), narrow, f"{source}_{dtype.name}")
+        middle = at.once(source, dtype.name.encode(), narrow, f"_{dtype.name}")
     else:
         middle = unique(f"{site}/{dtype.name}", at.taken)
         first = at.add("Cast", [source], middle, f"{site}/cast", to=code)

@@ -20,6 +20,7 @@ from onnx_backend.model import (
     input_names,
     is_constant,
     is_mark,
+    names_in,
     rename_inputs,
     replace_nodes,
     unique,
@@ -92,8 +93,9 @@ def _refuse_marked_bodies(model: ModelProto) -> None:
 
 
 def _strip(model: ModelProto) -> _Stripped:
-    """Drop marks; a second site on the same tensor stays as an Identity of its own."""
+    """Drop marks; a second site on the same tensor stays as an Identity, of a stored tensor under its name, numbered."""
     found = _Stripped()
+    stored, taken = initializers(model.graph), names_in(model.graph)
     homes: dict[str, str] = {}  # site -> tensor that carries it
     origins: dict[str, str] = {}  # site -> tensor that was marked
     for node in model.graph.node:
@@ -108,8 +110,11 @@ def _strip(model: ModelProto) -> _Stripped:
             continue
         origins[site] = source
         if source in found.sites:
-            found.nodes.append(helper.make_node("Identity", [source], [output], node.name or f"{site}/identity"))
-            source = output
+            second = unique(f"{source}_1", taken) if source in stored else output
+            found.nodes.append(helper.make_node("Identity", [source], [second], node.name or f"{site}/identity"))
+            if second != output:
+                found.alias[output] = second
+            source = second
         else:
             found.alias[output] = source
         homes[site] = source

@@ -15,7 +15,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend import parity
-from onnx_backend.adopt import adopted_plan
+from onnx_backend.adopt import adopted_plan, float_in_file
 from onnx_backend.calibration import calibrated, stored_tensors
 from onnx_backend.external_data import files_read, require_no_external_data
 from onnx_backend.feeding import as_feeds, batches_of, run_session
@@ -207,7 +207,10 @@ class OnnxSim(StatefulSim):
 
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why; and what was done to the file."""
-        report = with_reasons(coverage_report(self.plan), self.bias_remarks())
+        plan = self.plan
+        if self.config is None:
+            plan = Plan(plan.decisions, (*plan.inside, *float_in_file(self.graph, plan)))
+        report = with_reasons(coverage_report(plan), self.bias_remarks())
         return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
 
     def files_read(self) -> set[Path]:

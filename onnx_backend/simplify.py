@@ -15,7 +15,7 @@ import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.fold_constants import LARGEST, fold, is_view
-from onnx_backend.inline_branches import taken_branch
+from onnx_backend.inline_branches import decide_inside, taken_branch
 from onnx_backend.large_tensors import as_stub
 from onnx_backend.model import (
     array,
@@ -115,16 +115,22 @@ class _Walk:
         """The nodes of the branch that an If with a constant condition takes, or None."""
         if node.op_type != "If" or not node.input or node.input[0] not in self.small:
             return None
-        if self.taken is None:
-            self.taken = names_in(self.graph)
-        nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self.taken)
+        nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
         for tensor in stored:
             self._store(tensor)
         return nodes
 
+    def _taken(self) -> set[str]:
+        """Every name of the model."""
+        if self.taken is None:
+            self.taken = names_in(self.graph)
+        return self.taken
+
     def visit(self, node: NodeProto) -> None:
         """Fold a node, drop it, or keep it."""
         if is_mark(node) or has_bodies(node):
+            if not is_mark(node):
+                decide_inside(node, self.small, self.opsets, self._taken())
             self.kept.append(node)
             return
         if node.op_type == "CastLike":

@@ -43,7 +43,7 @@ def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, 
         if encoding.block_size is not None:
             scale, zero_point = scale.transpose(permutation), zero_point.transpose(permutation)
         output = _fold(at, output)
-    stored = at.once(source, _fingerprint(encoding, permutation), codes, f"{source}_quantized")
+    stored = at.once(source, _fingerprint(encoding, permutation), codes, "_quantized")
     parameters, options = _parameters(at, site, encoding, scale, zero_point)
     name = at.target(site, output, "dequantized")
     options |= where(encoding, axis)

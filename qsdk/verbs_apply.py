@@ -15,10 +15,14 @@ from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.encodings_formats import read_any
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph import Graph
+from qsdk.core.graph_json import graph_from_plain
 from qsdk.core.placing import UNMATCHED, Placed, placed_by_name, placed_by_structure
+from qsdk.core.provenance import GRAPH
 from qsdk.core.report import Report
 from qsdk.core.tensor_facts import tensor_facts
 from qsdk.workflow import OnnxSource, export, opened_qdq
+
+ABSORBED = "absorbed"
 
 
 def apply_encodings(
@@ -45,7 +49,8 @@ def apply_encodings(
         strict: refuse encodings that no tensor takes; otherwise they are listed in the report.
 
     Returns:
-        Rows `site`, `name` (in the encodings), `state` (applied, float or unmatched), `dtype`, `form` and `detail`.
+        Rows `site`, `name` (in the encodings), `state` (applied, float, absorbed: a table whose rows the model stores
+        instead, or unmatched), `dtype`, `form` and `detail`.
 
     Raises:
         FileFormatError: a file cannot be read, or a list of all entries that no tensor takes, or that have other scales
@@ -61,13 +66,20 @@ def apply_encodings(
 
 
 def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
-    """Say how the given encodings find their tensors: on structure if they are a model, else by name."""
+    """Say how the given encodings find their tensors: on structure if they hold a graph, else by name."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         opened = opened_qdq(source)
         file, graph = stored_encodings(opened), OnnxSim.from_qdq(opened).graph
         return lambda target: _placed(file, graph, target)
     text = _read(source, where)
-    return lambda target: placed_by_name(read_any(text, where, tensor_facts(target)), target)
+
+    def place(target: Graph) -> Placed:
+        read = read_any(text, where, tensor_facts(target))
+        if GRAPH not in read.provenance:
+            return placed_by_name(read, target)
+        return _placed(read, graph_from_plain(read.provenance[GRAPH], where), target)
+
+    return place
 
 
 def _placed(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
@@ -94,7 +106,11 @@ def _report(exported: Report, placed: Placed, where: str) -> Report:
         detail = "" if name else NOT_MENTIONED
         rows.append({"site": row["site"], "name": name, "state": state, "dtype": row["dtype"], "form": row["form"]})
         rows[-1]["detail"] = detail
-    for name, (_, why) in placed.problems.items():
-        rows.append({"site": "", "name": name, "state": UNMATCHED, "dtype": "", "form": "", "detail": why})
-    counts = {state: sum(row["state"] == state for row in rows) for state in ("applied", "float", UNMATCHED)}
+    unplaced = {name: ("", UNMATCHED, why) for name, (_, why) in placed.problems.items()}
+    for name, (_, site) in placed.absorbed.items():
+        unplaced[name] = site, ABSORBED, f"the model stores {placed.names[site]} instead, which is quantized twice"
+    for name, (site, state, why) in unplaced.items():
+        rows.append({"site": site, "name": name, "state": state, "dtype": "", "form": "", "detail": why})
+    states = ("applied", "float", ABSORBED, UNMATCHED)
+    counts = {state: sum(row["state"] == state for row in rows) for state in states}
     return Report("Applied encodings", rows, {"encodings": where, **counts, **exported.summary})

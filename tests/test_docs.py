@@ -70,3 +70,10 @@ def test_the_guide_to_encodings_runs(names: dict):
     exec(compile(block_of("encodings.md"), "encodings.md", "exec"), names)
     assert names["again"].encodings == names["sim"].encodings
     assert '"version": "1.0.0"' in Path("new.json").read_text()
+
+
+def test_the_guide_to_export_runs(names: dict):
+    exec(compile(block_of("export.md"), "export.md", "exec"), names)
+    assert names["parity"].summary["passed"]
+    assert names["parity"].summary["sqnr_db"] == np.inf
+    assert names["options"] == {"session.qdq_matmulnbits_accuracy_level": "0"}

@@ -196,15 +196,6 @@ def test_a_float16_model_is_refused_with_the_remedy():
         qsdk.quantize(model, None, w8a8())
 
 
-def test_a_quantized_model_is_refused_with_both_ways_on():
-    sim = qsdk.quantize(mlp(), None, w8a8())
-    qsdk.calibrate(sim, [np.ones((2, 6), np.float32)], progress=False)
-    with pytest.raises(
-        ModelError, match=r"quantized already \(node .*config=None to adopt its encodings, or quantize the"
-    ):
-        qsdk.quantize(sim.qdq_model(), None, w8a8())
-
-
 def test_inputs_and_outputs_keep_their_names_and_order_in_simulation_and_export(tmp_path):
     nodes = [
         node("Add", ["input:0", "b"], ["t"], "add"),

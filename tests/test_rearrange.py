@@ -18,11 +18,11 @@ def test_parts_of_a_large_tensor_are_computed_and_others_are_not():
     packed = numpy_helper.from_array(np.arange(6000, dtype=np.float32).reshape(60, 100), "w")
     bounds = {n: numpy_helper.from_array(np.array([v]), n) for n, v in (("a", 20), ("b", 40), ("axis", 0))}
     stored = {"w": packed, **bounds}
-    found = rearranged(helper.make_node("Slice", ["w", "a", "b", "axis"], ["part"]), stored, OPSETS)
+    found = rearranged(helper.make_node("Slice", ["w", "a", "b", "axis"], ["part"]), stored, OPSETS, {})
     assert found is not None
     assert np.array_equal(found["part"], np.arange(2000, 4000).reshape(20, 100))
-    assert rearranged(helper.make_node("Mul", ["w", "w"], ["y"]), stored, OPSETS) is None
-    assert rearranged(helper.make_node("Concat", ["w", "x"], ["y"], axis=0), stored, OPSETS) is None
+    assert rearranged(helper.make_node("Mul", ["w", "w"], ["y"]), stored, OPSETS, {}) is None
+    assert rearranged(helper.make_node("Concat", ["w", "x"], ["y"], axis=0), stored, OPSETS, {}) is None
 
 
 @pytest.mark.parametrize(

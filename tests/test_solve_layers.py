@@ -230,11 +230,11 @@ def test_labels_go_through_forward(sim: QuantSim) -> None:
 
 
 class OddLinear(nn.Linear):
-    """What it multiplies with is not its weight."""
+    """What it multiplies its weight with is not its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Give [..., out]."""
-        return F.linear(input, self.weight * 2, self.bias)
+        return F.linear(input.abs(), self.weight, self.bias)
 
 
 class Odd(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.attach import PREFIX
-from torch_bridge.wrapper import STATE
+from torch_bridge.wrapper import STATE, is_wrapped
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
 _OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module) -> Any:
     identity, so a copied model is described differently.
     """
     modules = [
-        (path, _Same(type(module)), _described(_attributes(module), _DEPTH, set()))
+        (path, _Same(_own_class(module)), _described(_attributes(module), _DEPTH, set()))
         for path, module in model.named_modules(remove_duplicate=False)
     ]
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -42,6 +42,11 @@ def fingerprint(model: nn.Module) -> Any:
     own = [(name, x) for name, x in tensors if not name.rpartition(".")[2].startswith(PREFIX)]
     state = [(name, first.setdefault(id(x), name), x.dtype, tuple(x.shape)) for name, x in own]
     return modules, state
+
+
+def _own_class(module: nn.Module) -> type:
+    """The user's class: what a wrapped module is made of, and what pickle knows by name."""
+    return type(module).__mro__[1] if is_wrapped(module) else type(module)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[s
         if leaf is not None and not isinstance(leaf, Tensor):
             found[f"output {'.'.join(path)}"] = f"a {type(leaf).__name__}, no tensor: not in the exported file"
     if conditions:
-        found["lengths"] = f"the exported file is the module only where {' and '.join(conditions)}"
+        found["lengths"] = f"traced for {' and '.join(conditions)}; for others the module may take another path"
     return found
 
 

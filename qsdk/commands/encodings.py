@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from qsdk.commands.printing import show
 from qsdk.core.encoding import Encoding
+from qsdk.core.provenance import GRAPH
 from qsdk.core.report import Report
 from qsdk.verbs_files import convert_encodings, read_stored
 
@@ -28,7 +29,8 @@ def run_show(options: Namespace) -> int:
     for site, dtype in (stored.casts or {}).items():
         facts = {"site": site, "kind": stored.kinds.get(site, ""), "dtype": dtype.name, "granularity": "cast"}
         rows.append({**facts, **floats, "frozen": False})
-    show(Report("Encodings", rows, {"sites": len(rows), **stored.provenance}), as_json=options.json)
+    said = {name: value for name, value in stored.provenance.items() if name != GRAPH}  # which is for programs
+    show(Report("Encodings", rows, {"sites": len(rows), **said}), as_json=options.json)
     return 0
 
 

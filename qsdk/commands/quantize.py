@@ -2,27 +2,27 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from onnx_backend.inputs import inputs_of
 from onnx_backend.model import load
 from qsdk.commands.batches import chosen
 from qsdk.commands.printing import show
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config import QuantConfig
 from qsdk.core.config_file import load_config
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.workflow import calibrate, export, quantize
 
-PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
-    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
-)
-
 
 def run(options: Namespace) -> int:
-    """Quantize, calibrate and export; what was done to each tensor is the report."""
+    """Quantize, calibrate and export; what was done to each tensor is the report.
+
+    Raises:
+        ConfigError: the file to write is the float model.
+    """
+    if Path(options.out).exists() and Path(options.out).samefile(options.model):
+        raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     config = config_of(options.config, options.override, options.skip)
     inputs = inputs_of(load(options.model))
     data, said = chosen(options, inputs), ", ".join(options.data or ["random inputs"])
@@ -49,7 +49,7 @@ def config_of(name: str, overrides: list[tuple[str, str]], skipped: list[str]) -
         ConfigError: an override that is not `KEY=DTYPE`, or an unknown dtype.
         FileFormatError: the file cannot be read.
     """
-    config = PRESETS[name]() if name in PRESETS else load_config(name)
+    config = load_config(name)
     for pattern, text in overrides:
         choices = dict(part.partition("=")[::2] for part in text.split(","))
         unknown = sorted(set(choices) - {"weight", "activation", "bias", "input", "output"})

@@ -2,14 +2,19 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from qsdk.core.aimet.aliases import aimet_alias, aimet_aliases
 from qsdk.core.aimet.config import from_aimet, is_aimet
-from qsdk.core.config import QuantConfig
+from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
+
+PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
+    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
+)
 
 
 def load_config(
@@ -21,7 +26,8 @@ def load_config(
     """Read a config from a JSON file of qsdk or of AIMET, or from one of AIMET's built-in ones by its name.
 
     Args:
-        source: a path, the content of a file, or a name such as `htp_v73`.
+        source: a path, the content of a file, or a name: of a preset such as `w4a8`, or of an AIMET config such as
+            `htp_v73`.
         base: what an AIMET file leaves open, above all the dtypes; `w8a8()` if None.
         enforce_kernels: where an AIMET file lists supported kernels and the dtypes of `base` are not among them, take
             the first one (AIMET does so only behind a switch of its own).
@@ -33,6 +39,9 @@ def load_config(
         FileFormatError: the file cannot be read, or is no JSON.
         ConfigError: it holds something that cannot be meant, or no file and no built-in config has this name.
     """
+    preset = PRESETS.get(source) if isinstance(source, str) else None
+    if preset is not None and base is None and not enforce_kernels:
+        return preset()
     data, where = (source, "config") if isinstance(source, Mapping) else _opened(source)
     if is_aimet(data):
         return from_aimet(data, where, base, enforce_kernels=enforce_kernels)
@@ -47,7 +56,7 @@ def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
         known = aimet_alias(name)
         if known is not None:
             return known, name
-        names = ", ".join(aimet_aliases())
+        names = ", ".join((*PRESETS, *aimet_aliases()))
         raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, name)), name

@@ -1,7 +1,7 @@
 """Which tensor of a model each entry of an encodings file means, and whether it fits there."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from qsdk.core.dtypes import DType
@@ -9,6 +9,7 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph import Graph
+from qsdk.core.planning.folded import folded
 from qsdk.core.planning.given import bias_parts, misfit
 from qsdk.core.planning.ties import keeps_grid
 from qsdk.core.tensor_facts import TensorFacts, by_name, counterparts, moved, tensor_facts
@@ -25,12 +26,14 @@ class Placed:
         casts: site -> float16 or bfloat16.
         names: site -> name in the file.
         problems: name in the file -> `unmatched` or `misfit`, and why.
+        absorbed: name of a table in the file -> its encoding, and the site of its rows, which the model stores instead.
     """
 
     encodings: Mapping[str, Encoding]
     casts: Mapping[str, DType]
     names: Mapping[str, str]
     problems: Mapping[str, tuple[str, str]]
+    absorbed: Mapping[str, tuple[Encoding, str]] = field(default_factory=dict)
 
 
 def placed_by_name(file: StoredEncodings, graph: Graph) -> Placed:
@@ -52,28 +55,60 @@ def placed_by_name(file: StoredEncodings, graph: Graph) -> Placed:
 
 
 def placed_by_structure(file: StoredEncodings, source: Graph, graph: Graph) -> Placed:
-    """Place the entries of a Q/DQ model on the tensors of another model that play the same part.
+    """Place the entries of a file on the tensors of another model that play the same part as those of its own.
+
+    Entries that name no site of the file's own graph were added by hand, and mean tensors by name.
 
     Args:
-        file: what the Q/DQ model says, by site.
-        source: the graph of the Q/DQ model.
+        file: what it says, by site.
+        source: the graph of the model that the file was written for.
         graph: of the model.
     """
+    placed = _as_counterparts(file, source, graph)
+    if not placed.problems:
+        return placed
+    shorter = folded(source)  # an exporter computes what depends on no input, where sizes are fixed
+    absorbed = _absorbed(file, source, shorter)
+    kept = {name: encoding for name, encoding in file.encodings.items() if name not in absorbed}
+    again = _as_counterparts(replace(file, encodings=kept), shorter, graph)
+    sites = {name: site for site, name in again.names.items()}
+    moved_in = {name: (file.encodings[name], sites[rows]) for name, rows in absorbed.items() if rows in sites}
+    return replace(again, absorbed=moved_in) if len(again.problems) < len(placed.problems) else placed
+
+
+def _as_counterparts(file: StoredEncodings, source: Graph, graph: Graph) -> Placed:
     pairs = counterparts(source, None, graph)
-    targets = {mine.site: (theirs, mine) for mine, theirs in pairs if theirs.site in graph.sites}
-    file = replace(
-        file, encodings={n: e for n, e in file.encodings.items() if n in targets or not _moves(file, source, n)}
-    )
-    return _placed(file, targets, by_name(facts for facts in tensor_facts(graph) if facts.site in graph.sites))
+    known = by_name(facts for facts in tensor_facts(graph) if facts.site in graph.sites)
+    targets: dict[str, tuple[TensorFacts, TensorFacts | None]] = {}
+    for name in _names(file):
+        if name not in source.sites and (named := _named(file, name, known)) is not None:
+            targets[name] = named, None
+    targets |= {mine.site: (theirs, mine) for mine, theirs in pairs if theirs.site in graph.sites}
+    kept = {n: e for n, e in file.encodings.items() if n in targets or not _moves(file, source, n)}
+    return _placed(replace(file, encodings=kept), targets, known)
 
 
 def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
     """Whether a site only hands on values under the encoding that they have: a model without it lacks nothing."""
-    maker = graph.producer.get(graph.sites[site])
+    maker = graph.producer.get(graph.sites[site]) if site in graph.sites else None
     op = None if maker is None else graph.ops[maker]
     if op is None or op.type == "Concat" or not keeps_grid(graph, op) or op.inputs[0] is None:
         return False
     return file.encodings.get(graph.tensors[op.inputs[0]].site or "") == file.encodings[site]
+
+
+def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str, str]:
+    """The tables that nothing reads any more because their rows are stored, and the sites of these."""
+    found = {}
+    for op in source.ops:
+        table = op.inputs[0] if op.inputs else None
+        if table is None or not source.tensors[table].constant or shorter.consumers[table]:
+            continue
+        name, rows = source.tensors[table].site or "", source.tensors[op.outputs[0]].site or ""
+        taken = name in file.encodings and file.encodings[name].axis is None and rows in file.encodings
+        if taken and keeps_grid(source, op) and shorter.tensors[op.outputs[0]].constant:
+            found[name] = rows
+    return found
 
 
 def _named(file: StoredEncodings, name: str, known: Mapping[str, TensorFacts]) -> TensorFacts | None:
@@ -150,8 +185,9 @@ def require_placed(placed: Placed, where: str, *, strict: bool) -> None:
     remedy = "correct the file"
     if lines[-1] and strict:
         remedy = (
-            "give the float model that the encodings were found on; or instead of the file the Q/DQ model that it "
-            "belongs to, which is matched on structure; or pass strict=False to leave these out"
+            "give the float model that the encodings were found on (of a module: torch's export with optimize=True); "
+            "or instead of a file without a graph (of AIMET, or earlier versions) the Q/DQ model that it belongs to, "
+            "which is matched on structure; or pass strict=False to leave these out"
         )
     raise FileFormatError(f"{where} does not fit the model:\n" + "".join(lines) + remedy)
 

@@ -11,12 +11,14 @@ import numpy as np
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.graph import Graph
+from qsdk.core.graph_json import graph_to_plain
 
+GRAPH = "graph"
 _PACKAGES = ("qsdk", "torch", "onnx", "onnxruntime", "numpy")
 
 
 def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
-    """Give `tool`, `versions`, `config` and `network` as values for JSON.
+    """Give `tool`, `versions`, `config`, `network` and `graph` as values for JSON.
 
     Args:
         config: what was asked for; None for a sim opened from a Q/DQ file. Patterns of one's own stand by name.
@@ -30,6 +32,7 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
         "config": None if config is None else replace(config, patterns=()).to_dict(),
         **named,
         "network": network_hash(graph),
+        GRAPH: graph_to_plain(graph),
     }
 
 

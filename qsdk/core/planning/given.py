@@ -9,7 +9,7 @@ from qsdk.core import affine
 from qsdk.core.block_scales import scale_dtype_of
 from qsdk.core.dtypes import DType, uint8
 from qsdk.core.encoding import Encoding
-from qsdk.core.graph import Graph
+from qsdk.core.graph import Graph, Op
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.ties import keeps_grid
@@ -57,9 +57,8 @@ def plan_as_given(
 def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
     """Tie the results of ops that only move values to what they move, where both have one encoding."""
     for op in graph.ops:
-        data = op.inputs if op.type == "Concat" else op.inputs[:1]
-        sources = [graph.tensors[t].site or "" for t in data if t is not None]
-        if not sources or not keeps_grid(graph, op):
+        sources = _moved_sites(graph, op)
+        if not sources:
             continue
         for output in op.outputs:
             site = graph.tensors[output].site or ""
@@ -68,6 +67,21 @@ def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings
     for site, decision in found.items():
         if decision.bias_of is not None:
             found[site] = replace(decision, bias_of=_homes(found, decision.bias_of))
+
+
+def _moved_sites(graph: Graph, op: Op) -> list[str]:
+    """The sites whose values an op only moves, through results that have no site; "" for what has none at all."""
+    if not keeps_grid(graph, op):
+        return []
+    found: list[str] = []
+    for tensor in op.inputs if op.type == "Concat" else op.inputs[:1]:
+        if tensor is None:
+            continue
+        maker = graph.producer.get(tensor)
+        site = graph.tensors[tensor].site
+        through = [] if site is not None or maker is None else _moved_sites(graph, graph.ops[maker])
+        found += through or [site or ""]
+    return found
 
 
 def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding], casts: Mapping[str, DType]) -> Plan:
