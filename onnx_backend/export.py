@@ -69,12 +69,7 @@ def write_model(
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
-    if not Path(path).name or Path(path).is_dir():
-        raise ExportError(f"cannot write {path}: it is a folder; name a file, such as {Path(path, 'model.onnx')}")
-    if opset not in _OPSETS:
-        raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
-    if dialect not in ("onnxruntime", "onnx"):
-        raise ConfigError(f'dialect={dialect!r} is unknown; choose "onnxruntime" or "onnx"')
+    _require_choices(path, opset, dialect)
     if dialect == "onnxruntime":
         require_kernels(encodings)
     made = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
@@ -96,6 +91,15 @@ def write_model(
     summary: dict[str, Any] = {"zero_point_bytes_saved": saved, "paths": [str(name) for name in written]}
     options = needed_options(lowered, dialect)
     return Report("Export", rows, {**summary, "session_options": options} if options else summary)
+
+
+def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str) -> None:
+    if not Path(path).name or Path(path).is_dir():
+        raise ExportError(f"cannot write: {os.fspath(path) or 'the path'} is a directory; give the name of a file")
+    if opset not in _OPSETS:
+        raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
+    if dialect not in ("onnxruntime", "onnx"):
+        raise ConfigError(f'dialect={dialect!r} is unknown; choose "onnxruntime" or "onnx"')
 
 
 def _require_valid(model: ModelProto) -> None:

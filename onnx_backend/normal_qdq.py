@@ -186,7 +186,10 @@ def _undescribed(node: NodeProto, stored: Mapping[str, TensorProto]) -> str:
     options = attributes(node)
     scale = stored.get(node.input[1])
     if scale is not None and scale.data_type in _NARROW_SCALES:
-        return "has float16 scales, and only float32 tensors are quantized here; convert the file to float32 first"
+        return (
+            "has float16 scales, and only float32 tensors are quantized here; quantize the float32 model that it came "
+            "from, or convert the file to float32"
+        )
     precise = options.get("precision", 0) in (0, TensorProto.FLOAT)
     if not precise or (node.op_type == "DequantizeLinear" and options.get("output_dtype", 0) not in (0, 1)):
         return "computes in another type than float32; convert the file to float32 first"

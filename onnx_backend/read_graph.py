@@ -93,7 +93,7 @@ def _refuse_marked_bodies(model: ModelProto) -> None:
 
 
 def _strip(model: ModelProto) -> _Stripped:
-    """Drop marks; a second site on the same tensor stays as an Identity, of a stored tensor under its name, numbered."""
+    """Drop marks; a second site on the same tensor stays as an Identity, named after a stored tensor with a number."""
     found = _Stripped()
     stored, taken = initializers(model.graph), names_in(model.graph)
     homes: dict[str, str] = {}  # site -> tensor that carries it

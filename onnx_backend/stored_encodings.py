@@ -16,7 +16,7 @@ from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import Plan
 from qsdk.core.tensor_facts import TensorFacts, tensor_facts
 
-_UNMARKED = "/unmarked"  # what `marks.mark` adds to the name of a tensor whose readers read its mark
+UNMARKED = "/unmarked"  # what `marks.mark` adds to the name of a tensor whose readers read its mark
 
 
 def stored_encodings(model: ModelProto) -> StoredEncodings:
@@ -48,12 +48,12 @@ def _float_name(place: Place, made_by: Mapping[str, NodeProto]) -> str:
     name = str(place.quantize.input[0])
     while name in made_by and metadata(made_by[name]).get("qsdk.site") == place.site:
         name = str(made_by[name].input[0])  # what holds the values inside a narrow grid
-    return name.removesuffix(_UNMARKED)
+    return name.removesuffix(UNMARKED)
 
 
 def float_facts(graph: Graph, plan: Plan) -> list[TensorFacts]:
     """What encodings files need to know of a sim's tensors, under the names that they have in the float model."""
-    return [replace(found, name=found.name.removesuffix(_UNMARKED)) for found in tensor_facts(graph, plan)]
+    return [replace(found, name=found.name.removesuffix(UNMARKED)) for found in tensor_facts(graph, plan)]
 
 
 def _embedded(model: ModelProto) -> StoredEncodings | None:

@@ -194,8 +194,10 @@ def _add_to_integer(commands: Any) -> None:
 def _add_encodings(commands: Any) -> None:
     encodings = commands.add_parser("encodings", help="show or convert files of encodings")
     verbs = encodings.add_subparsers(required=True, metavar="show|convert")
+    of_model = "the float ONNX model that they belong to, for what a file does not say"
     show = _command(verbs, "show", "list the encodings of a file", "qsdk encodings show model.encodings.json")
     show.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
+    show.add_argument("--model", help=of_model)
     show.set_defaults(run="qsdk.commands.encodings:run_show")
     convert = _command(
         verbs,
@@ -206,7 +208,7 @@ def _add_encodings(commands: Any) -> None:
     convert.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
     convert.add_argument("out")
     convert.add_argument("--to", required=True, metavar="VERSION", help="qsdk, 0.6.1, 1.0.0, 2.0.0 or 2.1.0")
-    convert.add_argument("--model", help="the float ONNX model that they belong to, for what a file does not say")
+    convert.add_argument("--model", help=of_model)
     convert.add_argument("--allow-loss", action="store_true", help="leave out what the version cannot say, and list it")
     convert.set_defaults(run="qsdk.commands.encodings:run_convert")
 

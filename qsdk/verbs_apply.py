@@ -15,7 +15,7 @@ from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.encodings_formats import read_any
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph import Graph
-from qsdk.core.graph_json import graph_from_plain
+from qsdk.core.graph_json import graph_from_text
 from qsdk.core.placing import UNMATCHED, Placed, placed_by_name, placed_by_structure
 from qsdk.core.provenance import GRAPH
 from qsdk.core.report import Report
@@ -77,7 +77,7 @@ def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
         read = read_any(text, where, tensor_facts(target))
         if GRAPH not in read.provenance:
             return placed_by_name(read, target)
-        return _placed(read, graph_from_plain(read.provenance[GRAPH], where), target)
+        return _placed(read, graph_from_text(read.provenance[GRAPH], where), target)
 
     return place
 

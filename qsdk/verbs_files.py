@@ -146,14 +146,25 @@ def convert_encodings(
         ConfigError: an unknown version.
         ExportError: the folder cannot be written, or what the version cannot say: it lists the sites.
     """
-    chosen, where = require_version(version), _name_of(source)
+    chosen = require_version(version)
+    stored, listed = read_with(source, model)
+    tensors = facts_of(stored, listed, _name_of(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
+    return _written(stored, tensors, out, chosen, allow_loss=allow_loss)
+
+
+def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncodings, list[TensorFacts] | None]:
+    """Read encodings, with what the float model says where the source leaves it to the model; give its tensors too.
+
+    Raises:
+        FileFormatError: the source cannot be read, does not fit the model, or needs one.
+    """
+    where = _name_of(source)
     listed = None if model is None else tensor_facts(_float_graph(model))
     stored = read_stored(source, where, listed)
     if stored.misfits:
         shown = "; ".join(f"{name}: {why}" for name, why in stored.misfits.items())
         raise FileFormatError(f"{where} does not fit the model: {shown}; give the float model that it was made for")
-    tensors = facts_of(stored, listed, where, needs_kinds=chosen in ("0.6.1", "1.0.0"))
-    return _written(stored, tensors, out, chosen, allow_loss=allow_loss)
+    return stored, listed
 
 
 def _written(

@@ -162,7 +162,7 @@ class TorchEncoder(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(HIDDEN, 4, 64, batch_first=True, **options)
-        self.encoder = nn.TransformerEncoder(layer, LAYERS)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=not options.get("norm_first"))
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.encoder(x, src_key_padding_mask=padding)
@@ -308,23 +308,6 @@ WAV2VEC2 = hf.Wav2Vec2Config(
     num_conv_pos_embeddings=8,
     num_conv_pos_embedding_groups=2,
 )
-DETR = hf.DetrConfig(
-    use_timm_backbone=False,
-    backbone=None,
-    use_pretrained_backbone=False,
-    backbone_config=hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"]
-    ),
-    d_model=HIDDEN,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    num_queries=6,
-    num_labels=5,
-)
 
 
 def architectures() -> dict[str, Architecture]:
@@ -356,7 +339,6 @@ def architectures() -> dict[str, Architecture]:
     found["clip-vision"] = Architecture(made(hf.CLIPVisionModelWithProjection, CLIP.vision_config), images, False)
     found["clip"] = Architecture(made(hf.CLIPModel, CLIP), images_and_text)
     found["wav2vec2"] = Architecture(made(hf.Wav2Vec2ForCTC, WAV2VEC2), sound, sequence=False)
-    found["detr"] = Architecture(made(hf.DetrForObjectDetection, DETR), images, sequence=False)
     found |= torch_architectures()
     return found
 

@@ -13,8 +13,9 @@ RNG = np.random.default_rng(5)
 
 
 class _Reader:
-    def __init__(self, name, shape):
-        self.batches = iter([{name: RNG.normal(size=shape).astype(np.float32)} for _ in range(3)])
+    def __init__(self, source, shape):
+        dtype = helper.tensor_dtype_to_np_dtype(source.type.tensor_type.elem_type)
+        self.batches = iter([{source.name: RNG.normal(size=shape).astype(dtype)} for _ in range(3)])
 
     def get_next(self):
         return next(self.batches, None)
@@ -29,12 +30,22 @@ def by_onnxruntime(model, shape, folder, **options):
         logging.disable(logging.WARNING)
         try:
             onnx.save(model, folder / "float.onnx")
-            reader = _Reader(model.graph.input[0].name, shape)
+            reader = _Reader(model.graph.input[0], shape)
             options = {"quant_format": QuantFormat.QDQ, **options}
             quantize_static(folder / "float.onnx", folder / "quantized.onnx", reader, **options)
         finally:
             logging.disable(logging.NOTSET)
     return onnx.load(folder / "quantized.onnx")
+
+
+def in_float16(model):
+    """The model with float16 for every float32, in place."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    return model
 
 
 def plain_pair(name, source, output, parameters, **options):

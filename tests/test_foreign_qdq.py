@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from foreign_models import aimet, by_onnxruntime, integers, node, plain_pair, pt2e
+from foreign_models import aimet, by_onnxruntime, in_float16, integers, node, plain_pair, pt2e
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
@@ -363,6 +363,15 @@ def test_what_no_encoding_describes_is_refused_by_name(name):
         model.graph.node[0].attribute.append(helper.make_attribute("saturate", 0))
     with pytest.raises(FileFormatError, match=message):
         quantize(model, None, None)
+
+
+@pytest.mark.parametrize("config", [None, w8a8()])
+@pytest.mark.parametrize("contrib", [False, True])
+def test_what_a_tool_made_of_a_float16_model_is_refused_with_the_remedy(contrib, config, tmp_path):
+    model = by_onnxruntime(in_float16(mlp()), (4, 6), tmp_path, extra_options={"UseQDQContribOps": contrib})
+    assert any(node.domain == "com.microsoft" for node in model.graph.node) == contrib
+    with pytest.raises(FileFormatError, match=r"has float16 scales, .* quantize the float32 model that it came from"):
+        quantize(model, None, config)
 
 
 def test_a_computed_scale_that_depends_on_data_is_refused():

@@ -10,14 +10,18 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper
+from qdq_models import make_model, mlp
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import distinct
 
+import qsdk
 from onnx_backend.model import array, initializers
+from qsdk.cli import main
 from qsdk.core.config import QuantConfig, w8a8
 from qsdk.core.dtypes import float16
-from qsdk.workflow import calibrate, check_parity, export, quantize, validate
+from qsdk.core.errors import ExportError, IntegerError
+from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer, validate
 
 node = helper.make_node
 
@@ -215,3 +219,99 @@ def test_a_weight_with_two_sites_has_a_name_of_the_model_at_both(tmp_path: Path)
         codes = array(stored[f"{name}_quantized"])
         assert codes.size == 96
         assert np.abs(codes).max() == 127 if sim.encodings[site].scale.size == 1 else codes.max() >= 126
+
+
+# --- the shell -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with float.onnx and data.npy."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp(), "float.onnx")
+    np.save("data.npy", np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32))
+    return tmp_path
+
+
+def test_quantize_does_not_write_over_the_float_model(shell: Path, capsys: pytest.CaptureFixture[str]):
+    before = Path("float.onnx").read_bytes()
+    for out in ("float.onnx", "./float.onnx"):
+        assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 1
+        assert "is the float model, which would be gone; name another file" in capsys.readouterr().err
+    assert Path("float.onnx").read_bytes() == before
+    assert sorted(path.name for path in shell.iterdir()) == ["data.npy", "float.onnx"]
+
+
+@pytest.mark.parametrize("out", [".", "folder", "folder/", ".."])
+def test_a_folder_is_no_file_to_export_to(out: str, shell: Path, capsys: pytest.CaptureFixture[str]):
+    (shell / "folder").mkdir()
+    assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 1
+    assert "is a directory; give the name of a file" in capsys.readouterr().err
+    assert list((shell / "folder").iterdir()) == []
+
+
+def test_an_unknown_config_names_the_presets_too(shell: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy", "--config", "w3a3"]) == 1
+    assert "the names are w8a8, w8a16, w4a8, w4a16, " in capsys.readouterr().err
+    assert qsdk.load_config("w4a16") == qsdk.w4a16()
+
+
+def test_encodings_that_leave_the_axis_to_the_model_are_shown_with_it(shell: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy"]) == 0
+    assert main(["encodings", "convert", "m.onnx", "old.json", "--to", "1.0.0"]) == 0
+    assert main(["encodings", "show", "old.json"]) == 2
+    assert "pass model= (--model)" in capsys.readouterr().err
+    assert main(["encodings", "show", "old.json", "--model", "float.onnx", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["rows"]
+    channels = [row["granularity"] for row in shown if row["granularity"].startswith("per channel")]
+    assert len(channels) == sum(e.axis is not None for e in quantize("m.onnx", None, None).encodings.values()) > 0
+
+
+def test_a_nameless_node_without_integer_form_is_named_as_in_the_users_file(tmp_path: Path):
+    model = make_model(
+        [node("Gemm", ["x", "w"], ["made"]), node("LogSoftmax", ["made"], ["y"])],
+        {"x": [2, 3]},
+        {"y": [2, 4]},
+        {"w": np.eye(3, 4, dtype=np.float32)},
+    )
+    sim = quantize(model, None, w8a8())
+    calibrate(sim, [np.ones((2, 3), np.float32), np.eye(2, 3, dtype=np.float32)], progress=False)
+    export(sim, tmp_path / "m.onnx")
+    with pytest.raises(IntegerError, match="LogSoftmax 'y': it has no integer form"):
+        to_integer(tmp_path / "m.onnx", tmp_path / "int.onnx")
+
+
+def test_exporting_to_nothing_is_refused(tmp_path: Path):
+    sim = calibrated(nn.Linear(3, 2), seeded(2, 3))
+    for path in ("", tmp_path):
+        with pytest.raises(ExportError, match="is a directory; give the name of a file"):
+            export(sim, path)
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        w8a8().override("*", weight="mxfp4"),
+        w8a8().override("*", weight="mxfp8"),
+        w8a8().override("*", weight="nvfp4"),
+        w8a8(block_size=3).override("*", weight="int4", two_level_scales=True),
+        w8a8().override("*", dynamic_activations=True),
+        w8a8().override("*", scale_bits=1),
+    ],
+    ids=["mxfp4", "mxfp8", "nvfp4", "two levels", "dynamic", "powers of two"],
+)
+@pytest.mark.parametrize("door", ["torch", "onnx"])
+def test_a_sim_of_any_form_of_scales_is_saved_and_loaded(config: QuantConfig, door: str, tmp_path: Path):
+    model: Any = distinct(nn.Linear(6, 4)) if door == "torch" else mlp()
+    x: Any = seeded(2, 6) if door == "torch" else seeded(2, 6).numpy()
+    sim = quantize(model, x, config)
+    calibrate(sim, [x], progress=False)
+    qsdk.save(sim, tmp_path / "s.qsdk")
+    back = qsdk.load(tmp_path / "s.qsdk", model if door == "torch" else None)
+    assert back.plan.decisions == sim.plan.decisions
+    assert back.encodings == sim.encodings
+    for found, wanted in zip(back.run(x), sim.run(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))

@@ -25,6 +25,7 @@ from onnx_backend.integer.values import (
     Value,
     dequantized,
 )
+from onnx_backend.stored_encodings import UNMARKED
 
 Args = Sequence[Value | None]
 
@@ -99,7 +100,7 @@ def attributes(node: NodeProto) -> dict[str, Any]:
 
 def label(node: NodeProto) -> str:
     """Give the name by which a node is reported: its own, else its first output's."""
-    return node.name or (node.output[0] if node.output else node.op_type)
+    return (node.name or (node.output[0] if node.output else node.op_type)).removesuffix(UNMARKED)
 
 
 def integer_name(ctx: Context, value: Value | None) -> str:

@@ -6,12 +6,12 @@ from qsdk.commands.printing import show
 from qsdk.core.encoding import Encoding
 from qsdk.core.provenance import GRAPH
 from qsdk.core.report import Report
-from qsdk.verbs_files import convert_encodings, read_stored
+from qsdk.verbs_files import convert_encodings, read_with
 
 
 def run_show(options: Namespace) -> int:
     """List what a file says, site by site."""
-    stored = read_stored(options.source, options.source, None)
+    stored, _ = read_with(options.source, options.model)
     rows = [
         {
             "site": site,

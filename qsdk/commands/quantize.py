@@ -21,10 +21,10 @@ def run(options: Namespace) -> int:
     Raises:
         ConfigError: the file to write is the float model.
     """
-    if Path(options.out).exists() and Path(options.out).samefile(options.model):
-        raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     config = config_of(options.config, options.override, options.skip)
     inputs = inputs_of(load(options.model))
+    if Path(options.out).exists() and Path(options.out).samefile(options.model):
+        raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     data, said = chosen(options, inputs), ", ".join(options.data or ["random inputs"])
     if not options.data:
         print(

@@ -3,7 +3,10 @@
 Weights are left out, and all names but those of sites.
 """
 
+import base64
+import json
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy.typing as npt
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph import Graph, Op, Tensor
 
+_LARGEST = 2**28  # characters
 _FEW = 16  # elements of a constant that says which part a Slice or a Gather takes
 
 
@@ -20,11 +24,17 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
     """Give a graph as values for JSON, in which a tensor is known by its place in the list.
 
     Returns:
-        `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, outputs, attributes, domain),
-        `inputs` and `outputs`; what a list leaves out at its end is absent.
+        `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, counted back from the first output,
+        so that equal blocks of a network read alike, outputs, attributes, domain), `inputs` and `outputs`; what a list
+        leaves out at its end is absent.
     """
-    tensors = [[t.dtype, int(t.constant), t.site, t.shape and list(t.shape), _small(t)] for t in graph.tensors]
-    ops = [[op.type, list(op.inputs), list(op.outputs), _plain(op.attributes), op.domain] for op in graph.ops]
+    # shapes tell how a weight lies; those of activations only make the text longer
+    stored = [graph.constant_root(index) is not None for index in range(len(graph.tensors))]
+    tensors = [
+        [t.dtype, int(t.constant), t.site, list(t.shape) if weight and t.shape else None, _small(t)]
+        for t, weight in zip(graph.tensors, stored, strict=True)
+    ]
+    ops = [[op.type, _back(op), list(op.outputs), _plain(op.attributes), op.domain] for op in graph.ops]
     return {
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
@@ -53,6 +63,33 @@ def graph_from_plain(data: Any, where: str) -> Graph:
     if problem:
         raise FileFormatError(f"the graph in the provenance of {where} is damaged ({problem}); write the file again")
     return graph
+
+
+def graph_to_text(graph: Graph) -> str:
+    """Give what `graph_to_plain` gives as JSON, compressed (zlib) and in base 85: a tenth of its length."""
+    text = json.dumps(graph_to_plain(graph), separators=(",", ":"))
+    return base64.b85encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def graph_from_text(text: Any, where: str) -> Graph:
+    """Read what `graph_to_text` gave.
+
+    Args:
+        text: as it stood in the file.
+        where: name of the file, for messages.
+
+    Raises:
+        FileFormatError: see `graph_from_plain`.
+    """
+    try:
+        data = json.loads(zlib.decompressobj().decompress(base64.b85decode(text), _LARGEST))
+    except (RecursionError, TypeError, ValueError, zlib.error) as error:
+        data = repr(error)
+    return graph_from_plain(data, where)
+
+
+def _back(op: Op) -> list[int | None]:
+    return [None if tensor is None else op.outputs[0] - tensor for tensor in op.inputs]
 
 
 def _small(tensor: Tensor) -> Any:
@@ -87,7 +124,8 @@ def _tensor(
 
 
 def _op(kind: str, inputs: Any, outputs: Any, attributes: Any = None, domain: str = "") -> Op:
-    return Op(kind, tuple(inputs), tuple(outputs), dict(attributes or {}), "", domain)
+    read = tuple(None if back is None else outputs[0] - back for back in inputs)
+    return Op(kind, read, tuple(outputs), dict(attributes or {}), "", domain)
 
 
 def _problem(graph: Graph) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.graph import Graph
-from qsdk.core.graph_json import graph_to_plain
+from qsdk.core.graph_json import graph_to_text
 
 GRAPH = "graph"
 _PACKAGES = ("qsdk", "torch", "onnx", "onnxruntime", "numpy")
@@ -32,7 +32,7 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
         "config": None if config is None else replace(config, patterns=()).to_dict(),
         **named,
         "network": network_hash(graph),
-        GRAPH: graph_to_plain(graph),
+        GRAPH: graph_to_text(graph),
     }
 
 

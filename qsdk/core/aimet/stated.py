@@ -126,7 +126,7 @@ def _channel_axis(stated: Stated, tensor: TensorFacts | None, shape: tuple[int, 
             raise FileFormatError(f"{count} scales along axis {stated.axis} do not fit the shape {list(shape)}")
         return stated.axis
     if tensor is None or shape is None:
-        raise FileFormatError("this version has no channel axis, so the model must say; pass model=")
+        raise FileFormatError("this version has no channel axis, so the model must say; pass model= (--model)")
     if tensor.channel_axis is not None:
         if shape[tensor.channel_axis] == count:
             return tensor.channel_axis
@@ -146,7 +146,7 @@ def _blocks(stated: Stated, tensor: TensorFacts | None, shape: tuple[int, ...] |
     """From the order channel, block to QuantizeLinear's own shape."""
     assert stated.block_size is not None
     if tensor is None or shape is None:
-        raise FileFormatError("this version has no block axis, so the model must say; pass model=")
+        raise FileFormatError("this version has no block axis, so the model must say; pass model= (--model)")
     channel, block = tensor.channel_axis, tensor.block_axis
     if channel is None or block is None:
         raise FileFormatError("it has no channels that blocks could divide; use a version with axes, 2.0.0")

@@ -48,7 +48,8 @@ def _plain_decision(decision: Decision) -> dict[str, Any]:
 def _plain_spec(spec: Spec) -> dict[str, Any]:
     where = {"axis": axis_of(spec.granularity), "block_size": block_size_of(spec.granularity)}
     facts = {name: value for name, value in vars(spec).items() if name != "granularity"}
-    return {**facts, "dtype": spec.dtype.name, **where}
+    scale_dtype = None if spec.scale_dtype is None else spec.scale_dtype.name
+    return {**facts, "dtype": spec.dtype.name, "scale_dtype": scale_dtype, **where}
 
 
 def _read_decision(entry: Mapping[str, Any]) -> Decision:
@@ -69,4 +70,6 @@ def _read_spec(entry: Mapping[str, Any]) -> Spec:
         granularity = PerChannel(axis) if size is None else PerBlock(axis, size)
     fixed = given["fixed_range"]
     given["fixed_range"] = None if fixed is None else tuple(fixed)
+    if given.get("scale_dtype") is not None:
+        given["scale_dtype"] = dtype_named(given["scale_dtype"])
     return Spec(**{**given, "dtype": dtype_named(given["dtype"]), "granularity": granularity})
