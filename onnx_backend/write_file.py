@@ -49,6 +49,7 @@ def write_file(
     """
     outside = outside_of(model, large)
     size = sum(map(_length, _layout(model, outside)))
+    beside = size > SINGLE if external_data is None else external_data
     if external_data is False and size > SINGLE:
         raise ExportError(
             f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
@@ -56,7 +57,7 @@ def write_file(
     _forget_data(model)
     with staging(path) as stage:
         renames, kept = [], set(in_use)
-        if size > SINGLE if external_data is None else external_data:
+        if beside and outside:
             temporary, data = _staged_data(stage, model, outside)
             kept.add(data)
             outside = {}

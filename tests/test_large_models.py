@@ -132,6 +132,19 @@ def test_the_data_file_is_written_when_one_file_cannot_hold_the_model(sim, tmp_p
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", X, progress=False).summary["passed"]
 
 
+def test_a_model_without_large_weights_has_no_data_file(tmp_path):
+    small = calibrated_small(tmp_path)
+    report = qsdk.export(small, tmp_path / "m.onnx", external_data=True)
+    assert [Path(path).name for path in report.summary["paths"]] == ["m.onnx", "m.encodings.json"]
+    assert not list(tmp_path.glob("*.data"))
+
+
+def calibrated_small(folder):
+    sim = qsdk.quantize(external_stack(folder / "float.onnx", 8), None, qsdk.w8a8())
+    qsdk.calibrate(sim, batches(8), progress=False)
+    return sim
+
+
 def test_the_same_weights_give_the_same_data_file(sim, exported):
     before = {path.name: path.read_bytes() for path in exported.parent.iterdir()}
     qsdk.export(sim, exported, external_data=True)

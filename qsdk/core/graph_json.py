@@ -24,9 +24,9 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
     """Give a graph as values for JSON, in which a tensor is known by its place in the list.
 
     Returns:
-        `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, counted back from the first output,
-        so that equal blocks of a network read alike, outputs, attributes, domain), `inputs` and `outputs`; what a list
-        leaves out at its end is absent.
+        `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, outputs, attributes, domain),
+        `inputs` and `outputs`; what a list leaves out at its end is absent. An op's inputs count back from its first
+        output, and its outputs on from the last one of the op before, so that equal blocks of a network read alike.
     """
     # shapes tell how a weight lies; those of activations only make the text longer
     stored = [graph.constant_root(index) is not None for index in range(len(graph.tensors))]
@@ -34,7 +34,11 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
         [t.dtype, int(t.constant), t.site, list(t.shape) if weight and t.shape else None, _small(t)]
         for t, weight in zip(graph.tensors, stored, strict=True)
     ]
-    ops = [[op.type, _back(op), list(op.outputs), _plain(op.attributes), op.domain] for op in graph.ops]
+    befores = [0, *(op.outputs[-1] for op in graph.ops)]
+    ops = [
+        [op.type, _back(op), [t - before for t in op.outputs], _plain(op.attributes), op.domain]
+        for op, before in zip(graph.ops, befores, strict=False)
+    ]
     return {
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
@@ -55,7 +59,9 @@ def graph_from_plain(data: Any, where: str) -> Graph:
     """
     try:
         tensors = [_tensor(index, *fields) for index, fields in enumerate(data["tensors"])]
-        ops = [_op(*fields) for fields in data["ops"]]
+        ops: list[Op] = []
+        for fields in data["ops"]:
+            ops.append(_op(ops[-1].outputs[-1] if ops else 0, *fields))
         graph = Graph(tensors, ops, list(data["inputs"]), list(data["outputs"]))
         problem = _problem(graph)
     except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError) as error:
@@ -123,9 +129,10 @@ def _tensor(
     return Tensor(site or f"#{index}", dtype, None if shape is None else tuple(shape), site, bool(stored), known)
 
 
-def _op(kind: str, inputs: Any, outputs: Any, attributes: Any = None, domain: str = "") -> Op:
-    read = tuple(None if back is None else outputs[0] - back for back in inputs)
-    return Op(kind, read, tuple(outputs), dict(attributes or {}), "", domain)
+def _op(before: int, kind: str, inputs: Any, outputs: Any, attributes: Any = None, domain: str = "") -> Op:
+    made = tuple(before + step for step in outputs)
+    read = tuple(None if back is None else made[0] - back for back in inputs)
+    return Op(kind, read, made, dict(attributes or {}), "", domain)
 
 
 def _problem(graph: Graph) -> str:
