@@ -262,11 +262,13 @@ def export(
 def _traced(sim: QuantSim) -> TracedModel:
     """The trace of the sim's model as it is now, its sites held against the plan's."""
     opened = open_traced(*sim.traced())
-    different = set(opened.graph.sites).symmetric_difference(sim.plan.decisions)
+    different = sorted(set(opened.graph.sites).symmetric_difference(sim.plan.decisions))
+    if not different and [op.type for op in opened.graph.ops] != [op.type for op in sim.graph.ops]:
+        different = ["its ops"]  # a multiplication by 1, say, is none: the plan would not be the changed model's
     if different:
         raise ExportError(
-            f"the model has changed since it was quantized: {', '.join(sorted(different)[:5])} differ; quantize the "
-            "changed model instead"
+            f"the model has changed since it was quantized: {', '.join(different[:5])} differ; quantize the changed "
+            "model instead"
         )
     return opened
 

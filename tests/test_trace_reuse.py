@@ -13,6 +13,16 @@ import torch_bridge.sim
 from qsdk.core.errors import ExportError
 
 
+class Gain:
+    """A callable of the user's, no module."""
+
+    def __init__(self) -> None:
+        self.value = 1.5
+
+    def __call__(self, x):
+        return x * self.value
+
+
 class Scaled(nn.Module):
     """A layer and a plain number that its forward reads."""
 
@@ -20,10 +30,12 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
         self.factor, self.options = 2.0, {"shift": [1.0]}
+        self.gain, self.table, self.hidden = Gain(), np.ones(1), [nn.Linear(3, 3)]
         self.register_buffer("offset", torch.ones(5))
 
     def forward(self, x):
-        return self.last(torch.relu(self.first(x)) * self.factor + self.offset) + self.options["shift"][0]
+        y = self.last(torch.relu(self.first(x)) * self.factor + self.offset) + self.options["shift"][0]
+        return self.gain(y) + float(self.table[0]) + self.hidden[0].bias
 
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -56,7 +68,7 @@ def runs_as_simulated(sim, path):
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     wanted = sim(X).numpy()
-    step = float(sim.encodings["output"].scale[0]) if "output" in sim.encodings else 0.05
+    step = max(float(encoding.scale.max()) for encoding in sim.encodings.values())
     return np.abs(got - wanted).max() <= 1.5 * step
 
 
@@ -115,7 +127,22 @@ def change_inside_a_container(sim):
     sim.model.options["shift"][0] = -4.0
 
 
-@pytest.mark.parametrize("change", [change_number, change_inside_a_container])
+def change_a_callable(sim):
+    sim.model.gain.value = -3.0
+
+
+def change_an_array(sim):
+    sim.model.table[0] = 5.0
+
+
+def change_an_unregistered_module(sim):
+    sim.model.hidden[0].bias.data.fill_(7.0)
+
+
+UNSEEN = [change_number, change_inside_a_container, change_a_callable, change_an_array, change_an_unregistered_module]
+
+
+@pytest.mark.parametrize("change", UNSEEN)
 def test_what_the_forward_reads_besides_its_state_is_traced_anew(sim, traces, tmp_path, change):
     before = sim(X)
     change(sim)
@@ -134,11 +161,17 @@ def test_a_new_hook_is_traced(sim, traces, tmp_path):
 
 
 def test_a_changed_network_is_refused(sim, traces, tmp_path):
-    sim.model.last = nn.Identity()
+    sim.model.last = nn.Sequential(nn.Linear(5, 3))
     with pytest.raises(ExportError, match="the model has changed since it was quantized"):
         qsdk.export(sim, tmp_path / "m.onnx")
     assert traces
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_makes_another_op_of_its_op_is_refused(sim, tmp_path):
+    sim.model.gain.value = 1.0  # x * 1 is no op
+    with pytest.raises(ExportError, match="the model has changed since it was quantized: its ops differ"):
+        qsdk.export(sim, tmp_path / "m.onnx")
 
 
 def test_a_copied_sim_exports_its_own_weights(sim, tmp_path):

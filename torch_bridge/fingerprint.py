@@ -1,17 +1,21 @@
 """What a trace depends on besides the values of parameters and buffers: whether an old trace still holds."""
 
+import hashlib
 from collections.abc import Mapping, Set
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torch_bridge.attach import PREFIX
+from torch_bridge.live_weights import LARGE
 from torch_bridge.wrapper import STATE, is_wrapped
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
 _OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
-_DEPTH = 8
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 class _Same:
@@ -30,18 +34,20 @@ def fingerprint(model: nn.Module) -> Any:
     """Describe a model's modules, their attributes and hooks, and where its state is; compare with `==`.
 
     Two equal descriptions of a model lead to the same trace, whatever the values of its parameters and buffers; only
-    what lies outside the model (a global that its code reads) is not seen. Attributes that are no plain data count by
-    identity, so a copied model is described differently.
+    what lies outside the model is not seen: a global that its code reads, what a function closes over. Objects count by
+    identity and by what they hold, so a copied model is described differently.
     """
+    seen = {id(module) for module in model.modules()}
     modules = [
-        (path, _Same(_own_class(module)), _described(_attributes(module), _DEPTH, set()))
-        for path, module in model.named_modules(remove_duplicate=False)
+        (path, _Same(_own_class(module)), [(name, _described(x, seen)) for name, x in _attributes(module).items()])
+        for path, module in model.named_modules()
     ]
+    places = [(path, _Same(module)) for path, module in model.named_modules(remove_duplicate=False)]
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     own = [(name, x) for name, x in tensors if not name.rpartition(".")[2].startswith(PREFIX)]
     state = [(name, first.setdefault(id(x), name), x.dtype, tuple(x.shape)) for name, x in own]
-    return modules, state
+    return places, modules, state
 
 
 def _own_class(module: nn.Module) -> type:
@@ -53,21 +59,24 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN}
 
 
-def _described(value: Any, depth: int, seen: set[int]) -> Any:
-    """Plain values for plain data, containers and objects of the user's; identity for all else."""
+def _described(value: Any, seen: set[int]) -> Any:
+    """Plain values for data and what objects hold, each object once; never equal for what cannot be looked into."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
-    if isinstance(value, Tensor):
-        return _Same(value), value._version
-    if depth == 0 or id(value) in seen:
+    if isinstance(value, _BY_IDENTITY) or id(value) in seen:
         return _Same(value)
-    inner = seen | {id(value)}
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        small = value.tolist() if value.numel() <= LARGE else None  # what a trace holds as a constant of its own
+        return _Same(value), value._version, value.data_ptr(), repr(small)
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()
     if isinstance(value, Mapping):
-        return type(value), [[_described(part, depth - 1, inner) for part in pair] for pair in value.items()]
+        return type(value), [[_described(part, seen) for part in pair] for pair in value.items()]
     if isinstance(value, list | tuple):
-        return type(value), [_described(item, depth - 1, inner) for item in value]
+        return type(value), [_described(item, seen) for item in value]
     if isinstance(value, Set):
         return type(value), sorted(map(repr, value))
-    if callable(value) or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-        return _Same(value)
-    return _Same(value), _described(dict(vars(value)), depth - 1, inner)
+    if hasattr(value, "__dict__"):
+        return _Same(value), [(name, _described(part, seen)) for name, part in vars(value).items()]
+    return object()
