@@ -180,6 +180,12 @@ class LayerProblem:
         c: XX~', float32 [groups, K, K].
         g_quantized: X~X~', float32 [groups, K, K].
         rows: how many rows of data the moments hold.
+        mean: of X over the rows, float32 [groups, K]; None where it was not gathered.
+        mean_quantized: of X~, likewise.
+        samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver asked for them.
+        held_back: the same problem as data tells it that was not used for the moments here, to guard against
+            solutions that fit the data and not the layer; None where nothing was held back.
+        activation: op type of the activation function that is one with the layer, `""` where there is none.
 
     Raises:
         ModelError: the shapes do not belong together.
@@ -194,6 +200,11 @@ class LayerProblem:
     c: Any
     g_quantized: Any
     rows: int
+    mean: Any | None = None
+    mean_quantized: Any | None = None
+    samples: tuple[Any, Any] | None = None
+    held_back: "LayerProblem | None" = None
+    activation: str = ""
 
     def __post_init__(self) -> None:
         groups, _, k = self.layout.matrix_shape
@@ -241,6 +252,7 @@ class Solution:
         error_before: relative output error with the problem's encoding and nearest rounding.
         error_after: the same with this solution.
         note: why nothing was done, where nothing was.
+        bias_shift: what to add to the layer's bias, float32 [groups, out_per_group]; None where it stays.
     """
 
     encoding: Encoding
@@ -248,6 +260,7 @@ class Solution:
     error_before: float
     error_after: float
     note: str = ""
+    bias_shift: Any | None = None
 
 
 Solver = Callable[[LayerProblem], Solution]
