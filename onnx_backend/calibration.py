@@ -17,7 +17,7 @@ from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges import encoding_from_range
 from qsdk.core.report import Report
-from qsdk.core.statistics import Statistics, activation_encodings, observed
+from qsdk.core.statistics import Gather, Statistics, activation_encodings, alone, observed, of_all_ranks
 
 
 def calibrated(
@@ -31,6 +31,7 @@ def calibrated(
     percentile: float = PERCENTILE,
     progress: bool = True,
     sessions: SessionCache | None = None,
+    gather: Gather = alone,
 ) -> tuple[dict[str, Encoding], Report]:
     """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
 
@@ -44,6 +45,7 @@ def calibrated(
         percentile: of the method of that name.
         progress: show a progress bar.
         sessions: keeps the session that observes for the next call.
+        gather: gives what every rank gives it; the statistics of all ranks count.
 
     Returns:
         Site -> encoding, in place of `own`, and one row for every encoding that was found.
@@ -61,7 +63,11 @@ def calibrated(
     wanted = observed(plan.decisions.values())
     statistics = Statistics(chosen)
     if wanted:  # else only weights have ranges to find, and the data has nothing to say
-        statistics = observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
+
+        def observing() -> Statistics:
+            return observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
+
+        statistics = of_all_ranks(observing, gather)
     found.update(activation_encodings(wanted.values(), statistics, frozen=frozen, known=own))
     _make_room_for_biases(plan, stored, found, {**own, **found, **frozen}, frozen)
     rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
@@ -70,6 +76,12 @@ def calibrated(
 
 def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:
     """Site -> float value of every marked stored tensor."""
+    stored, found = initializers(marked.graph), stored_names(marked, plan)
+    return LazyArrays(found, lambda site: array(stored[found[site]]))
+
+
+def stored_names(marked: ModelProto, plan: Plan) -> dict[str, str]:
+    """Site -> name of the stored tensor there, for every marked one."""
     stored = initializers(marked.graph)
     roots: dict[str, str] = {}
     found: dict[str, str] = {}
@@ -79,7 +91,7 @@ def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:
             site = str(attributes(node)["key"])
             if root in stored and site in plan.decisions:
                 found[site] = root
-    return LazyArrays(found, lambda site: array(stored[found[site]]))
+    return found
 
 
 def _weight_encodings(plan: Plan, stored: Mapping[str, npt.NDArray[Any]], chosen: Estimator) -> dict[str, Encoding]:

@@ -26,6 +26,7 @@ from onnx_backend.model import (
 from onnx_backend.skeleton import Types
 from onnx_backend.tidy import named
 from qsdk.core.config import QuantConfig
+from qsdk.core.folded_norms import FoldedNorm
 
 Array = npt.NDArray[Any]
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -33,10 +34,17 @@ _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True)
 class Folds:
-    """Owners of the BatchNorms that went into a layer, and of those that stay, with the reason."""
+    """Owners of the BatchNorms that went into a layer, and of those that stay, with the reason.
+
+    Attributes:
+        folded: their owners.
+        unfolded: owner -> why it stays.
+        norms: owner of a layer -> what the BatchNorm that went into it said.
+    """
 
     folded: tuple[str, ...] = ()
     unfolded: Mapping[str, str] = field(default_factory=dict)
+    norms: dict[str, FoldedNorm] = field(default_factory=dict)
 
 
 def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Folds:
@@ -54,7 +62,7 @@ def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Fo
         else:
             folded.append(owner)
     folding.finish()
-    return Folds(tuple(folded), unfolded)
+    return Folds(tuple(folded), unfolded, folding.norms)
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class _Folding:
         self.taken = names_in(self.graph)
         self.dropped: set[str] = set()  # outputs of nodes that are gone
         self.renamed: dict[str, str] = {}
+        self.norms: dict[str, FoldedNorm] = {}
 
     def fold(self, norm: NodeProto) -> str:
         """Fold one BatchNorm; gives the reason where it stays."""
@@ -97,12 +106,14 @@ class _Folding:
             reason = self._obstacle(before, norm, factor)
             if not reason:
                 self._into_before(before, norm, factor, shift)
+                self.norms[named(before.node)] = _said(bias, abs(scale))
                 return ""
         after = self._layer_after(norm)
         if after is not None:
             reason = self._obstacle_after(after, norm, factor)
             if not reason:
                 self._into_after(after, norm, factor, shift)
+                self.norms[named(after.node)] = _said(mean, np.sqrt(var), before=True)
                 return ""
         return reason
 
@@ -244,6 +255,10 @@ class _Folding:
         if keep_output:
             norm.output[0] = unique(f"{norm.output[0]}/folded", self.taken)
         self.dropped.add(norm.output[0])
+
+
+def _said(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm:
+    return FoldedNorm(mean.astype(np.float32), std.astype(np.float32), before)
 
 
 def _channels(node: NodeProto, shape: Sequence[int], *, inputs: bool) -> int:

@@ -111,6 +111,11 @@ def as_stored_in(model: ModelProto) -> dict[str, LargeTensor]:
     return {tensor.name: as_stored(tensor) for tensor in wanted}
 
 
+def from_source(source: Callable[[], Array], dims: Sequence[int]) -> LargeTensor:
+    """The float32 values of this shape that `source` gives when they are wanted."""
+    return LargeTensor(TensorProto.FLOAT, tuple(dims), source, _rows)
+
+
 def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, LargeTensor]:
     """The stubs of a model as the arrays that `weights` holds, each asked for when it is wanted."""
     return {
@@ -137,6 +142,26 @@ def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int
     Raises:
         ValueError: the encoding does not fit their shape.
     """
+    code = int(helper.np_dtype_to_tensor_dtype(storage_type(encoding.dtype)))
+    return _on_grid(encoding, values, permutation, code, Encoding.quantize)
+
+
+def on_grid(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
+    """What the codes that `quantized` gives stand for, in float32.
+
+    Raises:
+        ValueError: the encoding does not fit their shape.
+    """
+    return _on_grid(encoding, values, permutation, TensorProto.FLOAT, Encoding.fake_quantize)
+
+
+def _on_grid(
+    encoding: Encoding,
+    values: LargeTensor,
+    permutation: Sequence[int] | None,
+    data_type: int,
+    make: Callable[[Encoding, Array], Array],
+) -> LargeTensor:
     dims = values.dims
     require_fit(encoding, dims)
     order = tuple(range(len(dims)) if permutation is None else permutation)
@@ -144,12 +169,11 @@ def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int
 
     def part(source: Array, first: int, last: int) -> Array:
         rows = _rows(source, first, last, lead)
-        return _of_rows(encoding, lead, len(dims), first, last).quantize(rows).transpose(order)
+        return make(_of_rows(encoding, lead, len(dims), first, last), rows).transpose(order)
 
     along = encoding.axis is not None and encoding.axis % len(order) == lead
     step = (encoding.block_size or 1) if along else 1
-    code = int(helper.np_dtype_to_tensor_dtype(storage_type(encoding.dtype)))
-    return LargeTensor(code, tuple(dims[axis] for axis in order), values.source, part, step)
+    return LargeTensor(data_type, tuple(dims[axis] for axis in order), values.source, part, step)
 
 
 def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:

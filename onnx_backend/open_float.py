@@ -24,6 +24,7 @@ from onnx_backend.tidy import named, tidy
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DTYPES
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
+from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph, Tensor
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
@@ -52,6 +53,7 @@ class Notes:
         reasons: name of a tensor without a site -> why.
         inside: the float tensors in the bodies of control flow.
         remarks: on conversions, in sentences.
+        norms: owner of a layer -> what the BatchNorm that went into it said.
     """
 
     folded: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ class Notes:
     reasons: Mapping[str, str] = field(default_factory=dict)
     inside: tuple[Decision, ...] = ()
     remarks: tuple[str, ...] = ()
+    norms: Mapping[str, FoldedNorm] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """For the coverage report: how many BatchNorms were folded, why others were not, and the remarks."""
@@ -134,7 +137,8 @@ def _opened(
     _forget_shapes(model)
     _declare_outputs(model, types)
     graph = read_graph(model, types)
-    notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), decisions_inside(model, types), remarks)
+    inside = decisions_inside(model, types)
+    notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
     return model, graph, notes
 
 

@@ -1,7 +1,7 @@
 """Sampling: one float pass that looks at the values of every site."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from onnx import ModelProto, TensorProto, helper
@@ -18,7 +18,7 @@ def sample_sites(marked: ModelProto, data: Iterable[Any], *, progress: bool = Tr
     Raises:
         DataError: no data, or data the model does not take.
     """
-    model, tensors = _exposed(marked)
+    model, tensors = exposed(marked)
     session = simulation_session(model)
     names = [output.name for output in session.get_outputs()]
     found: defaultdict[str, SiteSample] = defaultdict(SiteSample)
@@ -30,8 +30,8 @@ def sample_sites(marked: ModelProto, data: Iterable[Any], *, progress: bool = Tr
     return dict(found)
 
 
-def _exposed(marked: ModelProto) -> tuple[ModelProto, dict[str, str]]:
-    """The float model with every computed site as an output; gives tensor name -> site."""
+def exposed(marked: ModelProto, sites: Container[str] | None = None) -> tuple[ModelProto, dict[str, str]]:
+    """The float model with these computed sites (None for all) as its outputs; gives tensor name -> site."""
     model = load(marked)
     stored = {tensor.name for tensor in model.graph.initializer}
     tensors: dict[str, str] = {}
@@ -43,7 +43,7 @@ def _exposed(marked: ModelProto) -> tuple[ModelProto, dict[str, str]]:
         nodes.append(helper.make_node("Identity", node.input, node.output))
         if node.input[0] in stored:
             stored.add(node.output[0])
-        else:
+        elif sites is None or attributes(node)["key"] in sites:
             tensors[node.output[0]] = str(attributes(node)["key"])
     replace_nodes(model.graph, nodes)
     del model.graph.output[:]

@@ -17,6 +17,7 @@ from onnx_backend.open_float import Notes
 from onnx_backend.sim import OnnxSim
 from onnx_backend.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from qsdk.core.errors import FileFormatError
+from qsdk.core.folded_norms import plain_norms, read_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.plan_json import plain_plan, read_plan
 from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
@@ -33,6 +34,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "reasons": dict(notes.reasons),
         "inside": plain_plan(Plan({}, notes.inside)),
         "remarks": list(notes.remarks),
+        "norms": plain_norms(sim.folded_norms),
     }
 
 
@@ -67,7 +69,10 @@ def restored(file: SimFile, where: str) -> OnnxSim:
             dict(facts["reasons"]),
             read_plan(facts["inside"]).inside,
             tuple(facts["remarks"]),
+            read_norms(facts.get("norms", {}), where),
         )
+    except FileFormatError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
     opened = _read(file.parts, OPENED, where) if OPENED in file.parts else None

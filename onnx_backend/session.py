@@ -41,10 +41,14 @@ _MANY = 2_000  # nodes
 _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
 
-def simulation_session(model: bytes | ModelProto) -> ort.InferenceSession:
+def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
     Stored tensors are dequantized once, here, by the same formula, instead of at every run.
+
+    Args:
+        model: with Q/DQ.
+        shares_memory: take memory from the pool of `shared_memory`, which must be open.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
@@ -53,6 +57,8 @@ def simulation_session(model: bytes | ModelProto) -> ort.InferenceSession:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.disable_double_qdq_remover", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    if shares_memory:
+        options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
     prepared = with_float_weights(load(model))
     # planning the reuse of memory takes the runtime time quadratic in the nodes

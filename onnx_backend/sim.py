@@ -16,13 +16,14 @@ from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend import parity
 from onnx_backend.adopt import adopted_plan, float_in_file
-from onnx_backend.calibration import calibrated, stored_tensors
+from onnx_backend.calibration import calibrated, stored_names, stored_tensors
+from onnx_backend.changed_weights import ChangedWeights
 from onnx_backend.external_data import files_read, require_no_external_data
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.keep_apart import keep_apart
 from onnx_backend.large_tensors import fake_quantized, with_large
 from onnx_backend.marks import mark, open_qdq
-from onnx_backend.model import at_opset, load
+from onnx_backend.model import array, at_opset, load
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.observe import SessionCache
 from onnx_backend.open_float import Notes, Source, explained, open_float
@@ -36,8 +37,9 @@ from onnx_backend.validate import require_valid
 from onnx_backend.write_file import spooled
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.estimators import PERCENTILE
+from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.coverage import coverage_report
@@ -45,9 +47,12 @@ from qsdk.core.planning.given import owned_encodings
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes, with_reasons
+from qsdk.core.sims.corrected_biases import OriginalBiases
+from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState, encoding_of
 from qsdk.core.sims.stateful import StatefulSim
+from qsdk.core.statistics import Gather, alone
 
 Array = npt.NDArray[Any]
 
@@ -73,6 +78,9 @@ class OnnxSim(StatefulSim):
         self._session: ort.InferenceSession | None = None
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
+        self._weights = ChangedWeights(marked)
+        self._norms: dict[str, FoldedNorm] = {}
+        self.original_biases: OriginalBiases = {}
         self._spools: list[weakref.finalize[..., OnnxSim]] = []
 
     @classmethod
@@ -82,7 +90,7 @@ class OnnxSim(StatefulSim):
         """Plan the quantization of a float ONNX model; see `open_float` for the arguments and what it raises."""
         opened = open_float(source, config, example, fold_batch_norm=fold_batch_norm)
         sim = cls(mark(opened.model, opened.graph, in_place=True), opened.graph, opened.plan, config)
-        sim.notes = opened.notes
+        sim.notes, sim._norms = opened.notes, dict(opened.notes.norms)
         return sim
 
     @classmethod
@@ -109,7 +117,7 @@ class OnnxSim(StatefulSim):
     ) -> "OnnxSim":
         """The sim of a marked model with the state, the notes and the opened Q/DQ model that another one had."""
         sim = cls(marked, read_graph(marked), state.plan, state.config)
-        sim.notes = notes
+        sim.notes, sim._norms = notes, dict(notes.norms)
         sim._own, sim._lowered = dict(state.own), opened
         return sim
 
@@ -126,6 +134,7 @@ class OnnxSim(StatefulSim):
         weight_method: str | None = None,
         percentile: float = PERCENTILE,
         progress: bool = True,
+        gather: Gather = alone,
     ) -> Report:
         """Find an encoding for every site: weights at once, activations in one streamed float pass.
 
@@ -135,6 +144,7 @@ class OnnxSim(StatefulSim):
             weight_method: for weights; `min_max` where it is None.
             percentile: share of the values, in percent, that `percentile` keeps below its upper end.
             progress: show a progress bar.
+            gather: gives what every rank gives it; the statistics of all ranks count.
 
         Raises:
             ConfigError: an unknown method, or a percentile outside 50..100.
@@ -151,8 +161,10 @@ class OnnxSim(StatefulSim):
             percentile=percentile,
             progress=progress,
             sessions=self._observing,
+            gather=gather,
         )
         self._set(own)
+        self.methods = Methods(method, weight_method, percentile)
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
@@ -166,12 +178,51 @@ class OnnxSim(StatefulSim):
             raise ConfigError(f"{site} has no encoding of its own; set that of {decision and decision.encoding_site}")
         self._set({**self._own, site: encoding})
 
-    def snapshot(self) -> SimState:
-        """The state as it is: config, plan and encodings. It holds no weights, and costs no more than a dictionary."""
-        return SimState(self.config, self.plan, dict(self._own))
+    def change_stored(self, values: Mapping[str, Array]) -> None:
+        """Give stored float tensors, by the name that the graph has for them, other values of the same shape.
+
+        Raises:
+            ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
+        """
+        self._weights.write(values)
+        self._observing = SessionCache()
+        self._set(self._own)
+
+    def store_floats(self, values: Mapping[str, Array]) -> None:
+        """Give the stored tensors at sites other values of the same shape; see `change_stored`."""
+        names = self.stored_names()
+        missing = sorted(set(values) - set(names))
+        if missing:
+            raise ModelError(f"the model stores no tensor at {', '.join(missing)}; name a weight or a bias")
+        self.change_stored({names[site]: value for site, value in values.items()})
+
+    def stored_by_name(self, name: str) -> Array | None:
+        """The stored tensor of this name; None where there is none."""
+        return next((array(tensor) for tensor in self._marked.graph.initializer if tensor.name == name), None)
+
+    def stored_names(self) -> dict[str, str]:
+        """Site -> name of the stored tensor there, for `change_stored`."""
+        return stored_names(self._marked, self.plan)
+
+    def snapshot(self, *, weights: bool = False) -> SimState:
+        """The state as it is: config, plan and encodings, and with `weights` the stored tensors as well.
+
+        Without weights it costs no more than a dictionary; with them, a copy of each tensor that is changed afterwards.
+        """
+        held = (self._weights.hold(), dict(self.folded_norms), dict(self.original_biases)) if weights else None
+        return SimState(self.config, self.plan, dict(self._own), held)
 
     def restore(self, state: SimState) -> None:
-        """Be again what a snapshot says."""
+        """Be again what a snapshot says.
+
+        Raises:
+            ModelError: it holds the weights of another sim.
+        """
+        if state.stored is not None:
+            held, norms, biases = state.stored
+            self._weights.put_back(held)
+            self._norms, self.original_biases = dict(norms), dict(biases)
+            self._observing = SessionCache()
         self.config, self.plan = state.config, state.plan
         self._set(dict(state.own))
 
@@ -183,8 +234,14 @@ class OnnxSim(StatefulSim):
             DataError: NaN or inf in a weight whose encoding is derived anew.
         """
         extra = (*self.notes.folded, *self.notes.unfolded)
-        state = replanned(self.snapshot(), self.graph, config, self.stored_floats, extra_owners=extra)
+        stored, methods = self.stored_floats, self.methods
+        state = replanned(self.snapshot(), self.graph, config, stored, methods=methods, extra_owners=extra)
         return replace(state, plan=explained(state.plan, self.graph, self.notes))
+
+    @property
+    def folded_norms(self) -> dict[str, FoldedNorm]:
+        """Owner of a layer -> what the BatchNorm said that was folded into it, as far as it is still true."""
+        return self._norms
 
     @property
     def folded(self) -> Collection[str]:
@@ -215,7 +272,8 @@ class OnnxSim(StatefulSim):
 
     def files_read(self) -> set[Path]:
         """The files that hold large weights of this sim; they must stay as they are while it is in use."""
-        return files_read(self._marked) | (files_read(self._lowered) if self._lowered is not None else set())
+        opened = set() if self._lowered is None else files_read(self._lowered)
+        return files_read(self._marked) | opened | set(self._weights.files_read())
 
     def traced(self) -> TracedModel:
         """The float model with a mark at every site, to be read only."""

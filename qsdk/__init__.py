@@ -48,22 +48,42 @@ from qsdk.core.report import Report
 
 if TYPE_CHECKING:
     from qsdk.verbs_apply import apply_encodings
+    from qsdk.verbs_bias import correct_bias
+    from qsdk.verbs_blocks import tune_blocks
     from qsdk.verbs_files import convert_encodings, load, load_encodings, save, save_encodings
+    from qsdk.verbs_layers import adaround, gptq, seq_mse
+    from qsdk.verbs_norms import reestimate_batch_norm
     from qsdk.verbs_precision import advise, mixed_precision
-    from qsdk.workflow import adaround, calibrate, check_parity, export, quantize, seq_mse, to_integer, validate
+    from qsdk.verbs_ranges import tune_ranges
+    from qsdk.verbs_scaling import awq, equalize, smooth_quant
+    from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer, validate
 
 __version__ = "0.1.0"
 
-_VERBS = frozenset({"quantize", "calibrate", "seq_mse", "adaround", "export", "check_parity", "to_integer", "validate"})
+_VERBS = frozenset({"quantize", "calibrate", "export", "check_parity", "to_integer", "validate"})
+_LAYER_VERBS = frozenset({"seq_mse", "adaround", "gptq"})
 _FILE_VERBS = frozenset({"load_encodings", "save_encodings", "convert_encodings", "save", "load"})
 _APPLY_VERBS = frozenset({"apply_encodings"})
+_BIAS_VERBS = frozenset({"correct_bias"})
+_NORM_VERBS = frozenset({"reestimate_batch_norm"})
+_BLOCK_VERBS = frozenset({"tune_blocks"})
+_SCALING_VERBS = frozenset({"equalize", "smooth_quant", "awq"})
+_RANGE_VERBS = frozenset({"tune_ranges"})
 _PRECISION_VERBS = frozenset({"mixed_precision", "advise"})
 
 __all__ = [
     "quantize",
     "calibrate",
     "seq_mse",
+    "tune_blocks",
+    "tune_ranges",
     "adaround",
+    "gptq",
+    "correct_bias",
+    "reestimate_batch_norm",
+    "equalize",
+    "smooth_quant",
+    "awq",
     "export",
     "check_parity",
     "to_integer",
@@ -122,10 +142,22 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
         return getattr(import_module("qsdk.workflow"), name)
+    if name in _LAYER_VERBS:
+        return getattr(import_module("qsdk.verbs_layers"), name)
     if name in _FILE_VERBS:
         return getattr(import_module("qsdk.verbs_files"), name)
     if name in _APPLY_VERBS:
         return getattr(import_module("qsdk.verbs_apply"), name)
+    if name in _BIAS_VERBS:
+        return getattr(import_module("qsdk.verbs_bias"), name)
+    if name in _BLOCK_VERBS:
+        return getattr(import_module("qsdk.verbs_blocks"), name)
+    if name in _SCALING_VERBS:
+        return getattr(import_module("qsdk.verbs_scaling"), name)
+    if name in _NORM_VERBS:
+        return getattr(import_module("qsdk.verbs_norms"), name)
+    if name in _RANGE_VERBS:
+        return getattr(import_module("qsdk.verbs_ranges"), name)
     if name in _PRECISION_VERBS:
         return getattr(import_module("qsdk.verbs_precision"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")

@@ -20,10 +20,12 @@ from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.encodings_formats import OWN, facts_of, own_rows, read_any, require_version
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.files import write_text
+from qsdk.core.folded_norms import plain_norms, read_norms
 from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import plain_biases, read_biases
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
@@ -32,6 +34,7 @@ from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
 from qsdk.workflow import OnnxSource, Sim, opened_qdq, quantize
 from torch_bridge import saved as saved_torch
+from torch_bridge.relu6 import unbind, unbounded
 from torch_bridge.sim import QuantSim
 
 
@@ -225,11 +228,12 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
-    state = sim.snapshot()
+    state, biases = sim.snapshot(), {"biases": plain_biases(sim)}
     if isinstance(sim, OnnxSim):
-        write_sim(path, "onnx", state, saved_onnx.facts_of(sim), saved_onnx.parts_of(sim))
+        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **biases}, saved_onnx.parts_of(sim))
         return
-    facts = {"quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
+    facts = {**biases, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
+    facts |= {"norms": plain_norms(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
     write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
 
 
@@ -249,12 +253,17 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
     if file.door == "onnx":
         if model is not None:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
-        return saved_onnx.restored(file, where)
+        return _with_biases(saved_onnx.restored(file, where), file, where)
     if file.door != "torch":
         raise FileFormatError(f"{where} holds a sim of an unknown kind {file.door!r}; update qsdk")
     if model is None:
         raise ConfigError(f"{where} holds a sim of an nn.Module; pass the float module: qsdk.load(path, model)")
-    return _module_sim(file, model, where)
+    return _with_biases(_module_sim(file, model, where), file, where)
+
+
+def _with_biases(sim: Sim, file: SimFile, where: str) -> Sim:
+    sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
+    return sim
 
 
 def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
@@ -272,6 +281,8 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
             "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
         )
     saved_torch.load_weights(sim, file.parts, where)
+    unbind(sim.model, file.facts.get("relu6_as_relu", ()))
+    sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))
     sim.restore(replace(planned, own=file.state.own))
     return sim
 

@@ -22,11 +22,9 @@ from onnx_backend.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.stored_encodings import float_facts
 from onnx_backend.traced import TracedModel, open_traced
-from qsdk.algorithms import adaround as adaround_solver
-from qsdk.algorithms import seq_mse as seq_mse_solver
-from qsdk.algorithms.moments import Moments
+from qsdk.algorithms.ranks import gathered
 from qsdk.core.config import QuantConfig
-from qsdk.core.errors import ConfigError, ExportError, ModelError
+from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
@@ -36,7 +34,6 @@ from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
-from torch_bridge.layer_problems import solve_layers
 from torch_bridge.layers import require_known
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
@@ -140,6 +137,9 @@ def calibrate(
 ) -> Report:
     """Find an encoding for every site in one pass over the data.
 
+    Under `torchrun` every rank calls this with data of its own and finds what one would find in the data of all
+    (`moving_average`, which depends on an order: the mean of the ranks' averages).
+
     Args:
         sim: of either door.
         data: an iterable of tensors, tuples (positional) or mappings (keywords).
@@ -157,7 +157,14 @@ def calibrate(
     """
     if isinstance(sim, OnnxSim):
         refuse_forward(forward)
-        return sim.calibrate(data, method=method, weight_method=weight_method, percentile=percentile, progress=progress)
+        return sim.calibrate(
+            data,
+            method=method,
+            weight_method=weight_method,
+            percentile=percentile,
+            progress=progress,
+            gather=gathered,
+        )
     return calibration.calibrate(
         sim,
         data,
@@ -166,52 +173,8 @@ def calibrate(
         percentile=percentile,
         forward=forward,
         progress=progress,
+        gather=gathered,
     )
-
-
-def seq_mse(
-    sim: Sim,
-    data: Iterable[Any],
-    *,
-    candidates: int = 20,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-) -> Report:
-    """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
-
-    Raises:
-        CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take; the sim stays as it was.
-    """
-
-    def solver(problem: Any) -> Any:
-        return seq_mse_solver.solve(problem, candidates=candidates)
-
-    return _solved(sim, data, solver, "SeqMSE", forward=forward, progress=progress, seed=seed)
-
-
-def adaround(
-    sim: Sim,
-    data: Iterable[Any],
-    *,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-) -> Report:
-    """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
-
-    Raises:
-        CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take; the sim stays as it was.
-    """
-    return _solved(sim, data, adaround_solver.solve, "AdaRound", forward=forward, progress=progress, seed=seed)
-
-
-def _solved(sim: Sim, data: Iterable[Any], solver: Callable[[Any], Any], title: str, **options: Any) -> Report:
-    if isinstance(sim, OnnxSim):
-        raise ModelError(f"{title} takes a sim of an nn.Module so far; quantize the module instead of the ONNX file")
-    return solve_layers(sim, data, solver, new_moments=Moments, title=title, **options)
 
 
 def export(

@@ -1,6 +1,7 @@
 """Scales in narrow types: shared exponents (OCP MX), float8 scales (NVFP4), levels (AIMET's LPBQ)."""
 
 import math
+import time
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsdk import quantize, w8a8
 from qsdk.core.block_scales import confined, float8_scales, scale_dtype_of, shared_exponents
 from qsdk.core.dtypes import (
     DTYPES,
@@ -106,6 +108,32 @@ def test_behaviour_66_levels_and_channel_scales_of_the_reference():
         np.testing.assert_allclose(parts.channel_scale, factors, rtol=1e-6)
         assert parts.levels.tolist() == levels
         np.testing.assert_allclose(found, np.multiply(factors, levels), rtol=1e-6)
+
+
+def test_behaviour_67_levels_of_8_bit_weights_reach_256():
+    scale = np.float32([[25.6, 11.111], [256, 25.555]])
+    found = confined(scale, Spec(int8, PerBlock(1, 4), scale_dtype=uint8))
+    parts = two_level(Encoding(int8, found, 0, 1, 4))
+    assert parts is not None
+    np.testing.assert_allclose(parts.channel_scale, [[0.1], [1]], rtol=1e-6)
+    assert parts.levels.tolist() == [[256, 111], [256, 26]]
+    np.testing.assert_allclose(found, [[25.6, 11.1], [256, 26]], rtol=1e-6)
+
+
+def test_the_levels_of_a_config_follow_the_bits_of_the_weight():
+    for weight, levels in (("int4", uint4), ("int8", uint8), ("int2", uint4)):
+        config = w8a8(block_size=4).override("*", weight=weight, two_level_scales=True)
+        sim = quantize(torch.nn.Linear(16, 3), torch.randn(2, 16), config)
+        assert sim.plan.decisions["self:weight"].spec.scale_dtype == levels
+    with pytest.raises(ConfigError, match="uint4 is for integers of up to 4 bits, uint8 for wider ones"):
+        Spec(int8, PerBlock(1, 4), scale_dtype=uint4)
+
+
+def test_scales_without_factors_are_told_at_once():
+    scale = np.abs(normal(4096, 128)) + 1
+    start = time.perf_counter()
+    assert two_level(Encoding(int8, scale, 0, 1, 32)) is None
+    assert time.perf_counter() - start < 1
 
 
 @given(st.integers(0, 1000), st.sampled_from([0, 1]), st.integers(1, 9))

@@ -20,7 +20,8 @@ from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.state import owns_encoding
 from qsdk.verbs_files import load_encodings, save_encodings
-from qsdk.workflow import adaround, calibrate, export, quantize, seq_mse
+from qsdk.verbs_layers import adaround, seq_mse
+from qsdk.workflow import calibrate, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
 WEIGHTS = ["conv1:weight", "conv2:weight", "fc1:weight", "fc2:weight"]

@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_walk import FakeStep, FakeWalk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsdk.algorithms.moments import Moments, gather_patches, patches_wanted, sample_positions
+from qsdk.algorithms.gather import Gathers, problems_of
+from qsdk.algorithms.moments import FOLD, Moments
+from qsdk.algorithms.patches import gather_patches, patches_wanted, sample_positions
 from qsdk.core import affine
 from qsdk.core.dtypes import int4, int8
 from qsdk.core.errors import DataError, ModelError
-from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
+from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout, problem_from_moments
+from qsdk.core.layer_walk import Layer
 from qsdk.core.ranges import encoding_from_range, range_of
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 
@@ -78,13 +82,17 @@ def random_problem(case: Case, seed: int, spec: Spec) -> tuple[LayerProblem, Ten
     weight = torch.randn(case.layout.shape, generator=generator)
     x = torch.randn(case.inputs, generator=generator)
     noisy = x + 0.1 * torch.randn(case.inputs, generator=generator)
-    moments = Moments(case.layout, case.geometry)
-    moments.update(x[:1], noisy[:1])  # two updates of the same sums
-    moments.update(x[1:], noisy[1:])
-    encoding = encoding_from_range(range_of(weight.numpy(), spec), spec)
-    matrix = case.layout.to_matrix(weight)
-    sums = (moments.g, moments.c, moments.g_quantized)
-    return LayerProblem("w", spec, encoding, case.layout, matrix, *sums, moments.rows), x, noisy, weight
+    pairs = [(x[:1], noisy[:1]), (x[1:], noisy[1:])]  # two updates of the same sums
+    return gathered(case, spec, weight, pairs), x, noisy, weight
+
+
+def gathered(
+    case: Case, spec: Spec, weight: Tensor, pairs: list[tuple[Any, Any]], held_back: int = 0, batches: int | None = None
+) -> LayerProblem:
+    layer = Layer("w", spec, case.layout, case.geometry)
+    walk = FakeWalk([[layer]], {"w": weight}, [pairs[0][0]] * (batches or len(pairs)))
+    (problem,) = problems_of(FakeStep([layer], pairs), walk, Gathers(held_back=held_back), 0)
+    return problem
 
 
 @settings(max_examples=150, deadline=None)
@@ -145,38 +153,112 @@ def test_numpy_and_torch_problems_agree() -> None:
     layout = WeightLayout("conv", (4, 2, 3, 3), 2)
     case = Case(layout, PatchGeometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 2), (2, 4, 5, 5))
     problem, *_ = random_problem(case, 0, Spec(int4))
-    arrays = [np.asarray(v) for v in (problem.weight, problem.g, problem.c, problem.g_quantized)]
-    other = LayerProblem("w", problem.spec, problem.encoding, layout, *arrays, problem.rows)
+    names = ("weight", "h", "linear", "drifts")
+    other = replace(problem, **{name: np.asarray(getattr(problem, name)) for name in names})
     moved = problem.weight * 0.9
     assert other.relative_error(moved.numpy()) == pytest.approx(problem.relative_error(moved), rel=1e-4)
 
 
-def test_equal_inputs_are_multiplied_once_and_have_no_drift() -> None:
-    moments = Moments(WeightLayout("linear", (2, 3)))
+def test_equal_inputs_have_no_drift() -> None:
     x = torch.randn(7, 3)
-    moments.update(x, x)
-    assert torch.equal(moments.g, moments.c)
-    assert torch.equal(moments.g, moments.g_quantized)
-    assert moments.rows == 7
+    problem = gathered(linear(2, 3), Spec(int8), torch.randn(2, 3), [(x, x)])
+    assert not problem.linear_term().any()
+    assert not problem.drift().any()
+    assert problem.rows == problem.count == 7
+
+
+def linear(outputs: int, inputs: int) -> Case:
+    return Case(WeightLayout("linear", (outputs, inputs)), None, (1, inputs))
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(100, 8), (3000, 8), (3000, 700)])
+def test_every_route_is_as_exact_as_float32_allows(rows: int, outputs: int) -> None:
+    """Rows kept as they are, sums by way of the outputs, and sums of products, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 300, generator=generator) * torch.logspace(0, -2, 300) + 1
+    noisy = x + 1e-3 * torch.randn(x.shape, generator=generator)
+    weight = torch.randn(outputs, 300, generator=generator)
+    pairs = [(x[:1500], noisy[:1500]), (x[1500:], noisy[1500:])][: 1 + (rows > 1500)]
+    problem = gathered(linear(outputs, 300), Spec(int4), weight, pairs)
+    assert (problem.x_quantized is None) == (rows >= 300)
+    exact, now, w = x.double(), noisy.double(), weight.double()
+    for found, wanted in (
+        (problem.g_quantized[0], now.T @ now),
+        (problem.linear_term()[0], w @ ((now - exact).T @ now)),
+        (problem.drift()[0], ((exact - now) @ w.T).square().sum(0)),
+        (problem.energy()[0], (exact @ w.T).square().sum(0)),
+    ):
+        assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 3e-6
+
+
+def test_sums_of_parts_add_up_whatever_the_batches() -> None:
+    x = torch.randn(16 * FOLD + 77, 5, generator=torch.Generator().manual_seed(0))
+    noisy, weight = x * 1.01, torch.randn(1, 3, 5)
+    sums = []
+    for sizes in ([len(x)], [1, 2, 1000, len(x) - 1003]):
+        moments = Moments(weight)
+        for one, other in zip(x.split(sizes), noisy.split(sizes), strict=True):
+            assert moments.add(one[None], other[None])
+        sums.append(moments.finish())
+    for name in ("h", "linear", "drifts", "mean", "mean_quantized"):
+        torch.testing.assert_close(getattr(sums[0], name), getattr(sums[1], name), rtol=1e-4, atol=1e-3)
+    assert sums[0].rows == sums[1].rows == len(x)
+
+
+def test_few_rows_are_kept_and_tell_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 40, generator=generator)
+    noisy, weight = x + 0.1 * torch.randn(12, 40, generator=generator), torch.randn(6, 40, generator=generator)
+    problem = gathered(linear(6, 40), Spec(int4, PerChannel(0)), weight, [(x, noisy)])
+    assert problem.h is None
+    assert problem.x_quantized is not None
+    other = replace(problem, h=problem.g_quantized, x_quantized=None)
+    for one, two in ((problem, other), (problem.centered(), other.centered()) if problem.mean is not None else ()):
+        torch.testing.assert_close(one.errors(0.9 * weight[None]), two.errors(0.9 * weight[None]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.energy(), two.energy(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_centered_problem_is_what_a_shift_of_the_bias_leaves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 5, generator=generator) + 2
+    noisy, weight = x + 0.3, torch.randn(4, 5, generator=generator)
+    problem = gathered(linear(4, 5), Spec(int4), weight, [(x, noisy)])
+    moved = 0.9 * weight
+    error = x @ weight.T - noisy @ moved.T
+    torch.testing.assert_close(problem.mean_error(moved[None])[0], error.mean(0), rtol=1e-4, atol=1e-5)
+    left = (error - error.mean(0)).square().sum(0)
+    torch.testing.assert_close(problem.centered().errors(moved[None])[0], left, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(problem.centered().energy(), problem.energy(), rtol=1e-4, atol=1e-3)
+
+
+def test_an_embedding_counts_how_often_each_row_is_read() -> None:
+    table = torch.randn(5, 3)
+    layout = WeightLayout("embedding", (5, 3), 5, channel_axis=1, input_axis=0)
+    problem = gathered(Case(layout, None, (1,)), Spec(int4), table, [(t, t) for t in (torch.tensor([[0, 1], [1, 3]]),)])
+    assert problem.g_quantized.flatten().tolist() == pytest.approx([1, 2, 0, 1, 0])
+    moved = table + 0.5
+    assert float(problem.errors(layout.to_matrix(moved)).sum()) == pytest.approx(4 * 3 * 0.25)
+
+
+def test_groups_of_a_linear_layer_read_inputs_side_by_side() -> None:
+    """As the directions of a recurrent layer do."""
+    layout = WeightLayout("conv_transpose", (2, 4, 3), 2, channel_axis=1, input_axis=0)
+    x, weight = torch.randn(5, 7, 6), torch.randn(2, 4, 3)
+    problem = gathered(Case(layout, None, (1,)), Spec(int4), weight, [(x, x)])
+    energy = torch.stack([(x[..., 3 * i : 3 * i + 3] @ weight[i].T).square().sum((0, 1)) for i in range(2)])
+    torch.testing.assert_close(problem.energy(), energy)
 
 
 def test_sampled_patches_estimate_all_patches() -> None:
-    layout = WeightLayout("conv", (2, 2, 3, 3))
     geometry = PatchGeometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
+    case = Case(WeightLayout("conv", (2, 2, 3, 3)), geometry, (4, 2, 32, 32))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 2, 32, 32, generator=generator)
-    everything, some, again = (Moments(layout, geometry), *(sampled(layout, geometry) for _ in range(2)))
-    for moments in (everything, some, again):
-        moments.update(x, x)
-    assert everything.rows == 4 * 32 * 32
-    assert some.rows == 1024
-    assert torch.equal(some.g, again.g)
-    trace = everything.g.diagonal(dim1=-2, dim2=-1).sum()
-    assert some.g.diagonal(dim1=-2, dim2=-1).sum() == pytest.approx(float(trace), rel=0.05)
-
-
-def sampled(layout: WeightLayout, geometry: PatchGeometry) -> Moments:
-    return Moments(layout, geometry, batches=1, generator=torch.Generator().manual_seed(1))
+    x, weight = torch.randn(4, 2, 32, 32, generator=generator), torch.randn(2, 2, 3, 3, generator=generator)
+    one, again = (gathered(case, Spec(int4), weight, [(x, x)]) for _ in range(2))
+    assert (one.rows, one.count) == (1024, 4096)
+    assert torch.equal(one.g_quantized, again.g_quantized)
+    energy = case(x, weight).square().sum((0, 2, 3))
+    torch.testing.assert_close(one.energy()[0], energy, rtol=0.1, atol=0)
 
 
 def test_positions_are_uniform_and_reproducible() -> None:
@@ -195,12 +277,10 @@ def test_small_layers_still_get_a_thousand_patches() -> None:
 
 
 def test_an_unbatched_convolution_input_is_one_sample() -> None:
-    layout, geometry = WeightLayout("conv", (1, 2, 3)), PatchGeometry((3,), (1,), ((0, 0),), (1,))
-    x = torch.randn(2, 8)
-    one, batch = Moments(layout, geometry), Moments(layout, geometry)
-    one.update(x, x)
-    batch.update(x[None], x[None])
-    assert torch.equal(one.g, batch.g)
+    case = Case(WeightLayout("conv", (1, 2, 3)), PatchGeometry((3,), (1,), ((0, 0),), (1,)), (2, 8))
+    x, weight = torch.randn(2, 8), torch.randn(1, 2, 3)
+    one, batch = (gathered(case, Spec(int4), weight, [(given, given)]) for given in (x, x[None]))
+    assert torch.equal(one.g_quantized, batch.g_quantized)
 
 
 def test_patches_lie_in_the_order_of_the_weight() -> None:
@@ -225,9 +305,9 @@ def test_shapes_of_a_problem_must_belong_together() -> None:
     encoding = encoding_from_range(range_of(np.ones((2, 3)), spec), spec)
     weight, moment = np.ones((1, 2, 3), np.float32), np.ones((1, 3, 3), np.float32)
     with pytest.raises(ModelError, match=r"fc:weight: a weight of \(2, 3\)"):
-        LayerProblem("fc:weight", spec, encoding, layout, weight[0], moment, moment, moment, 1)
+        problem_from_moments("fc:weight", spec, encoding, layout, weight[0], moment, moment, moment, 1)
     with pytest.raises(ModelError, match="fc:weight: moments of shape"):
-        LayerProblem("fc:weight", spec, encoding, layout, weight, moment, moment[:, :2], moment, 1)
+        problem_from_moments("fc:weight", spec, encoding, layout, weight, moment, moment[:, :2], moment, 1)
 
 
 @pytest.mark.parametrize(
@@ -240,4 +320,4 @@ def test_shapes_of_a_problem_must_belong_together() -> None:
 )
 def test_inputs_that_do_not_fit_are_refused(x: Tensor, other: Tensor, match: str) -> None:
     with pytest.raises(DataError, match=match):
-        Moments(WeightLayout("linear", (2, 3))).update(x, other)
+        gathered(linear(2, 3), Spec(int4), torch.ones(2, 3), [(x, other)])

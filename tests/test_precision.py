@@ -14,10 +14,12 @@ from torch import nn
 from qsdk.core.config import w8a8
 from qsdk.core.dtypes import float16, float32, int8, uint8, uint16
 from qsdk.core.errors import ConfigError, DataError, ModelError
+from qsdk.core.estimators import estimator, range_of_stored
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges import Range, encoding_from_range, range_of
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.workflow import adaround, calibrate, seq_mse
+from qsdk.verbs_layers import adaround, seq_mse
+from qsdk.workflow import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)
 
@@ -168,6 +170,17 @@ def test_new_encodings_follow_from_values_and_old_ranges(door):
     frozen = {site for site, encoding in sim.encodings.items() if encoding.frozen}
     assert frozen == set(sim.encodings) - {"fc1:weight", "relu3:output", "fc1:bias"}
     assert all(sim.encodings[site] == old[site] for site in frozen)
+
+
+@both
+def test_new_encodings_of_weights_are_found_by_the_method_of_the_calibration(door):
+    sim = sim_at(door, data=False)
+    calibrate(sim, batches(door), weight_method="percentile", percentile=90, progress=False)
+    sim.set_precision("fc1", weight="int4")
+    weight, spec = sim.stored_floats(["fc1:weight"])["fc1:weight"], sim.plan.decisions["fc1:weight"].spec
+    found = sim.encodings["fc1:weight"]
+    assert found == encoding_from_range(range_of_stored(weight, spec, estimator("percentile", 90)), spec)
+    assert (found.scale < encoding_from_range(range_of(weight, spec), spec).scale).all()
 
 
 @both

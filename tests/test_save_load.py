@@ -35,7 +35,8 @@ from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelErr
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.sims.plan_json import different_sites, plain_plan, read_plan
 from qsdk.verbs_files import load, save
-from qsdk.workflow import adaround, calibrate, export, quantize
+from qsdk.verbs_layers import adaround
+from qsdk.workflow import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
 
 both = pytest.mark.parametrize("door", DOORS)

@@ -1,8 +1,9 @@
 """Calibration: ranges of activations streamed from data, ranges of weights read at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,8 @@ from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stor
 from qsdk.core.ranges import encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.statistics import activation_encodings, observed
+from qsdk.core.sims.methods import Methods
+from qsdk.core.statistics import Gather, Statistics, activation_encodings, alone, observed, of_all_ranks
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.observe import Observers
 from torch_bridge.quantizer import Quantizer
@@ -31,8 +33,11 @@ def calibrate(
     percentile: float = PERCENTILE,
     forward: Forward | None = None,
     progress: bool = True,
+    gather: Gather = alone,
 ) -> Report:
     """Find an encoding for every site of the sim in one float pass over the data.
+
+    `gather` gives what every rank gives it; the statistics of all ranks count.
 
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
@@ -43,15 +48,12 @@ def calibrate(
     for_weights = estimator(weight_method or "min_max", percentile)
     quantizers = sim.quantizers
     wanted = observed(quantizer.decision for quantizer in quantizers.values())
-    observers = Observers(wanted, chosen)
-    with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
-        # where only weights have ranges to find, the data has nothing to say
-        for number, batch in progress_over(data, "calibrate", progress) if wanted else ():
-            feed(sim.model, batch, sim.example, forward, f"batch {number}")
-            observers.end_batch(number)
+    statistics = Statistics(chosen)
+    if wanted:  # else only weights have ranges to find, and the data has nothing to say
+        statistics = of_all_ranks(lambda: _observe(sim, data, Observers(wanted, chosen), forward, progress), gather)
     frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
     known = {site for site, quantizer in quantizers.items() if quantizer.calibrated}
-    activations = activation_encodings(wanted.values(), observers.statistics, frozen=frozen, known=known)
+    activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=known)
     found = {
         **_weight_encodings(sim, for_weights),
         **{site: (quantizers[site], encoding) for site, encoding in activations.items()},
@@ -59,9 +61,20 @@ def calibrate(
     _make_room_for_biases(sim, found)
     for quantizer, encoding in found.values():
         quantizer.set_encoding(encoding)
+    sim.methods = Methods(method, weight_method, percentile)
     rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in found.items()]
     report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
     return with_notes(report, sim.bias_remarks())
+
+
+def _observe(
+    sim: QuantSim, data: Iterable[Any], observers: Observers, forward: Forward | None, progress: bool
+) -> Statistics:
+    with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
+        for number, batch in progress_over(data, "calibrate", progress):
+            feed(sim.model, batch, sim.example, forward, f"batch {number}")
+            observers.end_batch(number)
+    return observers.statistics
 
 
 def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
@@ -70,12 +83,26 @@ def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quant
         spec = quantizer.decision.spec
         if quantizer.decision.kind != "weight" or not quantizer.owns_encoding or quantizer.frozen or spec is None:
             continue
-        raw = raw_value(sim, site)
-        if not bool(torch.isfinite(raw).all()):
+        values = raw_value(sim, site).detach().float().cpu().numpy()
+        if not np.isfinite(values).all():
             raise DataError(f"NaN or inf in the stored tensor at {site}; load a checkpoint that is finite")
-        estimate = range_of_stored(raw.detach().float().cpu().numpy(), spec, chosen)
+        estimate = range_of_stored(values, spec, chosen)
         found[site] = quantizer, encoding_from_range(estimate, spec)
     return found
+
+
+def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
+    """Give sites other encodings; the scales of weights whose biases would not fit int32 then are widened."""
+    quantizers = sim.quantizers
+    weights = {
+        site: (q, q.encoding())
+        for site, q in quantizers.items()
+        if q.decision.kind == "weight" and q.owns_encoding and not q.frozen
+    }
+    found = {**weights, **{site: (quantizers[site], encoding) for site, encoding in activations.items()}}
+    _make_room_for_biases(sim, found)
+    for quantizer, encoding in found.values():
+        quantizer.become(encoding)
 
 
 def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encoding]]) -> None:

@@ -1,11 +1,13 @@
 """Folding BatchNorm into the linear layer before or after it (Jacob et al. 2017, section 3.2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from qsdk.core.folded_norms import FoldedNorm
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
 
 
 def folded(
-    weight: Tensor, bias: Tensor | None, statistics: dict[str, Tensor | None], fold: Fold
+    weight: Tensor, bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold
 ) -> tuple[Tensor, Tensor]:
     """Give the weight and bias that do what layer and BatchNorm do together, computed in float64.
 
@@ -104,10 +106,15 @@ def _fold_before(
     return (weight * per_row.reshape(*per_row.shape, *tail)).to(dtype), (bias + added).to(dtype)
 
 
+def statistics_of(norm: nn.Module) -> dict[str, Tensor | None]:
+    """The running statistics of a BatchNorm, and its gamma and beta."""
+    return {**norm._parameters, **norm._buffers}
+
+
 def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
     """Fold in place; the BatchNorm's places in the model become Identity. Gives what takes it back bit for bit."""
     norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
-    statistics = {**norm._parameters, **norm._buffers}
+    statistics = statistics_of(norm)
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
     assert weight is not None
     identity = nn.Identity()
@@ -134,6 +141,23 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
     return undo
 
 
+@torch.no_grad()
+def said_by(statistics: Mapping[str, Tensor | None], *, before: bool) -> FoldedNorm:
+    """What a BatchNorm that goes into a layer says of the layer's outputs, or with `before` of its inputs.
+
+    `statistics` holds running_mean, running_var and, where affine, weight and bias.
+    """
+    mean, var = statistics["running_mean"], statistics["running_var"]
+    assert mean is not None
+    assert var is not None
+    if before:
+        return FoldedNorm(mean.float().cpu().numpy().copy(), var.float().sqrt().cpu().numpy(), before=True)
+    gamma, beta = statistics.get("weight"), statistics.get("bias")
+    std = torch.ones_like(mean) if gamma is None else gamma.abs()
+    shift = torch.zeros_like(mean) if beta is None else beta
+    return FoldedNorm(shift.float().cpu().numpy().copy(), std.float().cpu().numpy())
+
+
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module in every place of another one."""
     for module in list(model.modules()):
@@ -142,11 +166,14 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 module._modules[name] = new
 
 
-def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> None:
-    """Fold a float checkpoint on its way into a folded model, in place; one that is already folded stays."""
+def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> FoldedNorm | None:
+    """Fold a float checkpoint on its way into a folded model, in place, and give what its BatchNorm says.
+
+    One that is already folded stays, and says nothing.
+    """
     norms, layers = (_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
     if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
-        return
+        return None
     names = ("running_mean", "running_var", "weight", "bias")
     statistics = {name: state_dict[norms[0] + name] for name in names if norms[0] + name in state_dict}
     result = folded(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
@@ -155,6 +182,7 @@ def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, f
     for norm in norms:
         for name in (*names, "num_batches_tracked"):
             state_dict.pop(norm + name, None)
+    return said_by(statistics, before=fold.before)
 
 
 def _prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:

@@ -14,7 +14,7 @@ from torch_bridge.axes import plain_shapes
 from torch_bridge.batches import Example, as_example
 from torch_bridge.computed import Computed, fold_computed
 from torch_bridge.find_folds import find_folds
-from torch_bridge.fold import Fold, apply_fold
+from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
 from torch_bridge.structure import leaves_of
@@ -108,6 +108,7 @@ def _wrap_and_fold(
     folds: list[Fold] = []
     if fold_batch_norm:
         folds, unfolded = find_folds(own, wiring, config)
+    said = {f.layer: said_by(statistics_of(own.get_submodule(f.norm)), before=f.before) for f in folds}
     if folds:
         unwrap_model(own)
         for fold in folds:
@@ -115,7 +116,8 @@ def _wrap_and_fold(
             if undone is not None:
                 undone.append(take_back)
         runtime = wrap_model(own, declared)
-    state_of(own).folds, state_of(own).computed = tuple(folds), tuple(computed)
+    root = state_of(own)
+    root.folds, root.computed, root.norms = tuple(folds), tuple(computed), said
     runtime.write_back = frozenset(wiring.read_again)
     sites: list[str] = []
 

@@ -89,6 +89,18 @@ def _eager_layer(
     module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """One layer by torch's kernel: [T, N, I] to [T, N, directions * H] and the last states."""
+    if runtime.recurrent is not None:
+        runtime.recurrent(module, layer, x, states)
+    result, *last = _run_kernel(module, runtime, layer, x, states)
+    length, batch, width = result.shape
+    apart = result.view(length, batch, -1, module.hidden_size).transpose(1, 2)
+    apart = _at(runtime, f"output_l{layer}", apart)
+    return apart.transpose(1, 2).reshape(length, batch, width), last
+
+
+def _run_kernel(
+    module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]
+) -> tuple[Tensor, ...]:
     weights = _weights(module, runtime, layer)
     flat: list[Tensor] = []
     for direction, suffix in enumerate(suffixes(module)):
@@ -97,11 +109,30 @@ def _eager_layer(
             flat += [getattr(module, f"bias_{name}_l{layer}{suffix}") for name in ("ih", "hh")]
     given: Any = tuple(states) if module.mode == "LSTM" else states[0]
     facts = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
-    result, *last = _KERNELS[module.mode](x, given, flat, *facts)
-    length, batch, width = result.shape
-    apart = result.view(length, batch, -1, module.hidden_size).transpose(1, 2)
-    apart = _at(runtime, f"output_l{layer}", apart)
-    return apart.transpose(1, 2).reshape(length, batch, width), last
+    found: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *facts)
+    return found
+
+
+def hidden_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
+    """What the recurrent weights of a layer are multiplied with: its state before each step.
+
+    Args:
+        module: with the weights that it has now.
+        runtime: in the frame of the module.
+        layer: its number.
+        x: its input, [T, N, I].
+        states: before the first step, [directions, N, H] each.
+
+    Returns:
+        [T, N, directions * H].
+    """
+    after = _run_kernel(module, runtime, layer, x, states)[0]
+    after = after.view(*after.shape[:2], -1, module.hidden_size)
+    first = states[0]
+    before = [torch.cat([first[:1], after[:-1, :, 0]])]
+    if module.bidirectional:
+        before.append(torch.cat([after[1:, :, 1], first[1:]]))
+    return torch.cat(before, dim=-1)
 
 
 def _traced_layer(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qsdk.core.errors import ModelError
@@ -72,6 +72,7 @@ class Runtime:
         marked: the sites written into the graph by the last `mark` phase.
         reused: paths of the modules that one forward pass calls more than once.
         attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
+        recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Runtime:
         self.marked: list[str] = []
         self.reused: frozenset[str] = frozenset()
         self.attention: frozenset[str] = frozenset()
+        self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
         self.frame: Frame | None = None
 
     @contextmanager
@@ -172,7 +174,7 @@ class Runtime:
                 # the visitor's own arithmetic need not pass through the mode call by call
                 with torch._C.DisableTorchFunction():
                     return self.visitor(site, x)
-            return self._quantizer(site, x)
+            return self.quantized(site, x)
         finally:
             self.frame = frame
 
@@ -217,7 +219,12 @@ class Runtime:
         finally:
             self.frame = frame
 
-    def _quantizer(self, site: str, x: Tensor) -> Tensor:
+    def quantized(self, site: str, x: Tensor) -> Tensor:
+        """Give x on the grid of a site.
+
+        Raises:
+            ModelError: the plan does not know the site.
+        """
         if site not in self.quantizers:
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "

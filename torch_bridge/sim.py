@@ -12,21 +12,25 @@ from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_reasons
+from qsdk.core.sims.corrected_biases import OriginalBiases
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
 from torch_bridge.fingerprint import fingerprint
+from torch_bridge.held_weights import hold, put_back
 from torch_bridge.prepare import Prepared
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.relu6 import bounds, set_bounds
 from torch_bridge.runtime import Runtime
 from torch_bridge.stored import find_stored, stored_tensor
 from torch_bridge.trace import Traced, marked_onnx
@@ -73,6 +77,7 @@ class QuantSim(StatefulSim):
         self._dead = tuple(dead)
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
+        self.original_biases: OriginalBiases = {}
         attach(self.model, self.runtime, plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
@@ -133,21 +138,33 @@ class QuantSim(StatefulSim):
         """The encodings found so far."""
         return {site: self.quantizers[site].encoding() for site, ready in self.ready().items() if ready}
 
-    def snapshot(self) -> SimState:
-        """The state as it is: config, plan and encodings. It holds no weights, and costs no more than a dictionary."""
+    def snapshot(self, *, weights: bool = False) -> SimState:
+        """The state as it is: config, plan and encodings, and with `weights` all parameters and buffers as well.
+
+        Without weights it costs no more than a dictionary; with them, a copy of the model's tensors on their devices.
+        """
         quantizers = self.quantizers.items()
         own = {site: q.encoding() for site, q in quantizers if q.owns_encoding and q.calibrated}
-        return SimState(self.config, self.plan, own)
+        held: Any = None
+        if weights:
+            held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
+        return SimState(self.config, self.plan, own, held)
 
     def restore(self, state: SimState) -> None:
-        """Be again what a snapshot says.
+        """Be again what a snapshot says; weights that it holds are copied into the parameters there are.
 
         Raises:
             ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer.
+            ModelError: it holds the weights of another model.
         """
         if any(q.log_scale_name in q.owner._parameters for q in self.quantizers.values()):
             raise ConfigError("scales are being learned; leave the training block before you change the sim")
         assert state.config is not None
+        if state.stored is not None:
+            held, norms, relu6, biases = state.stored
+            put_back(self.model, held)
+            set_bounds(self.model, relu6)
+            state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
         before, self.config, self.plan = self.plan, state.config, state.plan
         if state.plan is not before:
             attach(self.model, self.runtime, state.plan, self._dead)
@@ -163,22 +180,57 @@ class QuantSim(StatefulSim):
             DataError: NaN or inf in a weight whose encoding is derived anew.
         """
         extra = (*self.folded, *self._unfolded)
-        return replanned(self.snapshot(), self.graph, config, self.stored_floats, extra_owners=extra)
+        stored, methods = self.stored_floats, self.methods
+        return replanned(self.snapshot(), self.graph, config, stored, methods=methods, extra_owners=extra)
 
     @property
     def folded(self) -> Collection[str]:
         """The paths of the BatchNorms that were folded."""
         return self._folded
 
+    @property
+    def folded_norms(self) -> dict[str, FoldedNorm]:
+        """Path of a layer -> what the BatchNorm said that was folded into it; empty once the model was trained."""
+        return state_of(self.model).norms
+
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
         """Site -> float values of the stored tensors at these sites, as far as they are stored."""
         found = {site: find_stored(self.model, site) for site in sites}
         return {site: x.detach().float().cpu().numpy() for site, x in found.items() if x is not None}
 
+    @torch.no_grad()
+    def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give the stored tensors at sites other values of the same shape, in place.
+
+        Raises:
+            ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
+        """
+        found = {site: stored_tensor(self.model, site) for site in values}
+        places = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers())}
+        for site, value in values.items():
+            if found[site].untyped_storage().data_ptr() not in places:
+                raise ModelError(f"{site} is put together from several parameters, and cannot be written as one")
+            if tuple(found[site].shape) != value.shape:
+                raise ModelError(
+                    f"what is stored at {site} has the shape {tuple(found[site].shape)}, not {value.shape}"
+                )
+        for site, value in values.items():
+            found[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+    def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
+        """The stored tensor that the trace calls so; None where there is none."""
+        return self.traced()[1].get(name)
+
+    def stored_paths(self) -> Mapping[str, str]:
+        """What the trace calls a stored tensor -> path of the parameter or buffer that it is."""
+        self.traced()
+        return self._trace.stored.state
+
     @contextmanager
     def training(self, *, learn_scales: bool = False) -> Iterator[nn.Module]:
         """Train: inside the block `sim.model` is in train mode; afterwards in eval mode with ranges fixed."""
         with training(self.model, list(self.quantizers.values()), learn_scales=learn_scales) as model:
+            self.folded_norms.clear()  # what they said of a layer's values will be true no more
             yield model
 
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ forward the raw Parameter is read, so `.data`, `nn.init`, `.grad`, tying and par
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.site import site_name
 from torch_bridge.cells import is_cell, run_cell
 from torch_bridge.computed import Computed, fold_computed_checkpoint
@@ -40,6 +41,7 @@ class ModuleState:
     quantizers: list[Quantizer]
     folds: tuple[Fold, ...] = ()
     computed: tuple[Computed, ...] = ()
+    norms: dict[str, FoldedNorm] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -142,7 +144,11 @@ class _Quantized(nn.Module):
         for computed in state.computed:
             fold_computed_checkpoint(state_dict, prefix, computed, ours=ours)
         for fold in state.folds:
-            fold_checkpoint(self, state_dict, prefix, fold)
+            said = fold_checkpoint(self, state_dict, prefix, fold)
+            if said is not None:
+                state.norms[fold.layer] = said
+            elif f"{prefix}{fold.layer}.weight" in state_dict:  # folded before, and nobody knows of what
+                state.norms.pop(fold.layer, None)
         for quantizer in state.quantizers:
             _prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)
         missing: list[str] = []

@@ -1,153 +1,161 @@
-"""Second moments of a layer's float and quantized inputs, streamed batch by batch."""
+"""Moments of the float and quantized inputs of layers that read one input, streamed batch by batch."""
 
-import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qsdk.core.errors import DataError
-from qsdk.core.layer_problem import PatchGeometry, WeightLayout
+from qsdk.algorithms import ranks
 
-#: Elements of patches gathered at a time: 64 MiB of float32.
+#: Rows that are multiplied at a time: enough for matrix products to run at full speed.
+FOLD = 256
+#: Elements that wait to be multiplied at most: 64 MiB of float32.
 CHUNK = 1 << 24
+#: Matrices of at least so many columns are summed as lower triangles of blocks: 5/8 of the work.
+WIDE, BLOCKS = 256, 4
 
 
-def patches_wanted(k: int) -> int:
-    """How many patches of length k determine a layer: 16 k, and no fewer than 1024; all patches add little."""
-    return max(16 * k, 1024)
+@dataclass(frozen=True)
+class Sums:
+    """What a set of rows says about layers whose weights W stand below each other.
+
+    Attributes:
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it.
+        linear: `W (X~ - X) X~'`, float32 [groups, outputs, K].
+        drifts: `||W (X - X~)||^2`, float32 [groups, outputs].
+        mean: of X, float32 [groups, K].
+        mean_quantized: of X~, likewise.
+        rows: how many there were.
+        count: how many they stand for.
+        x_quantized: the rows of X~, float32 [groups, rows, K], where they are fewer than K.
+    """
+
+    h: Tensor | None
+    linear: Tensor | None
+    drifts: Tensor | None
+    mean: Tensor
+    mean_quantized: Tensor
+    rows: int
+    count: float
+    x_quantized: Tensor | None = None
 
 
 class Moments:
-    """Streaming sums of XX', XX~' and X~X~' for the inputs of one layer.
+    """Streaming sums over rows of X and X~; those of N ranks are added up by `finish`.
 
-    A linear layer's inputs are [..., K] and all count. A convolution's are [N, C, *spatial]; `patches_wanted(K)`
-    patches are sampled uniformly over all batches, and weighted so that the sums estimate those over all patches.
-
-    Attributes:
-        g: XX', float32 [groups, K, K].
-        c: XX~', likewise.
-        g_quantized: X~X~', likewise.
-        rows: rows of data seen (patches sampled).
+    With D = X - X~ they are X~X~', and either D X~' and DD', or the products of W with these by way of the outputs
+    WD, which is cheaper where there are no more outputs than inputs. Where D is summed, not X, a small difference of
+    the inputs is not lost in the difference of large sums.
     """
 
-    def __init__(
-        self,
-        layout: WeightLayout,
-        geometry: PatchGeometry | None = None,
-        *,
-        batches: int | None = None,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, weight: Tensor, *, second: bool = True) -> None:
         """Start at zero.
 
         Args:
-            layout: of the layer's weight.
-            geometry: of a convolution, None for a linear layer.
-            batches: how many updates share a convolution's patches; None takes all patches.
-            generator: of the sampling, on the CPU.
-            device: where the sums live.
+            weight: of all layers that read the input, float32 [groups, outputs, K].
+            second: whether to gather second moments, or means only.
         """
-        groups, _, k = layout.matrix_shape
-        self.g, self.c, self.g_quantized = (torch.zeros(groups, k, k, device=device) for _ in range(3))
-        self.rows = 0
-        self._geometry = geometry
-        self._limit = None if batches is None else -(-patches_wanted(k) // batches)
-        self._generator = generator
+        self._weight, self._second = weight, second
+        groups, outputs, k = weight.shape
+        self._by_outputs = outputs <= k
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._waiting = 0
+        self._folded: list[Tensor] = []
+        self._sums = torch.zeros(2, groups, k, dtype=torch.float64, device=weight.device)  # of X~ and D
+        self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
 
-    @torch.no_grad()
-    def update(self, x_float: Tensor, x_quantized: Tensor) -> None:
-        """Add a batch: the layer's input in the float model and in the quantized one, of the same shape.
+    def add(self, x: Tensor, x_quantized: Tensor, weight: float = 1.0) -> bool:
+        """Add rows [groups, rows, K] of X and X~ that stand for `weight` rows each; False if they are not finite."""
+        difference = x - x_quantized
+        sums = torch.stack([rows.sum(1, dtype=torch.float32) for rows in (x_quantized, difference)])
+        if not sums.isfinite().all():
+            return False
+        self._sums.add_(sums, alpha=weight)
+        self._counts += torch.tensor([x.shape[1], weight * x.shape[1]], dtype=torch.float64)
+        if self._second and x.shape[1]:
+            # products of rows times the square root of their weight are weighted products
+            scaled = (x_quantized, difference) if weight == 1 else (x_quantized * weight**0.5, difference * weight**0.5)
+            self._pending.append(scaled)
+            self._waiting += x.shape[1]
+            groups, _, k = self._weight.shape
+            enough = FOLD if self._folded else max(FOLD, k)  # fewer rows than inputs may stay as they are
+            if self._waiting >= enough or self._waiting * groups * k > CHUNK:
+                self._fold()
+        return True
 
-        Raises:
-            DataError: the shapes differ or do not fit the layer, or an input holds NaN or an infinity.
-        """
-        if x_float.shape != x_quantized.shape:
-            raise DataError(f"inputs of different shapes: {tuple(x_float.shape)} and {tuple(x_quantized.shape)}")
-        if not (x_float.isfinite().all() and x_quantized.isfinite().all()):
-            raise DataError("the layer's input holds NaN or an infinity")
-        if self._geometry is None:
-            self._add_rows(x_float, x_quantized)
+    def finish(self) -> Sums:
+        """Give the sums over all rows of all ranks."""
+        ranks.all_reduce_sum([self._sums, self._counts])
+        rows, count = int(self._counts[0]), float(self._counts[1])
+        mean_quantized = self._sums[0] / max(count, 1)
+        mean = mean_quantized + self._sums[1] / max(count, 1)
+        means = (mean.float(), mean_quantized.float(), rows, count)
+        if not self._second:
+            return Sums(None, None, None, *means)
+        if not self._folded and rows < self._weight.shape[-1] and ranks.world_size() == 1:
+            return self._of_few_rows(*means)
+        self._fold()
+        ranks.all_reduce_sum(self._folded)
+        h = _mirrored(self._folded[0])
+        if self._by_outputs:
+            linear, drifts = self._folded[1], self._folded[2].float()
         else:
-            self._add_patches(x_float, x_quantized, self._geometry)
+            linear = -(self._weight @ self._folded[1])
+            drifts = ((self._weight @ _mirrored(self._folded[2])) * self._weight).sum(-1)
+        return Sums(h, linear, drifts, *means)
 
-    def _add_rows(self, x_float: Tensor, x_quantized: Tensor) -> None:
-        k = self.g.shape[-1]
-        if x_float.shape[-1] != k:
-            raise DataError(f"an input of shape {tuple(x_float.shape)} does not fit a weight with {k} inputs")
-        self._add(x_float.reshape(1, -1, k), x_quantized.reshape(1, -1, k), x_quantized is x_float, 1.0)
+    def _of_few_rows(self, mean: Tensor, mean_quantized: Tensor, rows: int, count: float) -> Sums:
+        groups, _, k = self._weight.shape
+        empty = self._weight.new_zeros(groups, 0, k)
+        x = torch.cat([empty, *(x for x, _ in self._pending)], 1)
+        out = torch.cat([empty, *(d for _, d in self._pending)], 1) @ self._weight.mT
+        return Sums(None, -(out.mT @ x), out.square().sum(1), mean, mean_quantized, rows, count, x)
 
-    def _add_patches(self, x_float: Tensor, x_quantized: Tensor, geometry: PatchGeometry) -> None:
-        dims = len(geometry.kernel)
-        if x_float.dim() == dims + 1:  # PyTorch's convolutions take unbatched inputs
-            x_float, x_quantized = x_float[None], x_quantized[None]
-        sizes = geometry.output_size(tuple(x_float.shape[2:]))
-        total = x_float.shape[0] * math.prod(sizes)
-        chosen = sample_positions(total, self._limit, self._generator)
-        same, weight = x_quantized is x_float, total / max(len(chosen), 1)
-        for some in torch.split(chosen, max(CHUNK // (self.g.shape[0] * self.g.shape[-1]), 1)):
-            patches = gather_patches(x_float, some, geometry)
-            other = patches if same else gather_patches(x_quantized, some, geometry)
-            self._add(patches, other, same, weight)
-
-    def _add(self, x: Tensor, x_quantized: Tensor, same: bool, weight: float) -> None:
-        x, x_quantized = (rows.to(self.g.device, torch.float32) for rows in (x, x_quantized))
-        g = x.mT @ x
-        self.g.add_(g, alpha=weight)
-        self.c.add_(g if same else x.mT @ x_quantized, alpha=weight)
-        self.g_quantized.add_(g if same else x_quantized.mT @ x_quantized, alpha=weight)
-        self.rows += x.shape[1]
-
-
-def sample_positions(total: int, limit: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw `limit` of `total` positions, uniformly, one per stratum: int64, ascending; all of them if they are few."""
-    if limit is None or total <= limit:
-        return torch.arange(total)
-    jitter = torch.rand(limit, generator=generator, dtype=torch.float64)
-    return ((torch.arange(limit) + jitter) * (total / limit)).long().clamp_(max=total - 1)
-
-
-def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:
-    """Give what a convolution multiplies at some of its output positions.
-
-    Args:
-        x: [N, C, *spatial].
-        positions: int64 [P], indices into the flattened [N, *output_size].
-        geometry: of the convolution.
-
-    Returns:
-        [groups, P, C / groups * prod(kernel)], in the order of the weight's matrix.
-    """
-    sizes = tuple(x.shape[2:])
-    sample, *outputs = torch.unravel_index(positions.to(x.device), (x.shape[0], *geometry.output_size(sizes)))
-    flat = torch.zeros(len(positions), 1, dtype=torch.int64, device=x.device)
-    inside = torch.ones_like(flat, dtype=torch.bool)
-    for dim, (output, size) in enumerate(zip(outputs, sizes, strict=True)):
-        index, valid = _taps(output, size, dim, geometry)
-        flat = (flat[:, :, None] * size + index[:, None, :]).flatten(1)
-        inside = (inside[:, :, None] & valid[:, None, :]).flatten(1)
-    taken = x.flatten(2)[sample[:, None], :, flat] * inside[:, :, None]  # [P, taps, C]
-    grouped = taken.reshape(*taken.shape[:2], geometry.groups, -1)
-    return grouped.permute(2, 0, 3, 1).flatten(2)
+    def _fold(self) -> None:
+        """Multiply what waits, so that memory does not grow with the data."""
+        groups, outputs, k = self._weight.shape
+        if not self._folded:
+            zeros = self._weight.new_zeros
+            square = (groups, k, k)
+            shapes = [square, (groups, outputs, k), (groups, outputs)] if self._by_outputs else [square] * 3
+            self._folded = [zeros(shape) for shape in shapes]
+            if self._by_outputs:
+                self._folded[2] = self._folded[2].double()
+        if not self._pending:
+            return
+        x, difference = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*self._pending, strict=True)
+        )
+        self._pending, self._waiting = [], 0
+        _add_gram(self._folded[0], x)
+        if not difference.any():
+            return
+        if self._by_outputs:
+            out = difference @ self._weight.mT
+            self._folded[1].baddbmm_(out.mT, x, alpha=-1)
+            self._folded[2] += out.square_().sum(1)
+        else:
+            self._folded[1].baddbmm_(difference.mT, x)
+            _add_gram(self._folded[2], difference)
 
 
-def _taps(output: Tensor, size: int, dim: int, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:
-    """Input index of each kernel element along one dimension, [P, kernel], and whether it lies inside the input."""
-    stride, before = geometry.stride[dim], geometry.padding[dim][0]
-    steps = torch.arange(geometry.kernel[dim], device=output.device) * geometry.dilation[dim]
-    if geometry.transposed:
-        reached = output[:, None] + before - steps
-        index = reached.div(stride, rounding_mode="floor")
-        valid = (reached % stride == 0) & (index >= 0) & (index < size)
-        return index.clamp(0, size - 1), valid
-    index = output[:, None] * stride - before + steps
-    match geometry.mode:
-        case "zeros":
-            return index.clamp(0, size - 1), (index >= 0) & (index < size)
-        case "reflect":
-            index = size - 1 - (size - 1 - index.abs()).abs()
-        case "circular":
-            index = index % size
-        case "replicate":
-            index = index.clamp(0, size - 1)
-    return index, torch.ones_like(index, dtype=torch.bool)
+def _add_gram(total: Tensor, rows: Tensor) -> None:
+    """Add rows' rows to [groups, K, K]; of wide ones only the blocks on and below the diagonal."""
+    step = _block(total)
+    for start in range(0, total.shape[-1], step):
+        stop = start + step
+        total[:, start:stop, :stop].baddbmm_(rows[..., start:stop].mT, rows[..., :stop])
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    """Fill in the blocks above the diagonal that `_add_gram` left out."""
+    step = _block(total)
+    for start in range(step, total.shape[-1], step):
+        stop = start + step
+        total[:, :start, start:stop] = total[:, start:stop, :start].mT
+    return total
+
+
+def _block(total: Tensor) -> int:
+    k = total.shape[-1]
+    return k if k < WIDE else -(-k // BLOCKS)

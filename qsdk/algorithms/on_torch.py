@@ -1,6 +1,7 @@
 """Layer problems and their grids as torch tensors."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,14 +9,20 @@ from torch import Tensor
 from qsdk.core.encoding import Encoding
 from qsdk.core.layer_problem import LayerProblem
 
+_ARRAYS = ("h", "linear", "drifts", "x_quantized", "mean", "mean_quantized")
+
 
 def on_torch(problem: LayerProblem) -> LayerProblem:
     """Give the problem with float32 torch tensors on the weight's device, sharing memory where that can be."""
     weight = torch.as_tensor(problem.weight).detach().float()
-    g, c, g_quantized = (
-        torch.as_tensor(moment).detach().to(weight) for moment in (problem.g, problem.c, problem.g_quantized)
-    )
-    return replace(problem, weight=weight, g=g, c=c, g_quantized=g_quantized)
+
+    def moved(values: Any) -> Any:
+        return None if values is None else torch.as_tensor(values).detach().to(weight)
+
+    arrays = {name: moved(getattr(problem, name)) for name in _ARRAYS}
+    samples = problem.samples and (moved(problem.samples[0]), moved(problem.samples[1]))
+    held_back = problem.held_back and on_torch(problem.held_back)
+    return replace(problem, weight=weight, samples=samples, held_back=held_back, **arrays)
 
 
 def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor, Tensor]:

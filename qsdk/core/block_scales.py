@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.dtypes import DType, float8e4m3fn, float8e8m0, uint4
+from qsdk.core.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
 from qsdk.core.encoding import Encoding, FloatArray
 from qsdk.core.spec import PerBlock, Spec
-from qsdk.core.two_level import TOP_LEVEL, TwoLevel, lowered, two_level
+from qsdk.core.two_level import TwoLevel, lowered, top_level, two_level
 
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _SMALLEST_FLOAT8, _LARGEST_FLOAT8 = np.float32(2.0**-9), np.float32(float8e4m3fn.hi)
@@ -62,13 +62,14 @@ def confined(scale: FloatArray, spec: Spec) -> FloatArray:
     """Move block scales to those that the spec's `scale_dtype` can hold; others are given back.
 
     With `uint4` a channel's scale is a 16th of its largest block scale, and levels are `clip(round(scale / channel), 1,
-    16)` (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` the tensor's scale is the largest block
-    scale over 448, and the others are rounded to the nearest float8 times it (NVIDIA, NVFP4).
+    16)`, with `uint8` the same of 256 (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` the tensor's
+    scale is the largest block scale over 448, the others are rounded to the nearest float8 times it (NVIDIA, NVFP4).
     """
-    if spec.scale_dtype == uint4:
+    if spec.scale_dtype in (uint4, uint8):
         assert isinstance(spec.granularity, PerBlock)
-        channel = _outer(scale.max(axis=spec.granularity.axis, keepdims=True) / np.float32(TOP_LEVEL), spec)
-        return lowered(TwoLevel(channel, np.rint(scale / channel).clip(1, TOP_LEVEL).astype(np.int32)))
+        top = top_level(spec.dtype)
+        channel = _outer(scale.max(axis=spec.granularity.axis, keepdims=True) / np.float32(top), spec)
+        return lowered(TwoLevel(channel, np.rint(scale / channel).clip(1, top).astype(np.int32)))
     if spec.scale_dtype == float8e4m3fn:
         return _float8_scales(scale, _outer(scale.max() / _LARGEST_FLOAT8, spec)).product()
     return scale
@@ -103,7 +104,7 @@ def scale_dtype_of(encoding: Encoding) -> DType | None:
     if encoding.block_size is None or not encoding.symmetric:
         return None
     if encoding.dtype.is_integer:
-        return uint4 if two_level(encoding) is not None else None
+        return None if two_level(encoding) is None else level_dtype(encoding.dtype)
     mantissa, exponent = np.frexp(encoding.scale)
     if (mantissa == 0.5).all() and (exponent - 1 >= _EXPONENTS[0]).all():
         return float8e8m0

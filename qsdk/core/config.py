@@ -44,7 +44,8 @@ class QuantConfig:
         symmetric_activations: fixes the zero points of activations.
         dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
             (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float.
-        two_level_scales: block scales are integers 1 to 16 times one float32 per channel (AIMET's LPBQ).
+        two_level_scales: block scales are integers, 1 to 16 (256 for more than 4 bits), times one float32 per channel
+            (AIMET's LPBQ).
         scale_bits: significant binary digits of every scale, 1 for powers of two; None for those of float32.
         fixed_range: `(low, high)` whatever the data, "observed" for no fixed range at all; None for the ranges that
             belong to an op (Softmax lies in 0..1).

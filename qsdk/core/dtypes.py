@@ -155,3 +155,8 @@ def dtype_named(name: WeightType | str) -> DType:
     if found is None:
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
     return found.strict if strict else found
+
+
+def level_dtype(dtype: DType) -> DType:
+    """What holds the levels of two-level scales of integers: `uint4` for those of up to 4 bits, else `uint8`."""
+    return uint4 if dtype.bits <= 4 else uint8

@@ -5,18 +5,17 @@
 distribution. All work on groups (a tensor, its channels, its blocks) at once.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from qsdk.core import affine
-from qsdk.core.dtypes import DType
-from qsdk.core.encoding import FloatArray, storage_type
+from qsdk.core.encoding import FloatArray
 from qsdk.core.errors import ConfigError
+from qsdk.core.grid_search import cast_to, least_moved, least_moved_counted
 from qsdk.core.histogram import BINS, Histogram, histogram_of, percentiles
 from qsdk.core.ranges import Range, range_of, scale_and_zero_point
 from qsdk.core.spec import Granularity, PerBlock, PerTensor, Spec
@@ -30,11 +29,8 @@ PERCENTILE = 99.99
 MOMENTUM = 0.1
 
 _GAMMA = 3.0  # what a clipped value's error counts for in `tf_enhanced`
-_CHUNK = 1 << 19  # elements of one candidate x value array
-_FEWEST_BINS = 128
+_FEWEST_BINS, _VALUES_PER_BIN = 128, 4
 _ROWS = 1 << 17  # values, or bins, of the groups that are searched together
-_COARSE, _FINE = 32, 8  # candidates (i / 32), then i / 256 around the best
-_COARSE_ENDS = 16  # of each end, where both are searched
 _THRESHOLDS = 64  # candidates of `entropy`
 _SMOOTH = 1e-4  # ONNX Runtime's and TensorRT's floor on a distribution
 
@@ -88,8 +84,7 @@ def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) ->
             low, high = (np.asarray(end, np.float32) for end in ends)
             return Range(low, high)
         case "mse" | "tf_enhanced":
-            points = _Points(histogram.centers.astype(np.float32), histogram.counts, full)
-            return _least_moved(points, spec, _GAMMA if chosen.name == "tf_enhanced" else 1.0)
+            return least_moved_counted(histogram.centers, histogram.counts, full, spec, _gamma(chosen))
         case "entropy":
             return _most_alike(histogram, spec)
         case _:
@@ -122,12 +117,14 @@ def _range_of_groups(values: FloatArray, spec: Spec, chosen: Estimator) -> Range
         return Range(low, high)
     if chosen.name in ("mse", "tf_enhanced") and values.shape[1] <= BINS:
         # few values: they themselves, rather than the bins they would fall into
-        full = Range(values.min(axis=1), values.max(axis=1))
-        points = _Points(values, np.ones(values.shape), full)
-        return _least_moved(points, spec, _GAMMA if chosen.name == "tf_enhanced" else 1.0)
-    # a bin for each value is enough
-    bins = min(max(values.shape[1], _FEWEST_BINS), BINS)
+        return least_moved(values, spec, _gamma(chosen))
+    # a few values in each bin: what a distribution of one in each says is noise
+    bins = min(max(values.shape[1] // _VALUES_PER_BIN, _FEWEST_BINS), BINS)
     return range_from_histogram(histogram_of(values, bins=bins), spec, chosen)
+
+
+def _gamma(chosen: Estimator) -> float:
+    return _GAMMA if chosen.name == "tf_enhanced" else 1.0
 
 
 def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.NDArray[np.int64]]:
@@ -148,79 +145,6 @@ def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.ND
     return ordered.reshape(-1, size), np.moveaxis(lengths, -1, axis).reshape(-1)
 
 
-# --- the grid that moves values least -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Points:
-    """Values [G, n], how often each occurs, [G, n], and the extremes of each group."""
-
-    values: FloatArray
-    counts: npt.NDArray[np.float64]
-    full: Range
-
-
-def _least_moved(points: _Points, spec: Spec, gamma: float) -> Range:
-    """Search ranges inside the full one, coarsely and then finely, by the squared error of quantizing the points.
-
-    The error of clipped values counts `gamma` times. The full range is among the candidates, and wins a tie.
-    """
-    low, high = np.minimum(points.full.low, 0), np.maximum(points.full.high, 0)
-    points = replace(points, full=Range(low, high))
-    both = not spec.symmetric and bool(((low < 0) & (high > 0)).any())
-    steps = _COARSE_ENDS if both else _COARSE
-    shares = np.arange(steps, 0, -1) / steps
-    coarse = _pairs(shares, shares) if both else np.stack([shares, shares])
-    best = _best(points, spec, gamma, np.repeat(coarse[:, :, None], len(low), axis=2))
-    near = np.arange(_FINE - 1, -_FINE, -1) / (steps * _FINE)
-    offsets = _pairs(near, near) if both else np.stack([near, near])
-    fine = (best[:, None, :] + offsets[:, :, None]).clip(1 / (steps * _FINE), 1)
-    low_share, high_share = _best(points, spec, gamma, np.concatenate([best[:, None, :], fine], axis=1))
-    return Range((low * low_share).astype(np.float32), (high * high_share).astype(np.float32))
-
-
-def _pairs(left: npt.NDArray[np.float64], right: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Every pair, [2, len(left) * len(right)], the widest first."""
-    pairs = np.stack([side.ravel() for side in np.meshgrid(left, right, indexing="ij")])
-    return pairs[:, np.argsort(-pairs.sum(axis=0), kind="stable")]
-
-
-def _best(points: _Points, spec: Spec, gamma: float, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The shares of low and high, [2, G], with the smallest cost among candidates [2, C, G]."""
-    per_chunk = max(_CHUNK // points.values.size, 1)
-    costs = []
-    for start in range(0, shares.shape[1], per_chunk):
-        low_share, high_share = shares[:, start : start + per_chunk]
-        low = (points.full.low * low_share).astype(np.float32)
-        high = (points.full.high * high_share).astype(np.float32)
-        costs.append(_cost(points, *scale_and_zero_point(low, high, spec), spec.dtype, gamma))
-    chosen = np.concatenate(costs).argmin(axis=0)
-    return np.asarray(shares[:, chosen, np.arange(shares.shape[2])])
-
-
-def _cost(
-    points: _Points, scale: FloatArray, zero_point: npt.NDArray[np.int32], dtype: DType, gamma: float
-) -> npt.NDArray[np.float64]:
-    """The weighted squared error of each candidate and group, [C, G]; scales are [C, G]."""
-    x = points.values
-    s, z = scale[:, :, None], zero_point[:, :, None].astype(np.float32)
-    if dtype.is_integer:
-        error = affine.fake_quantize(x, s, z, dtype.lo, dtype.hi)
-    else:
-        error = affine.fake_quantize_minifloat(x, s, dtype, _cast_to(dtype))
-    error -= x
-    error *= error
-    ends = (dtype.lo - z) * s, (dtype.hi - z) * s
-    outside = (x < ends[0]) | (x > ends[1])
-    if gamma != 1:
-        np.multiply(error, np.float32(gamma), out=error, where=outside)
-    return np.asarray(np.einsum("cgn,gn->cg", error, points.counts))
-
-
-def _cast_to(dtype: DType) -> Callable[[Any], Any]:
-    return lambda value: value.astype(storage_type(dtype)).astype(np.float32)
-
-
 # --- the grid that keeps the distribution -------------------------------------------------------------------------
 
 
@@ -230,6 +154,8 @@ def _most_alike(histogram: Histogram, spec: Spec) -> Range:
     After Migacz 2017, "8-bit inference with TensorRT"; the levels are those of the grid itself.
     """
     low, high = np.minimum(histogram.low, 0), np.maximum(histogram.high, 0)
+    if spec.dtype.is_integer and spec.dtype.hi - spec.dtype.lo >= 2 * histogram.counts.shape[1]:
+        return Range(low, high)  # every bin has a level of its own: nothing is lost
     shares = np.arange(_THRESHOLDS, _THRESHOLDS // 16 - 1, -1) / _THRESHOLDS
     thresholds = (np.maximum(-low, high) * shares[:, None]).astype(np.float32)
     lows, highs = np.maximum(low, -thresholds), np.minimum(high, thresholds)
@@ -254,7 +180,7 @@ def _divergence(
     if spec.dtype.is_integer:
         codes = affine.quantize(centers, scale, zero_point, spec.dtype.lo, spec.dtype.hi)
     else:
-        codes = _cast_to(spec.dtype)((centers / scale).clip(spec.dtype.lo, spec.dtype.hi))
+        codes = cast_to(spec.dtype)((centers / scale).clip(spec.dtype.lo, spec.dtype.hi))
     # a level: a run of bins with the same code
     level = np.zeros((groups, bins), np.int64)
     np.cumsum(codes[:, 1:] != codes[:, :-1], axis=1, out=level[:, 1:])

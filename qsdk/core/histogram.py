@@ -22,6 +22,7 @@ SAMPLES = 1 << 15
 STEPS = (1, 3, 5, 11, 17, 23, 37, 53, 79, 113, 163, 233, 331, 479, 677, 967, 1373, 1951, 2767, 3931, 5569, 7901)
 
 _SMALLEST_EXPONENT = -126
+_CHUNK = 1 << 18  # values counted at once, so that a large tensor needs no copies of its size
 _MANTISSA = 23  # multiples of the width must be exact in float32
 
 
@@ -132,18 +133,22 @@ def _count(
     bins: int,
 ) -> npt.NDArray[np.float64]:
     """How often values [G, n] fall into each bin, [G, bins]."""
-    groups = len(values)
-    shrink = np.exp2(-exponent).astype(np.float32)  # a power of two, so that the products are exact
-    last = _last(high, exponent)
-    index = values * shrink[:, None]
-    np.floor(index, out=index)
-    np.minimum(index, last[:, None].astype(np.float32), out=index)
-    index -= first[:, None].astype(np.float32)
-    places = index.astype(np.intp)
-    if groups > 1:
-        places += np.arange(groups)[:, None] * bins
-    counted = np.bincount(places.ravel(), minlength=groups * bins)
-    return np.asarray(counted.reshape(groups, bins), np.float64)
+    groups, length = values.shape
+    shrink = np.exp2(-exponent).astype(np.float32)[:, None]  # a power of two, so that the products are exact
+    last = _last(high, exponent)[:, None].astype(np.float32)
+    rows = np.arange(groups)[:, None] * bins
+    counted = np.zeros(groups * bins)
+    columns = max(_CHUNK // groups, 1)
+    for start in range(0, length, columns):
+        index = values[:, start : start + columns] * shrink
+        np.floor(index, out=index)
+        np.minimum(index, last, out=index)
+        index -= first[:, None].astype(np.float32)
+        places = index.astype(np.intp)
+        if groups > 1:
+            places += rows
+        counted += np.bincount(places.ravel(), minlength=groups * bins)
+    return counted.reshape(groups, bins)
 
 
 def _last(high: FloatArray, exponent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,14 +1,15 @@
 """Layer problems: one linear layer as a solver sees it, the same for both doors.
 
 A linear layer, or a convolution seen as patches, has the weight matrix W, float inputs X and quantized inputs X~
-(one column per row of data). All a solver of W~ needs of them are second moments: with g = XX', c = XX~' and
-g_quantized = X~X~', the output error is `||WX - W~X~||^2 = tr(W g W') - 2 tr(W c W~') + tr(W~ g_quantized W~')`.
+(one column per row of data). All a solver of W~ needs of them are second moments: with d = W~ - W and H = X~X~', the
+output error is `||WX - W~X~||^2 = tr(d H d') + 2 tr(d (W (X~ - X) X~')') + ||W (X - X~)||^2`.
 Arrays are duck-typed: NumPy or torch, on any device.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ModelError
 from qsdk.core.spec import Spec
 
-LayerKind = Literal["linear", "conv", "conv_transpose"]
+LayerKind = Literal["linear", "conv", "conv_transpose", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class WeightLayout:
 
     @property
     def _grouped(self) -> int:
-        return self.input_axis if self.kind == "conv_transpose" else self.channel_axis
+        return self.channel_axis if self.kind in ("linear", "conv") else self.input_axis
 
     @property
     def _split(self) -> tuple[int, ...]:
@@ -145,30 +146,9 @@ class PatchGeometry:
         return tuple((n - 1) * stride - pad + extent + more for n, pad, extent, stride, more in parts)
 
 
-class MomentsLike(Protocol):
-    """Second moments as they are accumulated (`qsdk.algorithms.moments.Moments`)."""
-
-    g: Any
-    c: Any
-    g_quantized: Any
-    rows: int
-
-    def update(self, x_float: Any, x_quantized: Any) -> None:
-        """Add a batch of the layer's inputs."""
-
-
-class NewMoments(Protocol):
-    """Makes empty moments for one layer."""
-
-    def __call__(
-        self, layout: WeightLayout, geometry: PatchGeometry | None, *, batches: int, generator: Any, device: Any
-    ) -> MomentsLike:
-        """Start at zero; `batches` updates will follow, sampled by `generator`."""
-
-
 @dataclass(frozen=True)
 class LayerProblem:
-    """A weight, how it is to be quantized, and the second moments of its inputs.
+    """A weight, how it is to be quantized, and what the data says about its inputs.
 
     Attributes:
         site: of the weight.
@@ -176,16 +156,21 @@ class LayerProblem:
         encoding: what it has now.
         layout: how `weight` is stored.
         weight: W, float32 [groups, out_per_group, K].
-        g: XX', float32 [groups, K, K].
-        c: XX~', float32 [groups, K, K].
-        g_quantized: X~X~', float32 [groups, K, K].
-        rows: how many rows of data the moments hold.
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it, or where a solver wanted means only:
+            then `linear` and `drifts` are None too.
+        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K].
+        drifts: `||W (X - X~)||^2` per output, [groups, out_per_group].
+        rows: how many rows of data the moments were made of.
+        count: how many rows they stand for: more, where a convolution's patches were sampled.
+        x_quantized: all rows of X~, float32 [groups, rows, K], where they are fewer than K.
         mean: of X over the rows, float32 [groups, K]; None where it was not gathered.
         mean_quantized: of X~, likewise.
         samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver asked for them.
         held_back: the same problem as data tells it that was not used for the moments here, to guard against
             solutions that fit the data and not the layer; None where nothing was held back.
         activation: op type of the activation function that is one with the layer, `""` where there is none.
+        has_bias: whether the layer has a bias, which can take a shift.
+        without_mean: whether errors leave out what a shift of the bias takes away; see `centered`.
 
     Raises:
         ModelError: the shapes do not belong together.
@@ -196,50 +181,139 @@ class LayerProblem:
     encoding: Encoding
     layout: WeightLayout
     weight: Any
-    g: Any
-    c: Any
-    g_quantized: Any
+    h: Any | None
+    linear: Any
+    drifts: Any
     rows: int
+    count: float
+    x_quantized: Any | None = None
     mean: Any | None = None
     mean_quantized: Any | None = None
     samples: tuple[Any, Any] | None = None
     held_back: "LayerProblem | None" = None
     activation: str = ""
+    has_bias: bool = False
+    without_mean: bool = False
 
     def __post_init__(self) -> None:
-        groups, _, k = self.layout.matrix_shape
-        if tuple(self.weight.shape) != self.layout.matrix_shape:
-            raise ModelError(f"{self.site}: a weight of {tuple(self.weight.shape)}, not {self.layout.matrix_shape}")
-        for moment in (self.g, self.c, self.g_quantized):
-            if tuple(moment.shape) != (groups, k, k):
-                raise ModelError(f"{self.site}: moments of shape {tuple(moment.shape)}, not {(groups, k, k)}")
+        groups, out, k = self.layout.matrix_shape
+        for name, found, wanted in (
+            ("weight", self.weight, (groups, out, k)),
+            ("linear term", self.linear, (groups, out, k)),
+            ("second moment", self.h, (groups, k, k)),
+        ):
+            if found is not None and tuple(found.shape) != wanted:
+                raise ModelError(f"{self.site}: a {name} of {tuple(found.shape)}, not {wanted}")
+
+    @cached_property
+    def g_quantized(self) -> Any:
+        """X~X~', float32 [groups, K, K]."""
+        return self.h if self.x_quantized is None else self.x_quantized.swapaxes(-1, -2) @ self.x_quantized
 
     def linear_term(self) -> Any:
-        """`W (g_quantized - c)`, [groups, out_per_group, K].
+        """`W (X~ - X) X~'`, [groups, out_per_group, K].
 
         With d = W~ - W the output error is `d g_quantized d' + 2 d linear_term' + drift`: unlike the three traces,
         this form does not lose a small error in the difference of large numbers.
         """
-        return self.weight @ (self.g_quantized - self.c)
+        return self.linear
 
     def drift(self) -> Any:
-        """`||W (X - X~)||^2` per output, [groups, out_per_group]: the error that no choice of W~ = W avoids."""
-        difference = self.g - self.c - self.c.swapaxes(-1, -2) + self.g_quantized
-        return (self.weight @ difference * self.weight).sum(-1)
+        """`||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
+        return self.drifts
+
+    def energy(self) -> Any:
+        """`||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
+        return self._energies
+
+    @cached_property
+    def _energies(self) -> Any:
+        # WX = WX~ + W(X - X~), and the cross term is that of `linear`
+        energies = self.quadratic(self.weight) - 2 * (self.linear * self.weight).sum(-1) + self.drifts
+        if self.without_mean:
+            assert self.mean is not None
+            energies = energies + self.count * (self.weight @ self.mean[..., None])[..., 0] ** 2
+        return energies.clip(0, None)
+
+    def quadratic(self, d: Any) -> Any:
+        """`||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
+        if self.x_quantized is None:
+            if self.h is None:
+                raise ModelError(f"{self.site}: the second moments of its inputs were not gathered")
+            return ((d @ self.h) * d).sum(-1)
+        product = d @ self.x_quantized.swapaxes(-1, -2)
+        return (product * product).sum(-1)
 
     def errors(self, quantized: Any) -> Any:
         """`||WX - W~X~||^2` per output, [groups, out_per_group], for W~ as a matrix."""
         d = quantized - self.weight
-        return (d @ self.g_quantized * d).sum(-1) + 2 * (d * self.linear_term()).sum(-1) + self.drift()
-
-    def energy(self) -> Any:
-        """`||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
-        return (self.weight @ self.g * self.weight).sum(-1)
+        if self.x_quantized is None and self.h is not None:
+            return ((d @ self.h + 2 * self.linear) * d).sum(-1) + self.drifts
+        return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
 
     def relative_error(self, quantized: Any) -> float:
         """`||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where there is nothing to get wrong."""
+        return self.relative(self.errors(quantized))
+
+    def relative(self, errors: Any) -> float:
+        """The sum of errors per output over the layer's energy; 0 where there is nothing to get wrong."""
         energy = float(self.energy().sum())
-        return max(float(self.errors(quantized).sum()), 0.0) / energy if energy > 0 else 0.0
+        return max(float(errors.sum()), 0.0) / energy if energy > 0 else 0.0
+
+    def mean_error(self, quantized: Any) -> Any:
+        """`E[WX - W~X~]` per output, [groups, out_per_group]: what a shift of the bias takes away."""
+        if self.mean is None or self.mean_quantized is None:
+            raise ModelError(f"{self.site}: the means of its inputs were not gathered")
+        return ((self.weight @ self.mean[..., None]) - quantized @ self.mean_quantized[..., None])[..., 0]
+
+    def centered(self) -> "LayerProblem":
+        """The problem that is left when the bias takes up whatever mean error a solution has.
+
+        Its errors are those after the shift; energies and means are what they were.
+        """
+        shift = -self.mean_error(self.weight)
+        mean = self.mean_quantized
+        assert mean is not None
+        assert self.mean is not None
+        return replace(
+            self,
+            h=None if self.h is None else self.h - self.count * mean[..., :, None] * mean[..., None, :],
+            x_quantized=None if self.x_quantized is None else self.x_quantized - mean[..., None, :],
+            linear=self.linear - self.count * shift[..., None] * mean[..., None, :],
+            drifts=self.drifts - self.count * shift * shift,
+            samples=self.samples and (self.samples[0] - self.mean[..., None, :], self.samples[1] - mean[..., None, :]),
+            held_back=self.held_back and self.held_back.centered(),
+            without_mean=True,
+        )
+
+
+def problem_from_moments(
+    site: str,
+    spec: Spec,
+    encoding: Encoding,
+    layout: WeightLayout,
+    weight: Any,
+    g: Any,
+    c: Any,
+    g_quantized: Any,
+    rows: int,
+    **others: Any,
+) -> LayerProblem:
+    """Make a layer problem of the three second moments XX', XX~' and X~X~', [groups, K, K] each.
+
+    Raises:
+        ModelError: the shapes do not belong together.
+    """
+    groups, _, k = layout.matrix_shape
+    for moment in (g, c, g_quantized):
+        if tuple(moment.shape) != (groups, k, k):
+            raise ModelError(f"{site}: moments of shape {tuple(moment.shape)}, not {(groups, k, k)}")
+    if tuple(weight.shape) != layout.matrix_shape:
+        raise ModelError(f"{site}: a weight of {tuple(weight.shape)}, not {layout.matrix_shape}")
+    difference = g - c - c.swapaxes(-1, -2) + g_quantized
+    linear, drifts = weight @ (g_quantized - c), (weight @ difference * weight).sum(-1)
+    more: dict[str, Any] = {"count": float(rows), **others}
+    return LayerProblem(site, spec, encoding, layout, weight, g_quantized, linear, drifts, rows, **more)
 
 
 @dataclass(frozen=True)

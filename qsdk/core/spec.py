@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from qsdk.core.dtypes import DType, float8e4m3fn, float8e8m0, uint4, uint8
+from qsdk.core.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
 from qsdk.core.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ class Spec:
         fixed_range: `(low, high)` that calibration does not touch (a Softmax lives in 0..1).
         scale_dtype: what the scales of symmetric blocks are confined to; None for float32. `float8e8m0`: powers of two
             (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
-            float32 per channel (AIMET's LPBQ).
+            float32 per channel (AIMET's LPBQ), for integers of up to 4 bits; `uint8`: 1 to 256 times one, for others.
         dynamic: the range is each tensor's own, found while the model runs; there is no encoding.
     """
 
@@ -96,12 +96,15 @@ class Spec:
         return self.scale_bits is None and self.scale_dtype is None
 
     def _require_block_scales(self, scale_dtype: DType) -> None:
-        if scale_dtype not in (float8e8m0, float8e4m3fn, uint4):
-            raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn or uint4")
+        if scale_dtype not in (float8e8m0, float8e4m3fn, uint4, uint8):
+            raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn, uint4 or uint8")
         if not isinstance(self.granularity, PerBlock) or not self.symmetric:
             raise ConfigError(f"scales in {scale_dtype} belong to symmetric blocks; ask for blocks and symmetric=True")
-        if self.dtype.is_integer != (scale_dtype == uint4):
-            raise ConfigError(f"{self.dtype} has no blocks with scales in {scale_dtype}; uint4 is for integers")
+        if scale_dtype != level_dtype(self.dtype) if self.dtype.is_integer else scale_dtype in (uint4, uint8):
+            raise ConfigError(
+                f"{self.dtype} has no blocks with scales in {scale_dtype}; uint4 is for integers of up to 4 bits, "
+                "uint8 for wider ones"
+            )
 
 
 def float_spec(dtype: DType) -> Spec | None:

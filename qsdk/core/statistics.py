@@ -1,7 +1,10 @@
 """Statistics of activations, collected batch by batch at either door, and the encodings they lead to."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +15,14 @@ from qsdk.core.histogram import Histogram, histogram_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.spec import Spec
+
+#: What each rank gives -> what all of them gave, in the order of the ranks.
+Gather = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """The `Gather` of a process that is the only one."""
+    return [value]
 
 
 class Statistics:
@@ -48,6 +59,20 @@ class Statistics:
             known = self.histograms.get(site)
             self.histograms[site] = counted if known is None else known.merge(counted)
 
+    def merge(self, *others: "Statistics") -> "Statistics":
+        """What all of them have seen, exactly as one would have found that had seen it all, in any order.
+
+        Moving averages depend on an order that ranks do not have: there it is the mean of theirs.
+        """
+        merged, everyone = Statistics(self.chosen), (self, *others)
+        for site in dict.fromkeys(site for one in everyone for site in one.ranges):
+            ranges = [one.ranges[site] for one in everyone if site in one.ranges]
+            merged.ranges[site] = _mean(ranges) if self.chosen.name == "moving_average" else reduce(Range.merge, ranges)
+        for site in dict.fromkeys(site for one in everyone for site in one.histograms):
+            counted = [one.histograms[site] for one in everyone if site in one.histograms]
+            merged.histograms[site] = reduce(Histogram.merge, counted)
+        return merged
+
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
         """The range that all these sites share, or None if no batch has reached any of them."""
         seen = [site for site in sites if site in self.ranges]
@@ -63,6 +88,40 @@ class Statistics:
         for histogram in counted[1:]:
             together = together.merge(histogram)
         return range_from_histogram(together, spec, self.chosen)
+
+
+def _mean(ranges: list[Range]) -> Range:
+    low, high = (np.stack([getattr(one, end) for one in ranges]) for end in ("low", "high"))
+    return Range(low.mean(axis=0), high.mean(axis=0))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank has no statistics."""
+
+    reason: str
+
+
+def of_all_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistics:
+    """Observe this rank's data, and merge what the ranks have found.
+
+    Args:
+        observe: over the data of this rank.
+        gather: gives what every rank gave.
+
+    Raises:
+        DataError: observing failed on another rank. What this one raises is raised here, after the others know of it.
+    """
+    try:
+        own = observe()
+    except Exception as error:
+        gather(_Failure(str(error)))
+        raise
+    everyone = gather(own)
+    for rank, found in enumerate(everyone):
+        if isinstance(found, _Failure):
+            raise DataError(f"rank {rank}: {found.reason}")
+    return everyone[0].merge(*everyone[1:]) if len(everyone) > 1 else own
 
 
 def require_finite(site: str, number: int, *values: float) -> None:

@@ -207,8 +207,8 @@ def _plain(values: Any) -> Any:
 
 
 def _two_levels(stated: Stated) -> TwoLevel | None:
-    """The factors of 4-bit block scales; AIMET has two levels where the product has twice the bits."""
-    if stated.granularity != "block" or stated.dtype.name != "int4" or stated.zero_point.any():
+    """The factors of block scales; AIMET has two levels where the product has twice the bits."""
+    if stated.granularity != "block" or stated.dtype.name not in ("int4", "int8") or stated.zero_point.any():
         return None
     assert stated.axis is not None
     if stated.scale.shape[stated.axis] < 2:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import BlockFormat, DType, int8, int32, uint4
+from qsdk.core.dtypes import BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.operands import Operand, is_scalar
 from qsdk.core.planning.plan import Decision
@@ -70,7 +70,7 @@ def _spec(operand: Operand, role: Role, wanted: QuantConfig, shape: Shape | None
     granularity = _granularity(operand, wanted, shape, wanted.block_size if form is None else form.block_size)
     by_choice = dtype.signed if wanted.symmetric_weights is None else wanted.symmetric_weights
     symmetric = by_choice or dtype.kind == "minifloat"
-    scale_dtype = uint4 if wanted.two_level_scales else None
+    scale_dtype = level_dtype(dtype) if wanted.two_level_scales else None
     if form is not None:
         scale_dtype = form.scale_dtype
     if not isinstance(granularity, PerBlock):

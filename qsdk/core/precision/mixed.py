@@ -47,7 +47,7 @@ class PlannedSim(Protocol):
         """Site -> float values of the stored tensors at these sites."""
         ...
 
-    def snapshot(self) -> SimState:
+    def snapshot(self, *, weights: bool = False) -> SimState:
         """What `restore` takes."""
         ...
 

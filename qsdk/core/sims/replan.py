@@ -12,11 +12,13 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import BlockFormat, DType, WeightType, dtype_named, weight_type_named
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
+from qsdk.core.estimators import estimator, range_of_stored
 from qsdk.core.graph import Graph
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
+from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.state import SimState, Stored, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 from qsdk.core.spec import PerTensor
@@ -25,18 +27,26 @@ Choices = Mapping[str, WeightType]
 
 
 def replanned(
-    state: SimState, graph: Graph, config: QuantConfig, stored: Stored, *, extra_owners: Iterable[str] = ()
+    state: SimState,
+    graph: Graph,
+    config: QuantConfig,
+    stored: Stored,
+    *,
+    methods: Methods,
+    extra_owners: Iterable[str] = (),
 ) -> SimState:
     """Plan again with another config, without data.
 
     A site whose spec and ties stay keeps its encoding, frozen or not. Another one derives it from the range that its
-    old encoding covers (a weight from its values), and stays uncalibrated if there was none.
+    old encoding covers (a weight from its values, by the method of the last calibration), and stays uncalibrated if
+    there was none.
 
     Args:
         state: of the sim.
         graph: that it was planned from.
         config: the new one.
         stored: reads the stored tensors.
+        methods: of the last calibration.
         extra_owners: owners that rules may name although they have no site.
 
     Raises:
@@ -45,7 +55,7 @@ def replanned(
     """
     require_config(state.config)
     plan = make_plan(graph, config, extra_owners=extra_owners)
-    return SimState(config, plan, _carried_over(state, plan, stored))
+    return SimState(config, plan, _carried_over(state, plan, stored, methods))
 
 
 def require_config(config: QuantConfig | None) -> QuantConfig:
@@ -59,7 +69,7 @@ def require_config(config: QuantConfig | None) -> QuantConfig:
     return config
 
 
-def _carried_over(state: SimState, plan: Plan, stored: Stored) -> dict[str, Encoding]:
+def _carried_over(state: SimState, plan: Plan, stored: Stored, methods: Methods) -> dict[str, Encoding]:
     if not state.own:
         return {}
     found, from_values = {}, []
@@ -79,7 +89,7 @@ def _carried_over(state: SimState, plan: Plan, stored: Stored) -> dict[str, Enco
             derived = _derived(state, decision, members[site])
             found |= {} if derived is None else {site: derived}
     values = stored([site for site in from_values if _was_ready(state, site)])
-    found |= {site: _of_values(plan.decisions[site], value) for site, value in values.items()}
+    found |= {site: _of_values(plan.decisions[site], value, methods) for site, value in values.items()}
     _make_room_for_biases(state, plan, found, stored)
     return {site: found[site] for site in plan.decisions if site in found}
 
@@ -125,10 +135,11 @@ def _covered(encoding: Encoding) -> Range:
     return Range(low.clip(-largest, largest), high.clip(-largest, largest))
 
 
-def _of_values(decision: Decision, values: npt.NDArray[Any]) -> Encoding:
+def _of_values(decision: Decision, values: npt.NDArray[Any], methods: Methods) -> Encoding:
     assert decision.spec is not None
+    chosen = estimator(methods.weight_method or "min_max", methods.percentile)
     try:
-        return encoding_from_range(range_of(values, decision.spec), decision.spec)
+        return encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
     except CalibrationError as error:
         raise DataError(f"the stored tensor at {decision.site}: {error}; load a checkpoint that is finite") from error
 

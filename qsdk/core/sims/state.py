@@ -5,7 +5,7 @@ Every verb here takes a state and gives a new one, so that a verb that fails lea
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -28,17 +28,19 @@ Stored = Callable[[Collection[str]], Mapping[str, npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class SimState:
-    """What a sim knows besides its weights.
+    """What a sim knows besides its weights, and the weights where they were asked for.
 
     Attributes:
         config: what was asked for; None for a sim opened from a Q/DQ file.
         plan: what was decided for every site.
         own: site -> encoding, of the sites that have one of their own and whose encoding was found.
+        stored: the stored tensors, in a form that only the door knows that took them; None where they are not held.
     """
 
     config: QuantConfig | None
     plan: Plan
     own: Mapping[str, Encoding]
+    stored: Any = field(default=None, compare=False, repr=False)
 
     def encoding(self, site: str) -> Encoding | None:
         """The encoding of a site, be it its own, shared or derived; None where there is none (yet)."""
@@ -49,8 +51,8 @@ class SimState:
 class HasState(Protocol):
     """A sim of either door, as far as its state goes."""
 
-    def snapshot(self) -> SimState:
-        """The state as it is: config, plan and encodings, no weights."""
+    def snapshot(self, *, weights: bool = False) -> SimState:
+        """The state as it is: config, plan and encodings; the stored tensors too where they are asked for."""
         ...
 
     def restore(self, state: SimState) -> None:
@@ -59,9 +61,9 @@ class HasState(Protocol):
 
 
 @contextmanager
-def put_back_on_error(sim: HasState) -> Iterator[SimState]:
-    """Give the sim's state, and put it back if the block raises."""
-    before = sim.snapshot()
+def put_back_on_error(sim: HasState, *, weights: bool = False) -> Iterator[SimState]:
+    """Give the sim's state, with its weights if the block may change them, and put it back if the block raises."""
+    before = sim.snapshot(weights=weights)
     try:
         yield before
     except BaseException:

@@ -1,7 +1,7 @@
 """What a sim of either door can do: tell its encodings and reasons, freeze, change precision, plan again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -10,18 +10,29 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, WeightType
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
+from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import bias_remarks
+from qsdk.core.sims.corrected_biases import OriginalBiases
+from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import precision_config, precision_report
 from qsdk.core.sims.state import SimState, put_back_on_error, with_frozen
 
 
 class StatefulSim(ABC):
-    """A sim that gives its state and takes another one."""
+    """A sim that gives its state and takes another one.
+
+    Attributes:
+        plan: what was decided for every site.
+        methods: how it was calibrated the last time; the defaults where it was not.
+        original_biases: what biases were that layer solvers have shifted.
+    """
 
     plan: Plan
+    methods: Methods = Methods()
+    original_biases: OriginalBiases
 
     @abstractmethod
     def ready(self) -> dict[str, bool]:
@@ -32,8 +43,8 @@ class StatefulSim(ABC):
         """Site -> encoding, without the sites that have none yet."""
 
     @abstractmethod
-    def snapshot(self) -> SimState:
-        """The state as it is: config, plan and encodings. It holds no weights."""
+    def snapshot(self, *, weights: bool = False) -> SimState:
+        """The state as it is: config, plan and encodings, and with `weights` the stored tensors as well."""
 
     @abstractmethod
     def restore(self, state: SimState) -> None:
@@ -46,6 +57,23 @@ class StatefulSim(ABC):
     @abstractmethod
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
         """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+
+    @abstractmethod
+    def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give the stored tensors at sites other values of the same shape: the counterpart of `stored_floats`.
+
+        Raises:
+            ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
+        """
+
+    @abstractmethod
+    def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
+        """The stored tensor that the graph calls so, with or without a site; None where there is none."""
+
+    @property
+    @abstractmethod
+    def folded_norms(self) -> dict[str, FoldedNorm]:
+        """Owner of a layer -> what the BatchNorm said that was folded into it, as far as it is still true."""
 
     @property
     @abstractmethod

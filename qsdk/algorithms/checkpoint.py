@@ -1,0 +1,210 @@
+"""Checkpoints of a run over layers: a folder with the run's identity and one file of solutions for each step."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from qsdk.algorithms import ranks
+from qsdk.core.dtypes import dtype_named
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import ConfigError
+from qsdk.core.files import write_atomically, write_text
+from qsdk.core.layer_problem import Solution
+from qsdk.core.spec import Spec
+
+#: Share of the largest mean by which the means of the same data may differ, as other thread counts round otherwise.
+SAME = 1e-3
+
+
+class Identified(Protocol):
+    """A site that is solved, and what is wanted there."""
+
+    @property
+    def site(self) -> str:
+        """Its name."""
+
+    @property
+    def spec(self) -> Spec:
+        """What is wanted."""
+
+
+class Identifiable(Protocol):
+    """What tells one run from another: its sites, their weights (an empty array for none) and encodings."""
+
+    @property
+    def layers(self) -> Sequence[Identified]:
+        """All sites."""
+
+    def weight(self, site: str) -> Any:
+        """The stored weight."""
+
+    def encoding(self, site: str) -> Encoding:
+        """The encoding as it is now."""
+
+
+class Met(Protocol):
+    """A site when its step comes, with means that tell other data."""
+
+    @property
+    def site(self) -> str:
+        """Its name."""
+
+    @property
+    def mean(self) -> Any:
+        """Of the float input."""
+
+    @property
+    def mean_quantized(self) -> Any:
+        """Of the quantized input."""
+
+
+class Checkpoint:
+    """Solutions of the steps of one run, kept as they are found; with several ranks the first keeps them."""
+
+    def __init__(self, folder: str | os.PathLike[str], walk: Identifiable, options: Mapping[str, Any]) -> None:
+        """Open a folder, or make it.
+
+        Raises:
+            ConfigError: it belongs to a run of another model or of other options; says what differs.
+        """
+        self._folder = Path(folder)
+        self._step = 0
+        identity = {"options": {name: str(value) for name, value in options.items()}, "layers": _identities(walk)}
+        failure = None
+        if ranks.rank() == 0:
+            failure = self._open(identity)
+        failure = ranks.gathered(failure)[0]
+        if failure is not None:
+            raise ConfigError(failure)
+
+    def has_next(self) -> bool:
+        """Whether the step that comes next was solved before."""
+        found: bool = ranks.gathered(self._path().exists())[0]
+        return found
+
+    def replay(self, problems: Sequence[Met]) -> list[Solution]:
+        """Give the next step's solutions as they were found.
+
+        Args:
+            problems: the step's, with means at least.
+
+        Raises:
+            ConfigError: the step is about other layers or other data.
+        """
+        stored: dict[str, Any] = ranks.gathered(_read(self._path()) if ranks.rank() == 0 else None)[0]
+        facts = json.loads(str(stored["facts"]))
+        sites = [problem.site for problem in problems]
+        if [fact["site"] for fact in facts] != sites:
+            found = ", ".join(fact["site"] for fact in facts)
+            raise self._other(f"step {self._step} solved {found} there and is about {', '.join(sites)} here")
+        for index, problem in enumerate(problems):
+            for what, mean in (("float", problem.mean), ("quantized", problem.mean_quantized)):
+                kept = stored[f"{index}.{what}"]
+                if np.abs(kept - _array(mean)).max(initial=0) > SAME * np.abs(kept).max(initial=0):
+                    raise self._other(f"the {what} input of {problem.site} is not the same: other data")
+        self._step += 1
+        return [_solution(stored, index, fact) for index, fact in enumerate(facts)]
+
+    def keep(self, problems: Sequence[Met], solutions: Sequence[Solution]) -> None:
+        """Write a step's solutions, whole or not at all."""
+        if ranks.rank() == 0:
+            arrays: dict[str, Any] = {}
+            facts = []
+            for index, (problem, solution) in enumerate(zip(problems, solutions, strict=True)):
+                facts.append(_facts(problem.site, solution))
+                arrays |= {f"{index}.{name}": values for name, values in _arrays(problem, solution).items()}
+
+            def write(path: Path) -> None:
+                with path.open("wb") as file:
+                    np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+
+            write_atomically(self._path(), write)
+        self._step += 1
+
+    def _open(self, identity: dict[str, Any]) -> str | None:
+        manifest = self._folder / "run.json"
+        if not manifest.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_text(manifest, json.dumps(identity, indent=1) + "\n")
+            return None
+        stored = json.loads(manifest.read_text(encoding="utf-8"))
+        different = [
+            f"{name}: {stored[part].get(name, 'none')} there, {identity[part].get(name, 'none')} here"
+            for part in ("options", "layers")
+            for name in sorted({*stored[part], *identity[part]})
+            if stored[part].get(name) != identity[part].get(name)
+        ]
+        return str(self._other("; ".join(different[:5]))) if different else None
+
+    def _other(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"the checkpoint {self._folder} is that of another run: {what}; repeat that run, or give another folder"
+        )
+
+    def _path(self) -> Path:
+        return self._folder / f"step-{self._step:05}.npz"
+
+
+def _identities(walk: Identifiable) -> dict[str, str]:
+    """What each layer is: its spec, and digests of its weight and encoding."""
+    found = {}
+    for layer in walk.layers:
+        encoding = walk.encoding(layer.site)
+        parts = (_array(walk.weight(layer.site)), encoding.scale, encoding.zero_point)
+        digests = (hashlib.sha256(np.ascontiguousarray(part).tobytes()).hexdigest()[:12] for part in parts)
+        found[layer.site] = f"{layer.spec}, weight {next(digests)}, scale {next(digests)}, zero point {next(digests)}"
+    return found
+
+
+def _facts(site: str, solution: Solution) -> dict[str, Any]:
+    encoding = solution.encoding
+    return {
+        "site": site,
+        "dtype": encoding.dtype.name,
+        "axis": encoding.axis,
+        "block_size": encoding.block_size,
+        "frozen": encoding.frozen,
+        "errors": [solution.error_before, solution.error_after],
+        "note": solution.note,
+    }
+
+
+def _arrays(problem: Met, solution: Solution) -> dict[str, Any]:
+    found = {
+        "float": _array(problem.mean),
+        "quantized": _array(problem.mean_quantized),
+        "scale": solution.encoding.scale,
+        "zero_point": solution.encoding.zero_point,
+    }
+    optional = {"weight": solution.weight, "bias_shift": solution.bias_shift}
+    return found | {name: _array(values) for name, values in optional.items() if values is not None}
+
+
+def _solution(stored: Mapping[str, Any], index: int, fact: Mapping[str, Any]) -> Solution:
+    scale, zero_point = stored[f"{index}.scale"], stored[f"{index}.zero_point"]
+    encoding = Encoding(dtype_named(fact["dtype"]), scale, zero_point, fact["axis"], fact["block_size"])
+    weight, shift = (stored.get(f"{index}.{name}") for name in ("weight", "bias_shift"))
+    return Solution(
+        replace(encoding, frozen=fact["frozen"]),
+        None if weight is None else torch.from_numpy(weight),
+        float(fact["errors"][0]),
+        float(fact["errors"][1]),
+        str(fact["note"]),
+        None if shift is None else torch.from_numpy(shift),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as stored:
+        return dict(stored)
+
+
+def _array(values: Any) -> Any:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)

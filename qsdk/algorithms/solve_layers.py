@@ -1,0 +1,131 @@
+"""Solving the layers of a sim one after the other, in the order they run: the driver of all layer solvers."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qsdk.algorithms import ranks
+from qsdk.algorithms.checkpoint import Checkpoint
+from qsdk.algorithms.gather import Gathers, problems_of
+from qsdk.core.layer_problem import Solution, Solver
+from qsdk.core.layer_walk import Layer, Step, Walk
+from qsdk.core.report import Report
+
+_ALL = Gathers()
+
+
+def solve_layers(
+    walk: Walk,
+    solver: Solver,
+    *,
+    title: str,
+    gathers: Gathers = _ALL,
+    options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Solve each layer that a walk comes by, write what is found, and go on with it.
+
+    Where `torch.distributed` is initialised, each rank walks its own data and all find the same: the sums over their
+    inputs are all-reduced.
+
+    Args:
+        walk: of either door.
+        solver: of `qsdk.algorithms`.
+        title: of the report and the progress bar.
+        gathers: what the solver wants to know of the data.
+        options: what the solver was made with; a checkpoint belongs to one choice of them.
+        progress: shows a bar.
+        seed: of whatever is sampled.
+        checkpoint: a folder that keeps each step's solutions; a second run of the same model, options and data takes
+            up there. None keeps nothing.
+
+    Returns:
+        Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`, which says why
+        a layer was left as it was; summary `layers`, `left`, `seconds`, and `passes`: the same in float passes.
+
+    Raises:
+        DataError: an input does not fit its layer, holds NaN or an infinity, or the ranks' data differ in the layers
+            that they reach.
+        ConfigError: the checkpoint is that of another run.
+    """
+    start = time.perf_counter()
+    store = (
+        None if checkpoint is None else Checkpoint(checkpoint, walk, {"verb": title, "seed": seed, **(options or {})})
+    )
+    rows: dict[str, dict[str, Any]] = {}
+    with tqdm(total=len(walk.layers), desc=title, disable=not progress, leave=False) as bar, torch.no_grad():
+        for step in walk:
+            for layer, solution, seconds in _solved(step, walk, solver, gathers, seed, store):
+                _write(walk, layer, solution)
+                rows[layer.site] = _row(layer.site, solution, seconds)
+            bar.update(len(step.layers))
+    ranks.require_same_layers([])
+    unreached = [layer.site for layer in walk.layers if layer.site not in rows]
+    left = [*((site, "no batch reaches it") for site in unreached), *walk.left.items()]
+    done = [row for row in rows.values() if not row["note"]]
+    spent = time.perf_counter() - start
+    summary = {
+        "layers": len(done),
+        "left": len(rows) - len(done) + len(left),
+        "seconds": spent,
+        "passes": spent / walk.float_seconds if walk.float_seconds else None,
+    }
+    return Report(title, [*rows.values(), *(_row(site, note=note) for site, note in left)], summary)
+
+
+def _solved(
+    step: Step, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
+) -> list[tuple[Layer, Solution, float]]:
+    """The step's layers with their solutions, taken from the checkpoint where it has them, and seconds."""
+    start = time.perf_counter()
+    if store is not None and store.has_next():
+        means = problems_of(step, walk, Gathers(second_moments=False), seed)
+        return [(layer, found, 0.0) for layer, found in zip(step.layers, store.replay(means), strict=True)]
+    problems = problems_of(step, walk, gathers, seed)
+    shared = (time.perf_counter() - start) / len(problems)
+    found = []
+    for layer, problem in zip(step.layers, problems, strict=True):
+        begun = time.perf_counter()
+        reached = problem.rows > 0
+        solution = solver(problem) if reached else Solution(problem.encoding, None, 0.0, 0.0, "no batch reaches it")
+        found.append((layer, solution, time.perf_counter() - begun + shared))
+    if store is not None:
+        store.keep(problems, [solution for _, solution, _ in found])
+    return found
+
+
+def _write(walk: Walk, layer: Layer, solution: Solution) -> None:
+    if solution.note:
+        return
+    same = solution.encoding == walk.encoding(layer.site)
+    if same and solution.weight is None and solution.bias_shift is None:
+        return
+    like_numpy = isinstance(walk.weight(layer.site), np.ndarray)
+
+    def given(values: Any) -> Any:
+        return values.cpu().numpy() if like_numpy and isinstance(values, Tensor) else values
+
+    walk.write(
+        layer.site,
+        encoding=solution.encoding,
+        weight=None if solution.weight is None else given(layer.layout.from_matrix(solution.weight)),
+        bias_shift=None if solution.bias_shift is None else given(solution.bias_shift.reshape(-1)),
+    )
+
+
+def _row(site: str, solution: Solution | None = None, seconds: float | None = None, note: str = "") -> dict[str, Any]:
+    return {
+        "site": site,
+        "error_before": solution and solution.error_before,
+        "error_after": solution and solution.error_after,
+        "seconds": seconds,
+        "note": solution.note if solution else note,
+    }

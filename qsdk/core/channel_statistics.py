@@ -1,0 +1,70 @@
+"""Means and variances per channel, put together from parts of the data whatever their sizes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import DataError
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelStatistics:
+    """What is known of the values of each channel.
+
+    Attributes:
+        count: of values per channel.
+        mean: float64 [channels].
+        squares: float64 [channels], the sum of the squared distances from the mean.
+    """
+
+    count: int
+    mean: FloatArray
+    squares: FloatArray
+
+    def variance(self, owner: str) -> FloatArray:
+        """The unbiased variance, as PyTorch keeps it in a BatchNorm.
+
+        Raises:
+            DataError: there are fewer than two values, or some are not finite; names the owner.
+        """
+        if self.count < 2:
+            raise DataError(f"{owner} saw {self.count} values per channel, which have no variance; give more data")
+        if not (np.isfinite(self.mean).all() and np.isfinite(self.squares).all()):
+            raise DataError(f"the input of {owner} holds NaN or an infinity; give data that is finite")
+        return np.asarray(self.squares / (self.count - 1))
+
+
+#: puts together what all ranks have found for an owner
+Together = Callable[[str, ChannelStatistics], ChannelStatistics]
+
+
+def merged(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
+    """The statistics of all values of the parts (Chan et al. 1979)."""
+    found = parts[0]
+    for part in parts[1:]:
+        count = found.count + part.count
+        if part.count == 0 or found.count == 0:
+            found = part if found.count == 0 else found
+            continue
+        difference = part.mean - found.mean
+        mean = found.mean + difference * (part.count / count)
+        shifted = np.square(difference) * (found.count * part.count / count)
+        found = ChannelStatistics(count, mean, found.squares + part.squares + shifted)
+    return found
+
+
+def deviation(now: ChannelStatistics, mean: FloatArray, variance: FloatArray) -> float:
+    """How far what a BatchNorm gives is from mean 0 and deviation 1: root mean square over the channels.
+
+    Args:
+        now: of its input.
+        mean: that it takes off.
+        variance: that it divides by, with its epsilon.
+    """
+    spread = np.sqrt(variance)
+    off = np.square((now.mean - mean) / spread) + np.square(np.sqrt(now.squares / now.count) / spread - 1)
+    return float(np.sqrt(off.mean()))

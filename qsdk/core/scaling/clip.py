@@ -1,0 +1,133 @@
+"""Clipping weights: narrower ranges where a block's part of the output gets closer by them (Lin et al. 2024, AWQ)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.bias import with_room_for
+from qsdk.core.encoding import Encoding
+from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.scaling.edits import input_axis, is_linear
+from qsdk.core.scaling.layers import SeenLayer, seen_layer
+from qsdk.core.scaling.scalings import FloatArray
+from qsdk.core.scaling.search import Seen
+from qsdk.core.sims.state import SimState, owns_encoding
+from qsdk.core.spec import PerBlock, Spec
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A weight's encoding with narrower ranges.
+
+    Attributes:
+        encoding: to use from now on.
+        error_before: relative error of its layer's output with the full range.
+        error_after: the same with this encoding.
+    """
+
+    encoding: Encoding
+    error_before: float
+    error_after: float
+
+
+_STEPS, _LEAST = 20, 0.5  # shares of the range that are tried, and the smallest of them
+Array = npt.NDArray[np.floating]
+
+
+def clip_all(seen: Seen, state: SimState, stored: Callable[[str], Array]) -> dict[str, Clipped]:
+    """Site -> narrower encoding, for every weight of a layer of its own that gets better by it.
+
+    Args:
+        seen: the model with its factors, and what was seen of it.
+        state: of the sim, calibrated with these factors.
+        stored: gives the values at the site of a bias.
+    """
+    graph, found = seen.graph, {}
+    for index in range(len(graph.ops)):
+        layer = seen_layer(graph, index, seen.specs) if is_linear(graph, index) else None
+        if layer is None or layer.tensor not in seen.looks:
+            continue
+        site = graph.tensors[layer.root].site or ""
+        decision, now = state.plan.decisions.get(site), state.own.get(site)
+        if decision is None or now is None or now.frozen or not owns_encoding(decision) or site in found:
+            continue
+        rows = seen.looks[layer.tensor].rows
+        scaled = rows * seen.scalings.of_activation(layer.tensor, input_axis(graph, index))
+        better = clipped(layer, seen.scalings.value(layer.root), np.asarray(scaled, np.float32))
+        if better is not None and better.error_after < better.error_before:
+            found[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
+    return found
+
+
+def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array]) -> Encoding:
+    """The encoding, wide enough for int32 biases on it."""
+    for bias, decision in state.plan.decisions.items():
+        if decision.bias_of is not None and decision.bias_of[1] == site and decision.bias_of[0] in state.own:
+            spec = state.plan.decisions[site].spec
+            bits = None if spec is None else spec.scale_bits
+            encoding = with_room_for(stored(bias), state.own[decision.bias_of[0]], encoding, bits)
+    return encoding
+
+
+def clipped(layer: SeenLayer, weight: FloatArray, rows: FloatArray) -> Clipped | None:
+    """The encoding whose ranges give the least error of each block's part of the output.
+
+    Args:
+        layer: a plain one, with a quantized weight.
+        weight: as it is stored, scaled.
+        rows: its inputs, float32 [n, in], scaled.
+
+    Returns:
+        The encoding with its errors; None where a layer has another form.
+    """
+    spec = layer.weight_spec
+    if spec is None or not layer.plain or weight.ndim != 2:
+        return None
+    observed = range_of(weight, spec)
+    second = rows.T.astype(np.float64) @ rows / max(len(rows), 1)
+    best, least = np.ones(observed.low.shape, np.float32), None
+    for step in range(_STEPS):
+        share = np.float32(1 - (1 - _LEAST) * step / _STEPS)
+        errors = _errors(layer, spec, weight, _encoding(observed, spec, np.full_like(best, share)), second)
+        if least is None:
+            least = errors
+            continue
+        best, least = np.where(errors < least, share, best), np.minimum(errors, least)
+    energy = float(np.einsum("oi,ij,oj->", _matrix(layer, weight), second, _matrix(layer, weight), optimize=True))
+    plain, chosen = (_encoding(observed, spec, share) for share in (np.ones_like(best), best))
+    first, last = (_whole(layer, weight, encoding, second) / max(energy, 1e-30) for encoding in (plain, chosen))
+    return Clipped(chosen, first, last) if last < first else Clipped(plain, first, first)
+
+
+def _encoding(observed: Range, spec: Spec, share: FloatArray) -> Encoding:
+    return encoding_from_range(Range(observed.low * share, observed.high * share), spec)
+
+
+def _matrix(layer: SeenLayer, weight: Array) -> Array:
+    """The weight as [out, in]."""
+    return weight if layer.channel_axis == 0 else weight.T
+
+
+def _whole(layer: SeenLayer, weight: FloatArray, encoding: Encoding, second: Array) -> float:
+    off = _matrix(layer, encoding.fake_quantize(weight) - weight).astype(np.float64)
+    return float(((off @ second) * off).sum())
+
+
+def _errors(layer: SeenLayer, spec: Spec, weight: FloatArray, encoding: Encoding, second: Array) -> Array:
+    """The error of what each scale has a part in, of the scales' shape."""
+    off = _matrix(layer, encoding.fake_quantize(weight) - weight).astype(np.float64)
+    granularity = spec.granularity
+    if isinstance(granularity, PerBlock) and granularity.axis % 2 == layer.input_axis:
+        size = granularity.size
+        blocks = range(0, off.shape[1], size)
+        parts = [
+            ((off[:, i : i + size] @ second[i : i + size, i : i + size]) * off[:, i : i + size]).sum(1) for i in blocks
+        ]
+        stacked = np.stack(parts, axis=1)
+        return stacked if layer.channel_axis == 0 else stacked.T
+    by_output: Array = ((off @ second) * off).sum(1)
+    if encoding.scale.size == by_output.size:
+        return by_output.reshape(encoding.scale.shape)
+    return np.full(encoding.scale.shape, by_output.sum())

@@ -1,0 +1,228 @@
+"""What a region of scaled tensors does to the stored tensors of the ops at its ends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from qsdk.core.graph import Graph
+from qsdk.core.planning.operands import Operand, operands_of
+from qsdk.core.scaling.channels import Ids, along, broadcast_back
+from qsdk.core.scaling.passing import At, channels_along, passed
+from qsdk.core.site import owner_of
+
+LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+#: norms -> the inputs that hold gamma and beta, and the axis of their channels in the output
+_NORMS: Mapping[str, tuple[tuple[int, ...], int]] = MappingProxyType(
+    {"LayerNormalization": ((1, 2), -1), "RMSNormalization": ((1,), -1)}
+    | dict.fromkeys(("BatchNormalization", "InstanceNormalization", "GroupNormalization"), ((1, 2), 1))
+)
+_GAMMA, _MEAN = 1, 3  # inputs of BatchNormalization
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A stored tensor that is multiplied by the factors of its channels, to a power.
+
+    Attributes:
+        root: id of the stored tensor.
+        ids: its map; it broadcasts to the tensor's shape.
+        power: +1 where it takes factors in, -1 where it gives them back.
+        role: what a layer multiplies with is its `weight`; all else is a `vector`.
+    """
+
+    root: int
+    ids: Ids
+    power: int
+    role: Literal["weight", "vector"] = "vector"
+
+
+@dataclass(frozen=True)
+class End:
+    """An op at the end of a region.
+
+    Attributes:
+        op: its id.
+        edits: of its stored tensors.
+        reads: the tensor of the region that it reads; None for an op that makes one.
+        linear: whether it multiplies a stored weight, or looks it up.
+    """
+
+    op: int
+    edits: tuple[Edit, ...]
+    reads: int | None = None
+    linear: bool = False
+
+    def owner(self, graph: Graph) -> str:
+        """The owner of its stored tensors in sites, or its own name where they have no site."""
+        sites = (graph.tensors[edit.root].site for edit in self.edits)
+        site = next((site for site in sites if site is not None), None)
+        return graph.ops[self.op].name if site is None else owner_of(site)
+
+
+def is_linear(graph: Graph, op_id: int) -> bool:
+    """Whether an op multiplies its first input with a stored weight."""
+    op = graph.ops[op_id]
+    stands = op.domain in ("", "ai.onnx") and op.type in LINEAR
+    weight = op.inputs[1] if stands else None
+    return (
+        weight is not None
+        and graph.constant_root(weight) is not None
+        and graph.constant_root(op.inputs[0] or 0) is None
+    )
+
+
+def input_axis(graph: Graph, op_id: int) -> int:
+    """The axis of a linear op's input whose channels it multiplies."""
+    return 1 if graph.ops[op_id].type.startswith("Conv") else -1
+
+
+def producing(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | None:
+    """How the op that makes a tensor gives its factors back; why it cannot; None where it stores nothing to do so."""
+    op = graph.ops[op_id]
+    if is_linear(graph, op_id):
+        channels = channels_along(ids, input_axis(graph, op_id))
+        if channels is None or (op.type == "Gemm" and op.attributes.get("transA", 0)):
+            return f"the channels of {op.type} are not those of the factors"
+        return _linear(graph, op_id, channels, -power, makes=True)
+    if op.type in _NORMS and op.domain in ("", "ai.onnx"):
+        places, axis = _NORMS[op.type]
+        channels = channels_along(ids, axis)
+        stored = [op.inputs[place] for place in places if len(op.inputs) > place]
+        if channels is None or not stored or stored[0] is None:
+            return f"{op.type} has no parameter for each channel"
+        found = [_vector(graph, tensor, along(channels, -1, 1), -power) for tensor in stored if tensor is not None]
+        return _end(op_id, found)
+    if op.type == "Gather" and op.inputs[0] is not None and graph.constant_root(op.inputs[0]) is not None:
+        channels = channels_along(ids, -1)
+        table = graph.constant_root(op.inputs[0])
+        shape = graph.tensors[op.inputs[0]].shape or ()
+        if channels is None or table != op.inputs[0] or len(shape) != 2 or op.attributes.get("axis", 0) != 0:
+            return "the channels of an embedding are not those of the factors"
+        return _end(op_id, [Edit(table, along(channels, 1, 2), -power, "weight")], linear=True)
+    constant = stored_operand(graph, op_id)
+    if op.type == "Mul" and constant is not None and _holds(graph, constant, ids):
+        return _end(op_id, [_vector(graph, constant, ids, -power)])
+    return None
+
+
+def consuming(graph: Graph, op_id: int, tensor: int, ids: Ids, power: int) -> End | str | None:
+    """How an op that reads a tensor takes its factors in; why it cannot; None where it stores nothing to do so."""
+    op = graph.ops[op_id]
+    if is_linear(graph, op_id):
+        channels = channels_along(ids, input_axis(graph, op_id))
+        if channels is None or op.inputs[0] != tensor or op.attributes.get("transA", 0):
+            return f"{op.type} multiplies other channels than those of the factors"
+        return _linear(graph, op_id, channels, power, makes=False, reads=tensor)
+    if op.type == "BatchNormalization" and op.domain in ("", "ai.onnx"):
+        channels = channels_along(ids, 1)
+        gamma, mean = op.inputs[_GAMMA], op.inputs[_MEAN]
+        if channels is None or op.inputs[0] != tensor or gamma is None or mean is None:
+            return "BatchNormalization has other channels than those of the factors"
+        return _end(
+            op_id,
+            [_vector(graph, gamma, along(channels, 0, 1), power), _vector(graph, mean, along(channels, 0, 1), -power)],
+            reads=tensor,
+        )
+    constant = stored_operand(graph, op_id)
+    if op.type == "Mul" and constant is not None and _holds(graph, constant, ids):
+        return _end(op_id, [_vector(graph, constant, ids, power)], reads=tensor)
+    return None
+
+
+def stored_operand(graph: Graph, op_id: int) -> int | None:
+    """The operand of an elementwise op of two that is stored, or a view of what is; None where none or both are."""
+    op = graph.ops[op_id]
+    if op.type not in ("Add", "Sub", "Mul", "Div") or len(op.inputs) != 2:
+        return None
+    stored = [tensor for tensor in op.inputs if tensor is not None and graph.origin(tensor) is not None]
+    return stored[0] if len(stored) == 1 else None
+
+
+def shifting(graph: Graph, constant: int, ids: Ids, power: int) -> Edit | str:
+    """The edit of a stored operand of an Add, whose result has the map `ids`."""
+    own = broadcast_back(ids, graph.tensors[constant].shape or ())
+    return (
+        "a stored operand has one value for several channels" if own is None else _vector(graph, constant, own, -power)
+    )
+
+
+def _holds(graph: Graph, constant: int, ids: Ids) -> bool:
+    return broadcast_back(ids, graph.tensors[constant].shape or ()) is not None
+
+
+def _linear(graph: Graph, op_id: int, channels: Ids, power: int, *, makes: bool, reads: int | None = None) -> End | str:
+    found: list[Edit | str] = []
+    for operand in operands_of(graph, op_id):
+        if operand.role == "weight":
+            ids = _of_weight(graph, op_id, operand, channels, makes=makes)
+            if ids is None:
+                return f"the channels of {graph.ops[op_id].type} are not those of the factors"
+            found.append(_sole(graph, operand.tensor, Edit(operand.root, ids, power, "weight")))
+        elif makes:
+            found.append(shifting(graph, operand.tensor, along(channels, -1, 2), -power))
+    return _end(op_id, found, reads=reads, linear=True)
+
+
+def _of_weight(graph: Graph, op_id: int, operand: Operand, channels: Ids, *, makes: bool) -> Ids | None:
+    """The map of a weight from the channels of what its layer makes, or reads."""
+    shape = tuple(n for n in graph.tensors[operand.root].shape or () if isinstance(n, int))
+    groups = graph.ops[op_id].attributes.get("group", 1)
+    axis = operand.channel_axis if makes else operand.input_axis
+    if axis is None or operand.channel_axis is None or operand.input_axis is None:
+        return None
+    if shape[axis] == channels.size:  # all channels stand in a row
+        if groups == 1 or (axis == 0):
+            return along(channels, axis, len(shape))
+        return None
+    if groups * shape[axis] != channels.size or len(shape) < 3:
+        return None
+    # axis 1 has the channels of one group, and axis 0 tells the group
+    per_group = channels.reshape(groups, shape[axis])
+    rows = np.repeat(per_group, shape[0] // groups, axis=0)
+    return rows.reshape(*rows.shape, *[1] * (len(shape) - 2))
+
+
+def _vector(graph: Graph, tensor: int, ids: Ids, power: int) -> Edit | str:
+    """The edit of a stored vector, read as it is or through views."""
+    own = broadcast_back(ids, graph.tensors[tensor].shape or ())
+    origin = graph.origin(tensor)
+    if own is None or origin is None:
+        return "a parameter is computed, or has one value for several channels"
+    root, between = origin
+    current = tensor
+    for op_id in between:
+        step = passed(At(graph, graph.ops[op_id], current, own, _no_new))
+        current = graph.ops[op_id].inputs[0] or 0
+        if step.blocked:
+            return step.blocked
+        own = step.tensors[current]
+    return _sole(graph, tensor, Edit(root, own, power))
+
+
+def _no_new(shape: tuple[int, ...]) -> Ids:
+    raise AssertionError("a view of a stored tensor has no channels of its own")
+
+
+def _sole(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
+    """An edit, or why the tensor cannot be changed: something else reads it as well."""
+    name, current = graph.tensors[edit.root].name, edit.root
+    if graph.tensors[edit.root].dtype != "float32":
+        return f"{name} is stored as {graph.tensors[edit.root].dtype}"
+    while True:
+        readers = graph.consumers[current]
+        if len(readers) != 1 or current in graph.output_set:
+            return f"{name} is shared: other ops read it as well"
+        if current == tensor:
+            return edit
+        current = graph.ops[readers[0]].outputs[0]
+
+
+def _end(
+    op_id: int, found: list[Edit | str] | list[Edit], *, reads: int | None = None, linear: bool = False
+) -> End | str:
+    reasons = [item for item in found if isinstance(item, str)]
+    edits = tuple(item for item in found if not isinstance(item, str))
+    return reasons[0] if reasons else End(op_id, edits, reads, linear)

@@ -1,0 +1,159 @@
+"""Cross-layer equalization (Nagel et al. 2019, section 4.1): equal ranges of weights on both sides of a tensor."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from qsdk.core.folded_norms import FoldedNorm
+from qsdk.core.graph import Graph
+from qsdk.core.patterns.linear import bias_of_add
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.scaling.channels import Ids
+from qsdk.core.scaling.edits import End
+from qsdk.core.scaling.looks import Look
+from qsdk.core.scaling.regions import Region
+from qsdk.core.scaling.scalings import Factors, FloatArray, Scalings, balanced, widest
+
+_CONVERGED = 1e-3  # of the logarithm of a factor
+#: ops between a layer and its readers that hand a shift of a channel on as it is, where nothing is below it
+_SHIFT = frozenset(
+    {"Relu", "Identity", "Dropout", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "MaxPool"}
+)
+
+
+def not_equalized(region: Region) -> str:
+    """Why a region is nothing to equalize, `""` where it is: ranges of weights are needed on both sides."""
+    if not region.producers or not all(end.linear for end in region.ends):
+        return "not every op at its ends multiplies a weight"
+    return ""
+
+
+def equalize(scalings: Scalings, iterations: int) -> int:
+    """Equalize the ranges of weights over chains of layers until nothing moves; gives the iterations that it took.
+
+    Each region takes `sqrt(r1 / r2)`; where a depthwise layer lies between two regions, turn about converges to the
+    cube roots that the paper gives for the three layers.
+    """
+    weights = {edit.root for region in scalings.regions for edit in region.edits if edit.role == "weight"}
+    maxima = {root: _maxima(scalings, root) for root in weights}
+    for count in range(iterations):
+        largest = 0.0
+        for number in range(len(scalings.regions)):
+            shrinking, growing = ranges(scalings, number, maxima)
+            step = balanced(shrinking, growing)
+            scalings.multiply(number, step)
+            largest = max(largest, float(np.abs(np.log(step)).max(initial=0.0)))
+        if largest < _CONVERGED:
+            return count + 1
+    return iterations
+
+
+def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None = None) -> tuple[Factors, Factors]:
+    """The largest weight of each channel on the side that gives factors, and on the side that takes them in."""
+    region = scalings.regions[number]
+    found = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
+    for edit in region.edits:
+        if edit.role == "weight":
+            held = _maxima(scalings, edit.root) if maxima is None else maxima[edit.root]
+            magnitudes = held * scalings.multiplier(edit.root)
+            found[edit.power] = np.maximum(found[edit.power], widest(magnitudes, edit.ids, region.channels))
+    return found[-1], found[1]
+
+
+def _maxima(scalings: Scalings, root: int) -> FloatArray:
+    """The largest magnitudes of a weight as it was, along the axes that no factor depends on (a kernel's)."""
+    magnitudes = np.abs(scalings.stored(root))
+    flat = tuple(axis for axis, size in enumerate(scalings.multiplier_shape(root)) if size == 1)
+    return np.asarray(magnitudes.max(axis=flat, keepdims=True))
+
+
+# --- high biases (section 4.1.3) ----------------------------------------------------------------------------------
+
+
+def bias_of(graph: Graph, op_id: int) -> int | None:
+    """The stored bias that a linear op adds, itself or by the Add behind it; None where there is none."""
+    found = next((o.root for o in operands_of(graph, op_id) if o.role == "bias"), None)
+    reader = graph.sole_consumer(graph.ops[op_id].outputs[0])
+    if found is not None or reader is None:
+        return found
+    added = bias_of_add(graph, reader)
+    return None if added is None else graph.constant_root(added)
+
+
+def absorbs(graph: Graph, region: Region) -> str:
+    """Why the biases of a region's producer cannot move to its readers exactly, `""` where they can."""
+    makers = {end.op for end in region.producers}
+    if len(makers) != 1 or any(bias_of(graph, end.op) is None for end in region.ends):
+        return "not one producer with a bias, read by layers with a bias"
+    between = {graph.producer[tensor] for tensor in region.places} - makers
+    adds = {op for op in between if bias_of_add(graph, op) is not None}
+    if any(graph.ops[op].type not in _SHIFT for op in between - adds):
+        return "something else than a ReLU lies between"
+    for end in region.consumers:
+        op = graph.ops[end.op]
+        if op.type == "ConvTranspose" or any(op.attributes.get("pads", ())) or _pads_itself(op.attributes):
+            return f"{op.type} pads with zeros, which do not shift"
+    return ""
+
+
+def _pads_itself(attributes: object) -> bool:
+    value = attributes.get("auto_pad", "NOTSET") if hasattr(attributes, "get") else "NOTSET"
+    return value not in ("NOTSET", b"NOTSET", "VALID", b"VALID")
+
+
+def shifts(
+    graph: Graph, region: Region, scalings: Scalings, by: Factors, moved: Mapping[int, FloatArray]
+) -> dict[int, FloatArray]:
+    """New values of the biases where the activations of a region are lowered by `by` in each channel.
+
+    Args:
+        graph: of the model.
+        region: one that `absorbs`.
+        scalings: the factors so far; the biases are those of the scaled model.
+        by: float64, one value per channel.
+        moved: biases that were moved already.
+    """
+    found = dict(moved)
+    for end in region.ends:
+        bias = bias_of(graph, end.op)
+        assert bias is not None
+        weight = next(edit for edit in end.edits if edit.role == "weight")
+        if end.reads is None:
+            ids = _ids_of_bias(region, end, bias)
+            found[bias] = np.asarray(found.get(bias, scalings.value(bias)) - by[ids], np.float32)
+        else:
+            products = scalings.value(weight.root).astype(np.float64) * by[weight.ids]
+            channel = next(o.channel_axis for o in operands_of(graph, end.op) if o.role == "weight")
+            assert channel is not None
+            others = tuple(axis for axis in range(products.ndim) if axis != channel)
+            found[bias] = np.asarray(found.get(bias, scalings.value(bias)) + products.sum(axis=others), np.float32)
+    return found
+
+
+def lowest(region: Region, graph: Graph, looks: Mapping[int, Look], norms: Mapping[str, FoldedNorm]) -> Factors:
+    """What a region's activations do not fall below, per channel, and 0 at least.
+
+    It is the smallest value that was seen; where nothing was looked at, it is the mean less three standard deviations
+    that the BatchNorm told which was folded into the producer, as in the paper: true but for one value in 700.
+    """
+    found = np.full(region.channels, np.inf)
+    for end in region.consumers:
+        assert end.reads is not None
+        if end.reads in looks:
+            np.minimum.at(found, region.places[end.reads].ids.reshape(-1), looks[end.reads].low)
+    if not np.isfinite(found).all():
+        end = region.producers[0]
+        norm = norms.get(end.owner(graph))
+        found = np.zeros(region.channels)
+        if norm is not None and not norm.before:
+            bias = bias_of(graph, end.op)
+            assert bias is not None
+            found[_ids_of_bias(region, end, bias).reshape(-1)] = norm.mean - 3 * norm.std
+    lowest_above: Factors = np.maximum(found, 0.0)
+    return lowest_above
+
+
+def _ids_of_bias(region: Region, end: End, bias: int) -> Ids:
+    edits = [*end.edits, *region.between]
+    ids: Ids = next(edit.ids for edit in edits if edit.root == bias)
+    return ids

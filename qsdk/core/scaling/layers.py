@@ -1,0 +1,117 @@
+"""Layers as a search for factors sees them: what quantization does to their outputs, from a sample of their inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.graph import Graph
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.scaling.edits import input_axis
+from qsdk.core.scaling.looks import Look
+from qsdk.core.scaling.scalings import FloatArray
+from qsdk.core.spec import Spec
+
+Array = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class SeenLayer:
+    """A layer and its input.
+
+    Attributes:
+        op: its id.
+        root: id of its weight.
+        tensor: id of its input.
+        channel_axis: output channels of the stored weight.
+        input_axis: input channels of the stored weight.
+        weight_spec: how its weight is quantized; None where it is not.
+        input_spec: how its input is.
+        plain: whether it multiplies rows with one matrix (a convolution with a kernel or groups does not).
+    """
+
+    op: int
+    root: int
+    tensor: int
+    channel_axis: int
+    input_axis: int
+    weight_spec: Spec | None
+    input_spec: Spec | None
+    plain: bool
+
+
+def seen_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> SeenLayer | None:
+    """A linear op as a layer; None where its weight is no matrix or kernel of its own.
+
+    Args:
+        graph: of the model.
+        op_id: of a linear op.
+        specs: site -> what it is quantized to, for every site that is.
+    """
+    op = graph.ops[op_id]
+    tensor = op.inputs[0]
+    operand = next((o for o in operands_of(graph, op_id) if o.role == "weight"), None)
+    if operand is None or tensor is None or operand.channel_axis is None or operand.input_axis is None:
+        return None
+    shape = graph.tensors[operand.root].shape or ()
+    kernel = len(shape) > 2 and any(size != 1 for size in shape[2:])
+    plain = not kernel and op.attributes.get("group", 1) == 1 and (len(shape) == 2 or input_axis(graph, op_id) == 1)
+    weight, fed = graph.tensors[operand.root].site or "", graph.tensors[tensor].site or ""
+    return SeenLayer(
+        op_id, operand.root, tensor, operand.channel_axis, operand.input_axis, specs.get(weight), specs.get(fed), plain
+    )
+
+
+def output_error(layer: SeenLayer, weight: FloatArray, look: Look, rows_by: Array, weight_by: Array) -> float:
+    """The relative error of a layer's output where its input is divided by factors and its weight multiplied by them.
+
+    Both are quantized as they are in the sim, by the range that they then have. For a layer with a kernel or with
+    groups, products of different inputs are taken to be independent.
+
+    Args:
+        layer: whose error it is.
+        weight: as it is stored.
+        look: at its input.
+        rows_by: what the input is divided by, one value per position along its channel axis.
+        weight_by: what the weight is multiplied with; it broadcasts to its shape.
+    """
+    scaled = np.asarray(weight * weight_by, np.float32)
+    quantized = scaled
+    if layer.weight_spec is not None:
+        quantized = _nearest(scaled, range_of(scaled, layer.weight_spec), layer.weight_spec)
+    rows = np.asarray(look.rows / rows_by, np.float32)
+    fed = rows
+    if layer.input_spec is not None and layer.input_spec.dtype.is_quantized:
+        low, high = (np.asarray(end / rows_by, np.float32) for end in (look.low, look.high))
+        fed = _nearest(rows, Range(low.min(keepdims=True), high.max(keepdims=True)), layer.input_spec)
+    if layer.plain:
+        exact, found = (_times(layer, x, w) for x, w in ((rows, scaled), (fed, quantized)))
+        return float(np.square(found - exact).sum() / max(float(np.square(exact).sum()), 1e-30))
+    return _independent(layer, scaled, quantized - scaled, rows, fed - rows)
+
+
+def _independent(layer: SeenLayer, weight: Array, weight_off: Array, rows: Array, rows_off: Array) -> float:
+    """The same where only the squares of what is multiplied are looked at."""
+    power, noise = (np.square(x).mean(axis=0) for x in (rows, rows_off))
+    axis, kernel = layer.input_axis, tuple(range(2, weight.ndim))
+    if weight.shape[axis] != power.size:  # groups: axis 0 tells which one
+        groups = power.size // weight.shape[axis]
+        power, noise = (np.repeat(x.reshape(groups, -1), weight.shape[0] // groups, axis=0) for x in (power, noise))
+    elif axis == 0:
+        power, noise = power[:, None], noise[:, None]
+    squares, off = (np.square(w).sum(axis=kernel) for w in (weight, weight_off))
+    energy = float((squares * power).sum())
+    return float((off * power + squares * noise).sum()) / max(energy, 1e-30)
+
+
+def _times(layer: SeenLayer, rows: Array, weight: Array) -> Array:
+    """Rows [n, in] times the weight as [in, out]."""
+    matrix = np.moveaxis(weight, (layer.input_axis, layer.channel_axis), (0, 1)).reshape(rows.shape[1], -1)
+    found: Array = rows @ matrix
+    return found
+
+
+def _nearest(x: FloatArray, observed: Range, spec: Spec) -> FloatArray:
+    return encoding_from_range(observed, spec).fake_quantize(x)

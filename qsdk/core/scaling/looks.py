@@ -1,0 +1,76 @@
+"""Looks: what one float pass shows of the channels of tensors, and a bounded sample of the inputs of layers."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+ROWS = 512  # of a layer's input that are kept
+
+
+@dataclass
+class Look:
+    """What was seen of a tensor.
+
+    Attributes:
+        axes: those along which its channels lie; statistics have one value per index of them, flattened.
+        row_axis: along which a layer multiplies it, to keep rows of; None to keep none.
+        low: smallest value.
+        high: largest value.
+        rows: float32 [at most 512, size along the axis], evenly spaced.
+        total: sum of the magnitudes, and of the squares, float64 [2, n].
+        count: how many elements each of them has had.
+    """
+
+    axes: tuple[int, ...]
+    row_axis: int | None = None
+    low: FloatArray = field(init=False)
+    high: FloatArray = field(init=False)
+    rows: FloatArray = field(init=False)
+    total: npt.NDArray[np.float64] = field(init=False)
+    count: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.low, self.high = np.full(1, np.inf, np.float32), np.full(1, -np.inf, np.float32)
+        self.rows = np.empty((0, 0), np.float32)
+        self.total = np.zeros((2, 1))
+        self.count = 0.0
+
+    def add(self, x: FloatArray) -> None:
+        """Take in the values of one batch."""
+        if x.size == 0:
+            return
+        kept = {axis % x.ndim for axis in self.axes}
+        others = tuple(axis for axis in range(x.ndim) if axis not in kept)
+        self.low = np.minimum(self.low, x.min(axis=others).reshape(-1))
+        self.high = np.maximum(self.high, x.max(axis=others).reshape(-1))
+        sums = (np.abs(x).sum(axis=others, dtype=np.float64), np.square(x).sum(axis=others, dtype=np.float64))
+        self.total = self.total + np.stack([found.reshape(-1) for found in sums])
+        self.count += x.size / self.low.size
+        if self.row_axis is not None:
+            rows = _thinned(np.moveaxis(x, self.row_axis, -1).reshape(-1, x.shape[self.row_axis]))
+            self.rows = _thinned(np.concatenate([self.rows.reshape(-1, rows.shape[1]), rows]))
+
+    @property
+    def amax(self) -> FloatArray:
+        """The largest magnitude of each channel."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
+
+    @property
+    def mean_magnitude(self) -> npt.NDArray[np.float64]:
+        """The mean magnitude of each channel."""
+        found: npt.NDArray[np.float64] = self.total[0] / max(self.count, 1.0)
+        return found
+
+    @property
+    def mean_square(self) -> npt.NDArray[np.float64]:
+        """The mean square of each channel."""
+        found: npt.NDArray[np.float64] = self.total[1] / max(self.count, 1.0)
+        return found
+
+
+def _thinned(rows: FloatArray) -> FloatArray:
+    """At most `ROWS` rows, evenly spaced; an odd step does not walk along one position of even rows of text."""
+    step = -(-len(rows) // ROWS)
+    return np.ascontiguousarray(rows[:: step + (step > 1 and step % 2 == 0)], np.float32)

@@ -1,0 +1,109 @@
+"""Which regions of a sim may be scaled, what of them is to be looked at, and what a report says of them."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from qsdk.core.encoding import Encoding
+from qsdk.core.graph import Graph
+from qsdk.core.planning.plan import Plan
+from qsdk.core.scaling.channels import varies
+from qsdk.core.scaling.edits import input_axis, is_linear
+from qsdk.core.scaling.looks import Look
+from qsdk.core.scaling.regions import Region
+from qsdk.core.scaling.scalings import Factors
+from qsdk.core.spec import Spec
+
+
+def specs_of(plan: Plan) -> dict[str, Spec]:
+    """Site -> what it is quantized to, for every site that is."""
+    return {site: d.spec for site, d in plan.decisions.items() if d.quantized and d.spec is not None}
+
+
+def admitted(
+    regions: Sequence[Region], graph: Graph, plan: Plan, own: Mapping[str, Encoding], stored: Container[str]
+) -> list[Region]:
+    """The same regions, blocked where an encoding is frozen, nothing is quantized, or a tensor cannot be changed.
+
+    Args:
+        regions: of the graph.
+        graph: of the sim.
+        plan: of the sim.
+        own: its encodings.
+        stored: the names of the tensors that can be changed.
+    """
+    return [
+        region if region.blocked else replace(region, blocked=_bar(region, graph, plan, own, stored))
+        for region in regions
+    ]
+
+
+def _bar(region: Region, graph: Graph, plan: Plan, own: Mapping[str, Encoding], stored: Container[str]) -> str:
+    roots = [edit.root for edit in region.edits]
+    fixed = next((graph.tensors[root].name for root in roots if graph.tensors[root].name not in stored), None)
+    if fixed is not None:
+        return f"{fixed} is no parameter of its own that could be changed"
+    sites = [graph.tensors[tensor].site for tensor in (*roots, *region.places)]
+    decisions = [plan.decisions[site] for site in sites if site is not None and site in plan.decisions]
+    for decision in decisions:
+        if decision.encoding_site in own and own[decision.encoding_site].frozen:
+            return f"the encoding of {decision.site} is frozen"
+    if not any(decision.quantized or decision.dynamic for decision in decisions if decision.kind != "bias"):
+        return "nothing in it is quantized"
+    return ""
+
+
+def without_layers(region: Region) -> str:
+    """Why no layer reads a region, `""` where one does."""
+    return "" if any(end.linear for end in region.consumers) else "no weight is multiplied with it"
+
+
+def looks_at(regions: Sequence[Region], graph: Graph) -> dict[int, Look]:
+    """Tensor id -> empty look, for the inputs of all layers and for the tensors at which a region ends otherwise."""
+    found: dict[int, Look] = {}
+    for index, op in enumerate(graph.ops):
+        tensor = op.inputs[0] if op.inputs else None
+        if tensor is not None and is_linear(graph, index) and graph.tensors[tensor].site is not None:
+            axis = input_axis(graph, index)
+            found.setdefault(tensor, Look((axis,), axis))
+    for region in regions:
+        if region.blocked:
+            continue
+        for tensor, place in region.places.items():
+            ends = any(end.reads == tensor for end in region.consumers)
+            if (ends or _in_product(graph, tensor, region)) and graph.tensors[tensor].site is not None:
+                axes = tuple(axis for axis in range(place.ids.ndim) if varies(place.ids, axis))
+                found.setdefault(tensor, Look(axes))
+    return found
+
+
+def _in_product(graph: Graph, tensor: int, region: Region) -> bool:
+    """Whether a MatMul multiplies a tensor with one of the inverse factors."""
+    power = region.places[tensor].power
+    products = [graph.ops[op] for op in graph.consumers[tensor] if graph.ops[op].type == "MatMul"]
+    return any(
+        other in region.places and region.places[other].power != power
+        for op in products
+        for other in op.inputs
+        if other is not None
+    )
+
+
+def row(region: Region, graph: Graph, factors: Factors, **facts: Any) -> dict[str, Any]:
+    """What a report says of a scaled region."""
+    return {
+        "group": region.called(graph),
+        **facts,
+        "smallest_factor": float(np.min(factors)),
+        "largest_factor": float(np.max(factors)),
+        "reason": "",
+    }
+
+
+def blocked_row(region: Region, graph: Graph, names: Sequence[str]) -> dict[str, Any]:
+    """What a report says of a region that stays as it is; `names` are the columns that it leaves empty."""
+    seed = graph.tensors[region.seed]
+    group = region.called(graph) if region.channels else seed.site or seed.name
+    return {"group": group, **dict.fromkeys(names), "reason": region.blocked}

@@ -1,0 +1,31 @@
+"""ReLU6: a Clip from 0 to 6 cuts every channel at the same value, so factors do not pass it; a ReLU lets them."""
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+from qsdk.core.graph import Graph
+from qsdk.core.scaling.regions import Region
+
+
+def clips_at_six(graph: Graph) -> dict[str, int]:
+    """Site of the result -> id of the op, for every Clip from 0 to 6."""
+    found = {}
+    for index, op in enumerate(graph.ops):
+        site = graph.tensors[op.outputs[0]].site if op.outputs else None
+        bounds = [graph.scalar(bound) for bound in op.inputs[1:]]
+        if op.type == "Clip" and bounds == [0.0, 6.0] and site is not None:
+            found[site] = index
+    return found
+
+
+def as_relu(graph: Graph, sites: Container[str]) -> Graph:
+    """The graph with a Relu in the place of each Clip whose result has one of these sites."""
+    clips = {op for site, op in clips_at_six(graph).items() if site in sites}
+    ops = [replace(op, type="Relu", inputs=op.inputs[:1]) if i in clips else op for i, op in enumerate(graph.ops)]
+    return replace(graph, ops=ops)
+
+
+def passed_by(regions: list[Region], clips: Mapping[str, int], graph: Graph) -> set[str]:
+    """The sites of the Clips that regions which can be scaled go through."""
+    within = {tensor for region in regions if not region.blocked for tensor in region.places}
+    return {site for site, op in clips.items() if graph.ops[op].outputs[0] in within}

@@ -1,0 +1,127 @@
+"""The factors of all regions of a model together, and what they make of its stored tensors."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.folded_norms import FoldedNorm
+from qsdk.core.graph import Graph
+from qsdk.core.scaling.channels import Ids
+from qsdk.core.scaling.edits import Edit
+from qsdk.core.scaling.regions import Region
+
+FloatArray = npt.NDArray[np.float32]
+Factors = npt.NDArray[np.float64]
+_LARGEST = 1e6  # of a factor: beyond it float32 has no room for the products
+
+
+class Scalings:
+    """Factors per region, all 1 at first. Stored tensors are computed when they are asked for, never kept.
+
+    Attributes:
+        graph: of the model.
+        regions: those that are scaled.
+        factors: one float64 array per region.
+    """
+
+    def __init__(self, graph: Graph, regions: Sequence[Region], stored: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        self.graph, self.regions, self._stored = graph, list(regions), stored
+        self.factors: list[Factors] = [np.ones(region.channels) for region in regions]
+        self._edits: dict[int, list[tuple[int, Edit]]] = {}
+        for number, region in enumerate(regions):
+            for edit in region.edits:
+                self._edits.setdefault(edit.root, []).append((number, edit))
+
+    def multiply(self, number: int, by: Factors) -> None:
+        """Scale a region once more."""
+        self.factors[number] = np.clip(self.factors[number] * by, 1 / _LARGEST, _LARGEST)
+
+    def stored(self, root: int) -> FloatArray:
+        """A stored tensor as it was."""
+        return np.asarray(self._stored[self.graph.tensors[root].name], np.float32)
+
+    def value(self, root: int) -> FloatArray:
+        """A stored tensor, scaled."""
+        found = self.stored(root)
+        if not self.touched(root):
+            return found
+        return np.asarray(found * self.multiplier(root), np.float32)
+
+    def multiplier(self, root: int) -> Factors:
+        """What a stored tensor is multiplied with; it broadcasts to its shape."""
+        found = np.ones(())
+        for number, edit in self._edits.get(root, ()):
+            found = found * self.factors[number][edit.ids] ** edit.power
+        return found
+
+    def multiplier_shape(self, root: int) -> tuple[int, ...]:
+        """The shape of `multiplier`, with the tensor's rank."""
+        rank = len(self.graph.tensors[root].shape or ())
+        shape = np.broadcast_shapes(*(edit.ids.shape for _, edit in self._edits.get(root, ())))
+        return (1,) * (rank - len(shape)) + shape
+
+    def touched(self, root: int) -> bool:
+        """Whether a stored tensor changes."""
+        return any(bool((self.factors[number] != 1).any()) for number, _ in self._edits.get(root, ()))
+
+    def of_activation(self, tensor: int, axis: int) -> Factors:
+        """What an activation is multiplied with along an axis; 1 where it is in no region."""
+        found = np.ones(1)
+        for region, factors in zip(self.regions, self.factors, strict=True):
+            place = region.places.get(tensor)
+            if place is not None:
+                found = found * factors[np.moveaxis(place.ids, axis, -1).reshape(-1)] ** place.power
+        return found
+
+    def norms(self, norms: Mapping[str, FoldedNorm]) -> dict[str, FoldedNorm]:
+        """What folded BatchNorms say of layers that are scaled, true again."""
+        found: dict[str, FoldedNorm] = {}
+        for region, factors in zip(self.regions, self.factors, strict=True):
+            for end in region.ends:
+                owner = end.owner(self.graph)
+                norm = found.get(owner, norms.get(owner))
+                if norm is None or norm.before is not (end.reads is not None):
+                    continue
+                tensor = self.graph.ops[end.op].outputs[0] if end.reads is None else end.reads
+                place = region.places[tensor]
+                by = factors[place.ids.reshape(-1)] ** place.power
+                found[owner] = replace(norm, mean=_float32(norm.mean * by), std=_float32(norm.std * by))
+        return found
+
+    def changed(self) -> Iterator[int]:
+        """The stored tensors that change."""
+        return (root for root in self._edits if self.touched(root))
+
+
+def _float32(values: npt.NDArray[np.floating]) -> FloatArray:
+    return values.astype(np.float32)
+
+
+def widest(magnitudes: npt.NDArray[np.floating], ids: Ids, channels: int) -> Factors:
+    """The largest magnitude of each channel in a tensor with this map."""
+    others = tuple(axis for axis, size in enumerate(ids.shape) if size == 1 and magnitudes.shape[axis] > 1)
+    reduced = magnitudes.max(axis=others, keepdims=True) if others else magnitudes
+    found = np.zeros(channels)
+    np.maximum.at(found, np.broadcast_to(ids, reduced.shape).reshape(-1), reduced.reshape(-1))
+    return found
+
+
+def balanced(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors:
+    """`shrinking^alpha / growing^(1 - alpha)`, 1 where either is 0."""
+    alive = (shrinking > 0) & (growing > 0)
+    one = np.where(alive, shrinking, 1.0) ** alpha
+    return np.where(alive, one / np.where(alive, growing, 1.0) ** (1 - alpha), 1.0)
+
+
+def centred(factors: Factors) -> Factors:
+    """The same factors around 1: only what they do to the balance between channels matters."""
+    found: Factors = factors / np.exp(np.log(factors).mean())
+    return found
+
+
+def spread(ranges: Factors) -> float:
+    """How far the largest range lies above the (geometric) mean one; 1 where all are equal."""
+    alive = ranges[ranges > 0]
+    return float(alive.max() / np.exp(np.log(alive).mean())) if alive.size else 1.0

@@ -1,0 +1,74 @@
+"""Biases that layer solvers have shifted, and what they were: a correction is made anew, never on top of another."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import FileFormatError
+from qsdk.core.planning.plan import Plan
+
+Array = npt.NDArray[Any]
+#: site -> what a bias was, and what it was shifted to
+OriginalBiases = dict[str, tuple[Array, Array]]
+
+
+class HasBiases(Protocol):
+    """A sim of either door, as far as its biases go."""
+
+    original_biases: OriginalBiases
+    plan: Plan
+
+    def stored_floats(self, sites: Collection[str]) -> Mapping[str, Array]:
+        """Reads the stored tensors at sites."""
+        ...
+
+    def store_floats(self, values: Mapping[str, Array]) -> None:
+        """Writes them."""
+        ...
+
+
+@contextmanager
+def noting_shifts(sim: HasBiases) -> Iterator[None]:
+    """Remember what the biases were that the block shifts."""
+    sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
+    before = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
+    yield
+    known = {site: original for site, (original, _) in _still_shifted(sim, before).items()}
+    for site, values in sim.stored_floats(sites).items():
+        if not np.array_equal(values, before[site]):
+            sim.original_biases[site] = known.get(site, before[site]), values.copy()
+
+
+def take_back_shifts(sim: HasBiases) -> None:
+    """Give every bias that was shifted, and has not changed otherwise since, the value that it had before."""
+    shifted = _still_shifted(sim, sim.stored_floats(list(sim.original_biases)))
+    sim.store_floats({site: original for site, (original, _) in shifted.items()})
+    sim.original_biases.clear()
+
+
+def _still_shifted(sim: HasBiases, now: Mapping[str, Array]) -> OriginalBiases:
+    pairs = sim.original_biases.items()
+    return {site: pair for site, pair in pairs if site in now and np.array_equal(now[site], pair[1])}
+
+
+def plain_biases(sim: HasBiases) -> dict[str, list[float]]:
+    """What the biases were that are shifted now, as lists of numbers for a file."""
+    shifted = _still_shifted(sim, sim.stored_floats(list(sim.original_biases)))
+    return {site: original.tolist() for site, (original, _) in shifted.items()}
+
+
+def read_biases(given: Any, sim: HasBiases, where: str) -> OriginalBiases:
+    """What `plain_biases` wrote into the file `where`, for a sim that has the shifted biases.
+
+    Raises:
+        FileFormatError: it is damaged.
+    """
+    try:
+        originals = {str(site): np.array(values, np.float32) for site, values in dict(given).items()}
+    except (TypeError, ValueError) as error:
+        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
+    now = sim.stored_floats(list(originals))
+    return {site: (values, now[site].copy()) for site, values in originals.items() if site in now}

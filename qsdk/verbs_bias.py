@@ -1,0 +1,155 @@
+"""The verb `correct_bias`: biases take up the mean error that quantized weights leave. It knows both doors."""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from qsdk.algorithms import bias
+from qsdk.algorithms.gather import Gathers
+from qsdk.core.encoding import Encoding
+from qsdk.core.errors import ConfigError
+from qsdk.core.expected import Expected, expected_values
+from qsdk.core.graph_layers import GraphLayer, graph_layers
+from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.corrected_biases import noting_shifts, take_back_shifts
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.verbs_layers import solved
+from qsdk.workflow import Forward, Sim
+
+_GATHERS = Gathers(second_moments=False, samples=bias.SAMPLES, held_back=0)
+_TITLE = "Bias correction"
+
+
+def correct_bias(
+    sim: Sim,
+    data: Iterable[Any] | None = None,
+    *,
+    method: Literal["empirical", "analytic"] = "empirical",
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    max_memory: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Shift the bias of each layer so that the mean of its output is that of the float model (Nagel et al. 2019).
+
+    Quantized weights, and ranges that are narrower than the values, move the mean of a layer's output; the layers
+    behind see that as a signal. Frozen encodings stay, as all encodings do: only stored biases change.
+
+    `empirical` compares the float and the quantized model on data, layer by layer, each after the corrections before
+    it. Earlier corrections are taken back first, so a second call corrects anew. The float model is that of the weights
+    as they are stored: after `adaround` that of the rounded ones.
+    `analytic` needs no data: it takes the means of a layer's inputs from the BatchNorms that were folded, or stand, in
+    front of it, through Relu, Relu6 and pooling; other layers are left.
+
+    Args:
+        sim: of either door, calibrated.
+        data: batches as for `calibrate`; None with `analytic`.
+        method: `empirical` or `analytic`.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+        seed: of the patches that are sampled of convolutions' inputs.
+        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
+        checkpoint: a folder that keeps what was solved; a second run takes up there.
+
+    Returns:
+        Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output; with `analytic` of
+        the means alone, over the means), `seconds`, `note`: why a layer was left. A bias that does not fit int32
+        any more has a row of its own, with the note that says so.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        ConfigError: another method, no data, or data with `analytic`; a checkpoint of another run.
+        DataError: data that the model does not take. In every case the sim stays as it was.
+    """
+    _require_sense(method, data, forward)
+    _ = sim.encodings  # names the sites that have none
+    remarks = sim.bias_remarks()
+    with put_back_on_error(sim, weights=True) as before:
+        take_back_shifts(sim)  # else they would be made twice
+        if data is None:
+            with noting_shifts(sim):
+                report = _analytic(sim)
+        else:
+            own = {site: replace(encoding, frozen=False) for site, encoding in before.own.items()}
+            sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
+            options: dict[str, Any] = {"forward": forward, "progress": progress, "seed": seed}
+            options |= {"max_memory": max_memory, "checkpoint": checkpoint}
+            report = solved(sim, data, bias.solve, _TITLE, gathers=_GATHERS, **options)
+            sim.restore(replace(before, stored=None))
+    new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
+    return with_notes(report, new)
+
+
+def _require_sense(method: str, data: Any, forward: Any) -> None:
+    if method not in ("empirical", "analytic"):
+        raise ConfigError(f"method={method!r} is no way to correct biases; choose 'empirical' or 'analytic'")
+    if method == "empirical" and data is None:
+        raise ConfigError("empirical bias correction reads data; pass batches, or method='analytic'")
+    if method == "analytic" and (data is not None or forward is not None):
+        raise ConfigError(
+            "analytic bias correction reads no data; pass data=None and no forward, or method='empirical'"
+        )
+
+
+def _analytic(sim: Sim) -> Report:
+    start = time.perf_counter()
+    layers, left = graph_layers(sim.graph, sim.plan, frozen=())
+    expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
+    sites = [layer.layer.site for layer in layers]
+    weights, encodings, shifts, rows = sim.stored_floats(sites), sim.encodings, {}, []
+    for found in layers:
+        begun, site = time.perf_counter(), found.layer.site
+        means = _means(found, expected)
+        row: dict[str, Any] = {"site": site, "error_before": None, "error_after": None, "seconds": None, "note": ""}
+        if not found.layer.bias:
+            row["note"] = "it has no bias that could take the shift"
+        elif means is None:
+            row["note"] = "no BatchNorm says what its input is"
+        else:
+            shift, error = _shift(found, weights[site], encodings[site], means)
+            shifts[found.layer.bias] = shift
+            row |= {"error_before": error, "error_after": 0.0, "seconds": time.perf_counter() - begun}
+        rows.append(row)
+    biases = sim.stored_floats(list(shifts))
+    sim.store_floats({site: biases[site] + shift.astype(np.float32) for site, shift in shifts.items()})
+    done = [row for row in rows if not row["note"]]
+    rows += [{"site": site, "note": note} for site, note in left.items()]
+    summary = {
+        "layers": len(done),
+        "left": len(rows) - len(done),
+        "seconds": time.perf_counter() - start,
+        "passes": 0.0,
+    }
+    return Report(_TITLE, rows, summary)
+
+
+def _means(found: GraphLayer, expected: Mapping[int, Expected]) -> Any:
+    """The mean of a layer's input, float64 [groups, K]; None where nothing is known of it."""
+    groups, _, k = found.layer.layout.matrix_shape
+    known = expected.get(found.inputs[0])
+    if known is None or len(found.inputs) > 1:
+        return None
+    channels = groups * k // (1 if found.layer.geometry is None else int(np.prod(found.layer.geometry.kernel)))
+    if known.mean.size != channels:
+        return None
+    geometry = found.layer.geometry
+    # a transposed convolution leaves zeros between its inputs
+    share = math.prod(geometry.stride) if geometry is not None and geometry.transposed else 1
+    return np.repeat(known.mean, groups * k // channels).reshape(groups, k) / share
+
+
+def _shift(found: GraphLayer, weight: Any, encoding: Encoding, means: Any) -> tuple[Any, float]:
+    """`(W - W~) E[x]` per output channel, and its size relative to `W E[x]`."""
+    layout = found.layer.layout
+    exact = layout.to_matrix(weight.astype(np.float64))
+    rounded = layout.to_matrix(encoding.fake_quantize(weight).astype(np.float64))
+    shift = ((exact - rounded) @ means[..., None])[..., 0]
+    size = float(np.square((exact @ means[..., None])[..., 0]).sum())
+    return shift.reshape(-1), float(np.square(shift).sum()) / size if size > 0 else 0.0

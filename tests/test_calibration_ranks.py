@@ -1,0 +1,150 @@
+"""Statistics of several ranks together: those of one process that has seen all the data."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+import qsdk
+from qsdk.core.dtypes import uint8
+from qsdk.core.errors import DataError
+from qsdk.core.estimators import METHODS, estimator
+from qsdk.core.histogram import sample_step
+from qsdk.core.spec import Spec
+from qsdk.core.statistics import Statistics, alone, of_all_ranks
+
+EXACT = sorted(set(METHODS.values()) - {"moving_average"})
+SPEC = Spec(uint8, symmetric=False)
+
+
+def batches(count: int = 5) -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [(rng.standard_t(3, size=(6, 3, 8, 8)) * 4.0 ** (i - 2)).astype(np.float32) for i in range(count)]
+
+
+def statistics(method: str, arrays: list[np.ndarray]) -> Statistics:
+    found = Statistics(estimator(method))
+    for x in arrays:
+        step = sample_step(x.size)
+        sample = x.ravel()[::step] if found.chosen.reads_histogram else None
+        found.add("site", float(x.min()), float(x.max()), sample, step)
+    return found
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_merged_statistics_are_those_of_all_the_data(method: str):
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=100_000).astype(np.float32) * 3**i for i in range(4)]  # large enough to be sampled
+    whole = statistics(method, arrays)
+    for parts in (([0, 1], [2, 3]), ([3], [0, 2], [1])):
+        first, *others = (statistics(method, [arrays[i] for i in part]) for part in parts)
+        merged = first.merge(*others)
+        one, many = whole.range_of(["site"], SPEC), merged.range_of(["site"], SPEC)
+        assert (one.low, one.high) == (many.low, many.high)
+        if method != "min_max":
+            assert np.array_equal(whole.histograms["site"].counts, merged.histograms["site"].counts)
+
+
+def test_moving_averages_of_ranks_are_averaged():
+    first, second = (statistics("moving_average", [np.float32([-end, end])]) for end in (1, 4))
+    second.add("elsewhere", -1, 1)
+    merged = first.merge(second)
+    assert merged.ranges["site"].high.tolist() == [2.5]
+    assert merged.ranges["elsewhere"].high.tolist() == [1]
+    assert first.ranges["site"].high.tolist() == [1]
+
+
+def test_a_failure_elsewhere_is_named_and_one_here_is_told():
+    told = []
+
+    def failing() -> Statistics:
+        raise DataError("no data")
+
+    def gather(value):
+        told.append(value)
+        return [value, *told]
+
+    with pytest.raises(DataError, match=r"^no data$"):
+        of_all_ranks(failing, gather)
+    with pytest.raises(DataError, match=r"^rank 1: no data$"):
+        of_all_ranks(lambda: statistics("min_max", batches(1)), lambda value: [value, *told])
+    own = statistics("min_max", batches(1))
+    assert of_all_ranks(lambda: own, alone) is own
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3, bias=False)).eval()
+
+
+def onnx_model():
+    convolution, _, last = module()
+    weights = [convolution.weight, convolution.bias, last.weight]
+    stored = [
+        numpy_helper.from_array(w.detach().numpy(), name) for w, name in zip(weights, ("w", "b", "v"), strict=True)
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv"),
+        helper.make_node("Relu", ["c"], ["r"], "relu"),
+        helper.make_node("Conv", ["r", "v"], ["y"], "last"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *s]) for name, s in (("x", [3, 8, 8]),)]
+    out = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "net", ends, out, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def sims():
+    """The same network at both doors."""
+    torch_sim = qsdk.quantize(module(), torch.zeros(2, 3, 8, 8), qsdk.w8a8())
+    return torch_sim, qsdk.quantize(onnx_model(), None, qsdk.w8a8())
+
+
+def found_by(torch_sim, onnx_sim, arrays: list[np.ndarray]) -> dict[str, tuple[bytes, bytes]]:
+    """Scale and zero point of every site, for each door and method."""
+    tensors = [torch.from_numpy(x) for x in arrays]
+    found = {}
+    for method in (*EXACT, "moving_average"):
+        for door, sim, data in (("torch", torch_sim, tensors), ("onnx", onnx_sim, arrays)):
+            qsdk.calibrate(sim, data, method=method, progress=False)
+            for site, encoding in sim.encodings.items():
+                found[f"{door} {method} {site}"] = (encoding.scale.tobytes(), encoding.zero_point.tobytes())
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    """Calibrate with every second batch; then with NaN on rank 1."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        sim, onnx_sim = sims()
+        result: dict[str, object] = {"found": found_by(sim, onnx_sim, batches()[rank::2])}
+        x = torch.ones(2, 3, 8, 8) * (torch.nan if rank else 1)
+        with pytest.raises(DataError) as caught:
+            qsdk.calibrate(sim, [x], progress=False)
+        result["error"] = str(caught.value)
+        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_find_what_one_finds(tmp_path: Path):
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in (0, 1))
+    one = found_by(*sims(), batches())
+    assert first["found"] == second["found"]
+    exact = {name for name in one if "moving_average" not in name}
+    assert {name: first["found"][name] for name in exact} == {name: one[name] for name in exact}
+    assert {name for name in one if first["found"][name] != one[name]}  # moving averages know the order
+    assert first["error"].startswith("rank 1: NaN or inf at the site ")
+    assert second["error"].startswith("NaN or inf at the site ")

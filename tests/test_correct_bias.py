@@ -1,0 +1,385 @@
+"""`correct_bias`: the mean of each layer's output is that of the float model again."""
+
+import copy
+import functools
+import math
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from islands import DOORS, everything, sim_at
+from qdq_models import make_model
+from test_snapshot_weights import stored_bytes
+from torch import Tensor, nn
+from torch_models import calibrated, randomized, seeded
+
+from onnx_backend.sim import OnnxSim
+from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, load, quantize, save, w8a8
+from qsdk.core.expected import clipped_normal
+from qsdk.demo.data import load as load_images
+from qsdk.demo.model import load_pretrained
+
+both = pytest.mark.parametrize("door", DOORS)
+#: ranges of weights that are too narrow, and a last output that shows what the layer before it gives
+NARROW = w8a8().override("*", weight="int4").override("last*", activation="float32")
+
+
+class Layers(nn.Module):
+    """Every kind of layer with a bias: strided and padded, depthwise, transposed and grouped, over channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.transposed = nn.ConvTranspose2d(8, 6, 3, stride=2, groups=2)
+        self.mixed, self.bare, self.last = nn.Linear(6, 12), nn.Linear(12, 12, bias=False), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        x = torch.relu(self.transposed(torch.relu(self.depthwise(x))))
+        return self.last(torch.relu(self.bare(torch.relu(self.mixed(x.permute(0, 2, 3, 1))))))
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(1)
+    return randomized(Layers())
+
+
+def onnx_layers():
+    """The same as a float ONNX model, with a MatMul and an Add for the linear layers."""
+    from onnx import helper
+
+    node, stored = helper.make_node, {name: x.numpy() for name, x in layers().state_dict().items() if x.ndim}
+    stored |= {f"{name}.w": stored.pop(f"{name}.weight").T.copy() for name in ("mixed", "bare", "last")}
+    norm = [f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")]
+    nodes = [
+        node("Conv", ["x", "conv.weight", "conv.bias"], ["c"], "conv", pads=[1] * 4, strides=[2, 2]),
+        node("BatchNormalization", ["c", *norm], ["n"], "norm"),
+        node("Relu", ["n"], ["r1"], "relu1"),
+        node("Conv", ["r1", "depthwise.weight", "depthwise.bias"], ["d"], "depthwise", pads=[1] * 4, group=8),
+        node("Relu", ["d"], ["r2"], "relu2"),
+        node(
+            "ConvTranspose",
+            ["r2", "transposed.weight", "transposed.bias"],
+            ["t"],
+            "transposed",
+            strides=[2] * 2,
+            group=2,
+        ),
+        node("Relu", ["t"], ["r3"], "relu3"),
+        node("Transpose", ["r3"], ["p"], "last_axis", perm=[0, 2, 3, 1]),
+        node("MatMul", ["p", "mixed.w"], ["m1"], "mixed"),
+        node("Add", ["m1", "mixed.bias"], ["a1"], "mixed_add"),
+        node("Relu", ["a1"], ["r4"], "relu4"),
+        node("MatMul", ["r4", "bare.w"], ["m2"], "bare"),
+        node("Relu", ["m2"], ["r5"], "relu5"),
+        node("MatMul", ["r5", "last.w"], ["m3"], "last"),
+        node("Add", ["last.bias", "m3"], ["y"], "last_add"),
+    ]
+    return make_model(nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", None, None, 5]}, stored)
+
+
+def images(count, seed):
+    return (seeded(count, 3, 8, 8, seed=seed) + 0.3).numpy()
+
+
+def narrow_sim(door):
+    """Calibrated with ranges of weights that hold 97 % of them on either side."""
+    if door == "torch":
+        return copy.deepcopy(_traced())
+    sim = quantize(onnx_layers(), None, NARROW)
+    calibrate(sim, data_of(door), weight_method="percentile", percentile=97, progress=False)
+    return sim
+
+
+@functools.cache
+def _traced():
+    sim = quantize(layers(), torch.from_numpy(images(4, 0)), NARROW)
+    calibrate(sim, data_of("torch"), weight_method="percentile", percentile=97, progress=False)
+    return sim
+
+
+def data_of(door, count=384, seed=1):
+    parts = np.split(images(count, seed), 4)
+    return [torch.from_numpy(part) for part in parts] if door == "torch" else parts
+
+
+def mean_error(sim, door, model):
+    """Mean over the held-out data of what the sim gives less what the float model gives, per output channel."""
+    x = images(512, 7)
+    exact = model.run(None, {"x": x})[0]
+    found = sim.run(torch.from_numpy(x)).numpy() if door == "torch" else sim.run(x)[0]
+    return (found.astype(np.float64) - exact).reshape(-1, 5).mean(0)
+
+
+@both
+def test_the_mean_shift_of_narrow_ranges_is_gone_on_data_not_seen(door):
+    exact = ort.InferenceSession(onnx_layers().SerializeToString(), providers=["CPUExecutionProvider"])
+    sim = narrow_sim(door)
+    before, encodings = mean_error(sim, door, exact), sim.encodings
+    report = correct_bias(sim, data_of(door), progress=False)
+    after = mean_error(sim, door, exact)
+    assert np.linalg.norm(after) * 10 < np.linalg.norm(before)
+    assert sim.encodings == encodings
+    rows = {row["site"].partition(":")[0]: row for row in report.rows}
+    assert rows.pop("bare")["note"] == "it has no bias that could take the shift"
+    assert set(rows) == {"conv", "depthwise", "transposed", "mixed", "last"}
+    assert all(row["error_after"] < row["error_before"] and not row["note"] for row in rows.values())
+    assert (report.summary["layers"], report.summary["left"]) == (5, 1)
+
+
+def test_both_doors_shift_alike():
+    shifted = []
+    for door in DOORS:
+        sim = narrow_sim(door)
+        correct_bias(sim, data_of(door), progress=False)
+        biases = [site for site in sim.plan.decisions if site.endswith("bias")]
+        shifted.append([values for _, values in sorted(sim.stored_floats(biases).items())])
+    assert len(shifted[0]) == 5
+    for one, other in zip(*shifted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-4)
+
+
+@both
+def test_a_second_correction_replaces_the_first(door, tmp_path):
+    sim = narrow_sim(door)
+    state, original = sim.snapshot(weights=True), stored_bytes(sim)
+    correct_bias(sim, data_of(door), progress=False)
+    once = stored_bytes(sim)
+    correct_bias(sim, data_of(door), progress=False)
+    assert stored_bytes(sim) == once
+    save(sim, tmp_path / "sim.qsdk")
+    again = load(tmp_path / "sim.qsdk", layers() if door == "torch" else None)
+    correct_bias(again, data_of(door), progress=False)
+    assert stored_bytes(again) == once
+    sim.restore(state)
+    assert stored_bytes(sim) == original
+    correct_bias(sim, data_of(door), progress=False)
+    assert stored_bytes(sim) == once
+
+
+@both
+def test_frozen_encodings_are_corrected_and_stay_frozen(door):
+    free, frozen = narrow_sim(door), narrow_sim(door)
+    frozen.freeze("*")
+    flags = {site: encoding.frozen for site, encoding in frozen.snapshot().own.items()}
+    for sim in (free, frozen):
+        correct_bias(sim, data_of(door), progress=False)
+    assert stored_bytes(free) == stored_bytes(frozen)
+    assert {site: encoding.frozen for site, encoding in frozen.snapshot().own.items()} == flags
+    assert all(flags.values())
+
+
+def test_rounded_weights_keep_their_codes():
+    sim = narrow_sim("torch")
+    adaround(sim, data_of("torch"), progress=False)
+    weights = sim.stored_floats(["mixed:weight", "conv:weight"])
+    correct_bias(sim, data_of("torch"), progress=False)
+    for site, values in sim.stored_floats(list(weights)).items():
+        assert np.array_equal(values, weights[site])
+        assert sim.encodings[site].frozen
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "magic"}, "method='magic' is no way"),
+        ({"data": None}, "reads data; pass batches, or method='analytic'"),
+        ({"method": "analytic"}, "reads no data; pass data=None"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused(door, options, message):
+    sim = sim_at(door)
+    with pytest.raises(ConfigError, match=message):
+        correct_bias(sim, **{"data": data_of(door), **options})
+    with pytest.raises(CalibrationError, match="no encoding"):
+        correct_bias(sim_at(door, data=False), data_of(door))
+
+
+@both
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_failure_leaves_everything_as_it_was(door, error, monkeypatch):
+    sim = narrow_sim(door)
+    sim.freeze("conv")
+    before, stored, calls = everything(sim), stored_bytes(sim), []
+
+    from qsdk.algorithms import bias
+
+    solve = bias.solve
+
+    def fails(problem):
+        calls.append(problem.site)
+        if len(calls) == 3:
+            raise error("stopped")
+        return solve(problem)
+
+    monkeypatch.setattr(bias, "solve", fails)
+    with pytest.raises(error, match="stopped"):
+        correct_bias(sim, data_of(door), progress=False)
+    assert everything(sim) == before
+    assert stored_bytes(sim) == stored
+
+
+def test_a_bias_that_fits_int32_no_more_is_named():
+    """A weight of nearly nothing has a tiny scale; the shift of the layer's input is large beside it."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        layer[0].weight.copy_(torch.eye(4))
+        layer[2].weight.copy_(torch.full((2, 4), 1e-7))
+        layer[2].bias.zero_()
+    x = torch.full((64, 4), 1.0)
+    sim = calibrated(layer, x)
+    shift = sim.stored_floats(["2:bias"])["2:bias"] + np.float32([1e3, 0])
+    sim.store_floats({"2:bias": shift})  # what a correction may come to
+    assert "do not fit int32 and are clipped" in sim.bias_remarks()["2:bias"]
+    sim.store_floats({"2:bias": np.zeros(2, np.float32)})
+    assert sim.bias_remarks() == {}
+
+
+# --- without data -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, math.inf), (0.0, 6.0), (-math.inf, math.inf), (-1.0, 2.0), (-math.inf, 0.5)]
+)
+def test_the_mean_of_a_clipped_normal_is_that_of_its_samples(low, high):
+    rng = np.random.default_rng(0)
+    mean, std = np.array([-3.0, -0.5, 0.0, 2.0, 7.0]), np.array([1.0, 2.0, 0.3, 4.0, 1.0])
+    samples = rng.normal(size=(400_000, 1)) * std + mean
+    np.testing.assert_allclose(clipped_normal(mean, std, low, high), samples.clip(low, high).mean(0), atol=0.02)
+    still = clipped_normal(mean, np.zeros(5), low, high)
+    np.testing.assert_array_equal(still, mean.clip(low, high))
+
+
+class Behind(nn.Module):
+    """Layers behind what BatchNorms say: Relu, Relu6, a sum, pooling, nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(3, 8, 3, 1), (8, 8, 3, 8), (8, 8, 1, 1), (8, 8, 1, 1)]
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, groups=g, bias=False) for i, o, k, g in widths)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in widths)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norms[0](self.convs[0](x)))
+        x = self.norms[1](self.convs[1](x))
+        x = x + self.norms[2](self.convs[2](nn.functional.relu6(x)))
+        x = torch.relu(self.norms[3](self.convs[3](x)))
+        return self.last(x.mean((2, 3)))
+
+
+def behind() -> tuple[nn.Module, Tensor]:
+    """With the statistics of its own data, so that what the BatchNorms say is true of it."""
+    torch.manual_seed(2)
+    model, x = Behind(), seeded(512, 3, 12, 12, seed=5)
+    for norm in model.norms:
+        norm.momentum = None
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+        nn.init.normal_(norm.bias)
+        norm.weight.data[0] *= -1  # a negative factor mirrors the values, and their deviation is its size
+    with torch.no_grad():
+        model.train()(x)
+    return model.eval(), x
+
+
+def test_without_data_the_means_come_from_the_batch_norms():
+    model, x = behind()
+    sim = quantize(model, x[:4], NARROW)
+    calibrate(sim, [x], weight_method="percentile", percentile=93, progress=False)
+    with torch.no_grad():
+        exact = model(x).double().mean(0)
+    before = (sim(x).double().mean(0) - exact).norm()
+    report = correct_bias(sim, method="analytic")
+    after = (sim(x).double().mean(0) - exact).norm()
+    assert after < 0.7 * before
+    notes = {row["site"]: row["note"] for row in report.rows}
+    assert notes.pop("convs.0:weight") == "no BatchNorm says what its input is"
+    assert set(notes.values()) == {""}
+    assert report.summary["passes"] == 0
+    once = stored_bytes(sim)
+    correct_bias(sim, method="analytic")
+    assert stored_bytes(sim) == once
+    correct_bias(sim, [x], progress=False)
+    assert (sim(x).double().mean(0) - exact).norm() * 10 < before
+
+
+def test_the_means_are_those_of_the_data():
+    """What is expected of each layer's input beside what the float model has there."""
+    from qsdk.core.expected import expected_values
+
+    model, x = behind()
+    sim = quantize(model, x[:4], w8a8())
+    expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
+    seen = {}
+    for name, layer in (*((f"convs.{k}", model.convs[k]) for k in (1, 2, 3)), ("last", model.last)):
+        layer.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: args[0].transpose(0, 1).flatten(1)})
+        )
+    with torch.no_grad():
+        model(x)
+    for op in sim.graph.ops:
+        weight = op.inputs[1] if op.type in ("Conv", "Gemm") else None
+        site = sim.graph.tensors[weight].site if weight is not None else ""
+        name = (site or "").partition(":")[0]
+        if name in seen:
+            spread = seen[name].std(1).max()
+            found = torch.from_numpy(expected[op.inputs[0]].mean).float()
+            assert float((found - seen[name].mean(1)).abs().max()) < 0.1 * float(spread)
+
+
+def test_what_a_batch_norm_said_is_forgotten_in_training_and_kept_in_files(tmp_path):
+    model, x = behind()
+    sim = calibrated(model, x[:16])
+    assert set(sim.folded_norms) == {f"convs.{k}" for k in range(4)}
+    np.testing.assert_array_equal(sim.folded_norms["convs.0"].mean, model.norms[0].bias.detach())
+    np.testing.assert_array_equal(sim.folded_norms["convs.0"].std, model.norms[0].weight.detach().abs())
+    save(sim, tmp_path / "sim.qsdk")
+    assert set(load(tmp_path / "sim.qsdk", model).folded_norms) == set(sim.folded_norms)
+    state = sim.snapshot(weights=True)
+    sim.model.load_state_dict(sim.model.state_dict())  # folded long ago, nobody knows of what
+    assert not sim.folded_norms
+    sim.restore(state)
+    assert sim.folded_norms
+    sim.model.load_state_dict(model.state_dict())
+    assert set(sim.folded_norms) == set(state.stored[1])
+    with sim.training():
+        pass
+    assert not sim.folded_norms
+    assert {row["note"] for row in correct_bias(sim, method="analytic").rows} == {"no BatchNorm says what its input is"}
+
+
+def test_the_onnx_door_reads_the_same_and_unfolded_norms_too(tmp_path):
+    folded, kept = sim_at("onnx", fold=True), sim_at("onnx")
+    assert set(folded.folded_norms) == {"conv1", "conv2"}
+    assert kept.folded_norms == {}
+    save(folded, tmp_path / "sim.qsdk")
+    again = load(tmp_path / "sim.qsdk")
+    assert isinstance(again, OnnxSim)
+    for owner, norm in folded.folded_norms.items():
+        assert np.array_equal(again.folded_norms[owner].mean, norm.mean)
+        assert np.array_equal(again.folded_norms[owner].std, norm.std)
+    for sim in (folded, kept, sim_at("torch"), sim_at("torch", fold=True)):
+        notes = {row["site"]: row["note"] for row in correct_bias(sim, method="analytic").rows}
+        assert notes["conv2:weight"] == notes["fc1:weight"] == ""
+        assert notes["conv1:weight"] == notes["fc2:weight"] == "no BatchNorm says what its input is"
+
+
+# --- a network that was trained ---------------------------------------------------------------------------------------
+
+
+def test_the_demo_network_recovers_with_three_bits():
+    images = load_images()
+    calibration = list(torch.from_numpy(images.calibration_images[:192]).split(64))
+    test, labels = torch.from_numpy(images.test_images[:500]), torch.from_numpy(images.test_labels[:500])
+    sim = quantize(load_pretrained(), calibration[0], w8a8().override("*", weight="int3"))
+    calibrate(sim, calibration, weight_method="percentile", percentile=97, progress=False)
+
+    def accuracy():
+        return float((sim(test).argmax(1) == labels).float().mean())
+
+    before = accuracy()
+    correct_bias(sim, calibration, progress=False)
+    assert accuracy() > before + 0.02  # 0.880 to 0.921 on 2,000 images, 0.915 without data; float 0.941

@@ -1,0 +1,84 @@
+"""`adaround` and `gptq` on whole sims of both doors: mixed precision, every kind of layer."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from islands import DOORS
+from test_correct_bias import data_of, images, layers, onnx_layers
+
+from qsdk import ConfigError, adaround, calibrate, gptq, quantize, w4a8
+from qsdk.core.config import QuantConfig
+
+both = pytest.mark.parametrize("door", DOORS)
+each = pytest.mark.parametrize("verb", [adaround, gptq], ids=["adaround", "gptq"])
+#: int3 with a layer in blocks, one per tensor of 8 bits, one in float16
+MIXED = w4a8().override("*", weight="int3").override("depthwise", weight="int8").skip("mixed*", dtype="float16")
+
+
+def sim_at(door: str, config: QuantConfig = MIXED):
+    sim = quantize(layers(), torch.from_numpy(images(4, 0)), config) if door == "torch" else None
+    sim = sim or quantize(onnx_layers(), None, config)
+    calibrate(sim, data_of(door), progress=False)
+    return sim
+
+
+def network_error(sim, door: str) -> float:
+    """Relative to the float network, on data not seen."""
+    x = images(256, 7)
+    session = ort.InferenceSession(onnx_layers().SerializeToString(), providers=["CPUExecutionProvider"])
+    exact = session.run(None, {"x": x})[0]
+    found = sim.run(torch.from_numpy(x)).numpy() if door == "torch" else sim.run(x)[0]
+    return float(np.square(found - exact).sum() / np.square(exact).sum())
+
+
+@both
+@each
+def test_mixed_sims_get_better_on_data_not_seen(door, verb):
+    sim = sim_at(door)
+    before = network_error(sim, door)
+    report = verb(sim, data_of(door), progress=False)
+    rows = {row["site"].partition(":")[0]: row for row in report.rows}
+    assert "float16" in rows.pop("mixed")["note"]
+    assert set(rows) == {"conv", "depthwise", "transposed", "bare", "last"}
+    assert all(row["error_after"] <= row["error_before"] and not row["note"] for row in rows.values())
+    assert report.summary["passes"] > 0
+    assert network_error(sim, door) < 0.5 * before
+
+
+@each
+def test_both_doors_find_nearly_the_same(verb):
+    errors = []
+    for door in DOORS:
+        sim = sim_at(door)
+        verb(sim, data_of(door), progress=False)
+        errors.append(network_error(sim, door))
+    assert errors[0] == pytest.approx(errors[1], rel=0.25)
+
+
+@each
+def test_the_same_call_gives_the_same_sim(verb):
+    sims = [sim_at("torch") for _ in range(2)]
+    for sim in sims:
+        verb(sim, data_of("torch"), progress=False)
+    one, other = (dict(sim.model.state_dict()) for sim in sims)
+    assert sims[0].encodings == sims[1].encodings
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@both
+def test_options_reach_the_solvers(door):
+    def after(verb, **options):
+        sim = sim_at(door)
+        report = verb(sim, data_of(door), progress=False, **options)
+        return sum(row["error_after"] or 0 for row in report.rows)
+
+    assert after(adaround, method="relaxed", iterations=100) != after(adaround, starts=1)
+    assert after(gptq, scales="fixed") > after(gptq)
+    sim = sim_at(door)
+    before = sim.encodings
+    with pytest.raises(ConfigError, match="unknown scales 'free' of gptq"):
+        gptq(sim, data_of(door), scales="free", progress=False)
+    with pytest.raises(ConfigError, match="unknown method 'slow' of adaround"):
+        adaround(sim, data_of(door), method="slow", progress=False)
+    assert sim.encodings == before
