@@ -44,7 +44,8 @@ class Step(Protocol):
     def inputs(self) -> Iterable[tuple[Any, Any]]:
         """The input that the layers read, call by call: in the float model, and in the quantized one as it is now.
 
-        Float32 arrays of one shape, NumPy or torch, [..., K] for a linear layer and [N, C, *spatial] for a convolution.
+        Float32 arrays of one shape, NumPy or torch, [..., groups * K] for a layer without geometry and
+        [N, C, *spatial] for a convolution; of an embedding its integer indices, twice.
         The quantized input is what the layer multiplies, fake-quantized. May be iterated more than once.
         """
 
