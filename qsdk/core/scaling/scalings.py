@@ -39,7 +39,7 @@ class Scalings:
         self.factors[number] = np.clip(self.factors[number] * by, 1 / _LARGEST, _LARGEST)
 
     def stored(self, root: int) -> FloatArray:
-        """A stored tensor as it was."""
+        """A stored tensor as the model has it now: without these factors until they are written."""
         return np.asarray(self._stored[self.graph.tensors[root].name], np.float32)
 
     def value(self, root: int) -> FloatArray:
