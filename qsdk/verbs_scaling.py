@@ -81,17 +81,8 @@ def equalize(
         after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         _open(sim, opened)
         passes = looked + _write(sim, scalings, biases, data, forward=forward, progress=progress)
-    rows = [
-        plans.row(
-            scalings.regions[n],
-            graph,
-            scalings.factors[n],
-            spread_before=before[n],
-            spread_after=after[n],
-            absorbed=absorbed[n],
-        )
-        for n in numbers
-    ]
+    columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
+    rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
     facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
     return _report("Equalization", rows, blocked, sim, started, facts)
 

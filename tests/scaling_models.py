@@ -51,6 +51,7 @@ def uneven(model: nn.Module, seed: int = 0) -> nn.Module:
     for module in model.modules():
         for name, tensor in module.named_parameters(recurse=False):
             by = torch.exp(torch.empty(tensor.shape[0]).uniform_(-2, 2, generator=generator))
+            tensor.data.normal_(0, 0.3, generator=generator)
             tensor.data.mul_(by.reshape(-1, *[1] * (tensor.ndim - 1)))
             if name == "bias":
                 tensor.data.normal_(0, 0.3, generator=generator)

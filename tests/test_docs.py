@@ -41,6 +41,13 @@ def test_the_guide_to_precision_runs(names: dict):
     assert names["sim"].encodings["head:weight"].dtype.name == "int8"
 
 
+def test_the_guide_to_post_training_quantization_runs(names: dict):
+    exec(compile(block_of("ptq.md"), "ptq.md", "exec"), names)
+    solved = [row for row in names["report"].rows if not row["note"]]
+    assert solved
+    assert all(row["error_after"] <= row["error_before"] for row in solved)
+
+
 def test_the_guide_to_dtypes_runs(names: dict):
     exec(compile(block_of("dtypes.md"), "dtypes.md", "exec"), names)
     decisions = names["sim"].plan.decisions

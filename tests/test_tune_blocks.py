@@ -273,10 +273,10 @@ class Shared(nn.Module):
 
 def test_what_is_called_twice_or_shared_with_another_block_is_left() -> None:
     torch.manual_seed(0)
-    data = [torch.randn(4, 5, 8) for _ in range(4)]
+    data = [torch.randn(16, 5, 8) for _ in range(8)]
     sim = calibrated(Shared().eval(), data, low_bits())
     before = state(sim)
-    report = qsdk.tune_blocks(sim, data, iterations=15, progress=False)
+    report = qsdk.tune_blocks(sim, data, iterations=40, progress=False)
     rows = {row["block"]: row for row in report.rows}
     assert "several times" in rows["blocks.0"]["note"]
     after = state(sim)

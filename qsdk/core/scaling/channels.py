@@ -53,7 +53,7 @@ def reshaped(ids: Ids, before: Shape, after: Shape) -> Ids | None:
 def broadcast_back(ids: Ids, shape: Shape) -> Ids | None:
     """The map of an operand of this shape whose elementwise result has the map `ids`; None where it has not enough."""
     cut = ids.reshape(ids.shape[ids.ndim - len(shape) :]) if _leading_ones(ids, ids.ndim - len(shape)) else None
-    if cut is None or any(n != 1 and size == 1 for n, size in zip(cut.shape, shape, strict=True)):
+    if cut is None or any(size == 1 and varies(cut, axis) for axis, size in enumerate(shape)):
         return None
     return cut
 
