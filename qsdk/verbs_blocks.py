@@ -24,6 +24,7 @@ from torch_bridge.blocks import Blocks, find_blocks
 from torch_bridge.module_walk import ModuleCall, ModuleStep, ModuleWalk, walk_modules
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored import find_stored
+from torch_bridge.suspended import attributes_set_by
 
 _LEARN = ("rounding", "scales")
 
@@ -101,13 +102,18 @@ def _tuned(
     sim: QuantSim, walk: ModuleWalk, step: ModuleStep, options: Options, store: Checkpoint | None, *, seed: int
 ) -> dict[str, Any]:
     begun = time.perf_counter()
-    run = BlockRun(sim, sim.model.get_submodule(step.path))
-    try:
+    run, found = BlockRun(sim, sim.model.get_submodule(step.path)), []
+
+    def tune() -> None:
         with walk.weights.floats():
             pieces = pieces_of(run, step.calls)
-        tuned = _kept(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed))
+        found.append(_kept(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
+
+    try:
+        attributes_set_by(run.module, tune)  # what the block's forward sets on itself is taken back
     except ModelError as error:  # it does not repeat itself, or has an op that cannot be trained
-        tuned = Tuned(note=str(error))
+        found.append(Tuned(note=str(error)))
+    tuned = found[0]
     for change in tuned.changes:
         frozen = change.weight is not None  # any other grid would round the weight again
         walk.weights.write(change.site, encoding=change.encoding, weight=change.weight, frozen=frozen)
