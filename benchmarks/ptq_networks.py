@@ -74,7 +74,9 @@ def mobile() -> nn.Sequential:
     """Logits [N, 10] for images [N, 1, 28, 28]."""
     widths = [(16, 16, 1), (16, 24, 1), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 64, 1)]
     blocks = [Inverted(*width) for width in widths]
-    return nn.Sequential(*conv_bn(1, 16, 3, stride=2), nn.ReLU6(), *blocks, *conv_bn(64, 128, 1), nn.ReLU6(), *_head(128))
+    return nn.Sequential(
+        *conv_bn(1, 16, 3, stride=2), nn.ReLU6(), *blocks, *conv_bn(64, 128, 1), nn.ReLU6(), *_head(128)
+    )
 
 
 def _head(width: int) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from onnx_backend.walk_steps import Call, Place, places_of
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ModelError
 from qsdk.core.layer_walk import Layer
+from qsdk.core.sims.corrected_biases import float_biases
 from qsdk.core.sims.state import put_back_on_error
 
 Array = npt.NDArray[Any]
@@ -97,7 +98,7 @@ class OnnxWalk:
         self._sim = sim
         self._places, self._left = places_of(sim.graph, sim.plan, frozen, tags_of(marked))
         self._layers = {layer.site: layer for place in self._places for layer in place.layers}
-        self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names())
+        self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names(), float_biases(sim))
         streams = streams_of(marked, self._weights, encodings)
         self.run = Run(streams, self._places, LiveTensors(max_memory), sim.in_memory)
         self._steps = iter(range(len(self._places)))
@@ -150,7 +151,7 @@ class OnnxWalk:
             if not layer.bias:
                 raise ModelError(f"{site} has no bias of its own that could be shifted")
             name = weights.names[layer.bias]
-            weights.put(name, weights.now(name) + np.asarray(bias_shift, np.float32).reshape(-1))
+            weights.put(name, weights.before[name] + np.asarray(bias_shift, np.float32).reshape(-1))
         weights.write(site, encoding, None if weight is None else np.asarray(weight))
 
     def commit(self) -> None:

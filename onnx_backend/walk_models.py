@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto
+from onnx.numpy_helper import from_array
 
 from onnx_backend.large_tensors import LargeTensor, from_source, narrowed, on_grid, without_large
 from onnx_backend.model import array, drop_unused_initializers, initializers, is_mark, metadata, replace_nodes
@@ -29,14 +30,26 @@ class WalkWeights:
         own: site -> encoding, of the sites that have one of their own.
         names: site -> name of the stored tensor there.
         before: name -> value in the float model.
+        other: name -> value in the float model, where the sim stores another one.
         changed: name -> value in the quantized model, where it is another one.
     """
 
-    def __init__(self, model: ModelProto, plan: Plan, own: Mapping[str, Encoding], names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: ModelProto,
+        plan: Plan,
+        own: Mapping[str, Encoding],
+        names: Mapping[str, str],
+        floats: Mapping[str, Array],
+    ) -> None:
+        """At `floats`, by site, the float model has other values than those that are stored."""
         stored = initializers(model.graph)
         self.plan, self.own, self.names = plan, dict(own), names
-        self.before: Mapping[str, Array] = LazyArrays(stored, lambda name: array(stored[name]))
-        self.changed: dict[str, Array] = {}
+        self.other = {names[site]: value for site, value in floats.items()}
+        self.before: Mapping[str, Array] = LazyArrays(
+            stored, lambda name: self.other[name] if name in self.other else array(stored[name])
+        )
+        self.changed: dict[str, Array] = {name: array(stored[name]) for name in self.other}
         self._dims = {name: tuple(tensor.dims) for name, tensor in stored.items()}
 
     def now(self, name: str) -> Array:
@@ -84,6 +97,9 @@ def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str,
     for number, node in enumerate(light.graph.node):
         if not is_mark(node):
             node.metadata_props.add(key=TAG, value=str(number))
+    stored = initializers(light.graph)
+    for name, value in weights.other.items():
+        stored[name].CopyFrom(from_array(value.astype(array(stored[name]).dtype), name))
     exact = lower(light, Plan({}, ()), {}, weights=weights.before)
     made: dict[str, Callable[[], LargeTensor]] = {}
     rounded = lower(light, weights.plan, encodings, weights=weights.before)

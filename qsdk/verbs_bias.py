@@ -72,8 +72,8 @@ def correct_bias(
     _ = sim.encodings  # names the sites that have none
     remarks = sim.bias_remarks()
     with put_back_on_error(sim, weights=True) as before:
-        take_back_shifts(sim)  # else they would be made twice
         if data is None:
+            take_back_shifts(sim)  # else they would be made twice
             with noting_shifts(sim):
                 report = _analytic(sim)
         else:

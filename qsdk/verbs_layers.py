@@ -228,7 +228,7 @@ def solved(
         max_memory: bytes that kept activations may take; None for no bound.
         checkpoint: a folder that keeps what was solved.
     """
-    with noting_shifts(sim), _walk(sim, data, forward, max_memory) as walk:
+    with noting_shifts(sim) as rounded, _walk(sim, data, forward, max_memory) as walk:
         return solve_layers(
             walk,
             solver,
@@ -238,6 +238,7 @@ def solved(
             progress=progress,
             seed=seed,
             checkpoint=checkpoint,
+            rounded=rounded,
         )
 
 

@@ -21,6 +21,7 @@ from qsdk.core.scaling.regions import Region, find_regions
 from qsdk.core.scaling.relu6 import as_relu, clips_at_six, passed_by
 from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
 from qsdk.core.scaling.search import Chosen, Seen, activation_aware, smoothed
+from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.site import owner_of, without_calls
 from qsdk.workflow import Forward, Sim, calibrate, refuse_forward
@@ -71,7 +72,7 @@ def equalize(
     if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
         raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
     started = time.perf_counter()
-    with put_back_on_error(sim, weights=True):
+    with put_back_on_error(sim, weights=True), without_shifts(sim):
         graph, opened = _without_relu6(sim) if relu6 == "relu" else (_graph(sim), set())
         scalings, blocked = _scalings(sim, graph, equalizing.not_equalized)
         numbers = range(len(scalings.regions))
@@ -182,7 +183,7 @@ def _searched(
     progress: bool,
 ) -> Report:
     started = time.perf_counter()
-    with put_back_on_error(sim, weights=True):
+    with put_back_on_error(sim, weights=True), without_shifts(sim):
         scalings, blocked = _scalings(sim, _graph(sim), unfit)
         looks = plans.looks_at(scalings.regions, sim.graph)
         _look(sim, data, looks, forward=forward, progress=progress)

@@ -32,6 +32,7 @@ from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.provenance import provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.corrected_biases import without_shifts
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
 from torch_bridge.layers import require_known
@@ -140,6 +141,8 @@ def calibrate(
     Under `torchrun` every rank calls this with data of its own and finds what one would find in the data of all
     (`moving_average`, which depends on an order: the mean of the ranks' averages).
 
+    What `correct_bias` and layer solvers have shifted biases by is taken back where a weight gets another encoding.
+
     Args:
         sim: of either door.
         data: an iterable of tensors, tuples (positional) or mappings (keywords).
@@ -155,26 +158,13 @@ def calibrate(
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim stays as it was.
     """
-    if isinstance(sim, OnnxSim):
-        refuse_forward(forward)
-        return sim.calibrate(
-            data,
-            method=method,
-            weight_method=weight_method,
-            percentile=percentile,
-            progress=progress,
-            gather=gathered,
-        )
-    return calibration.calibrate(
-        sim,
-        data,
-        method=method,
-        weight_method=weight_method,
-        percentile=percentile,
-        forward=forward,
-        progress=progress,
-        gather=gathered,
-    )
+    options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
+    options |= {"progress": progress, "gather": gathered}
+    with without_shifts(sim):
+        if isinstance(sim, OnnxSim):
+            refuse_forward(forward)
+            return sim.calibrate(data, **options)
+        return calibration.calibrate(sim, data, forward=forward, **options)
 
 
 def export(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from qsdk.core.sims.corrected_biases import float_biases
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.layer_weights import LayerWeights
 from torch_bridge.sim import QuantSim
@@ -67,6 +68,7 @@ class ForwardPairs:
         """
         begun = []
         try:
+            self.weights.start_from(float_biases(self._sim))
             try:
                 for number, batch in chain([self._first], self._numbered):
                     self.batches += 1

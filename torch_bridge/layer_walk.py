@@ -88,7 +88,7 @@ class LayerWalk:
         """Change the quantized model at a layer, as `Walk.write` says."""
         self._weights.write(site, encoding=encoding, weight=weight, frozen=weight is not None)
         if bias_shift is not None:
-            self._weights.add(self._stops.by_site[site].layer.bias, bias_shift)
+            self._weights.shift(self._stops.by_site[site].layer.bias, bias_shift)
 
     @contextmanager
     def started(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The weights of a sim while its layers are solved: as they were for float passes, as they are for quantized ones."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,16 @@ class LayerWeights:
         self._read: dict[str, Tensor] = {}
         self._originals: dict[Tensor, Tensor] = {}
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
+        self._shifted: dict[str, Tensor] = {}
+
+    def start_from(self, floats: Mapping[str, Any]) -> None:
+        """Give the float model other values than those that are stored at these sites."""
+        stored = {site: stored_tensor(self._sim.model, site).detach() for site in floats}
+        self._shifted = {site: tensor.clone() for site, tensor in stored.items()}
+        for site, value in floats.items():
+            stored[site].copy_(torch.as_tensor(value))
+        for site, shifted in self._shifted.items():
+            self._store(site, shifted)
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """What a quantized pass reads at a site; a stored tensor is quantized once for all passes until `forget`."""
@@ -85,10 +96,10 @@ class LayerWeights:
             self._store(site, weight)
         self._read_again(quantizer)
 
-    def add(self, site: str, shift: Tensor) -> None:
-        """Add to the values that are stored at a site."""
-        stored = stored_tensor(self._sim.model, site)
-        self._store(site, stored.detach() + shift.reshape(stored.shape).to(stored))
+    def shift(self, site: str, by: Tensor) -> None:
+        """Store the float model's values at a site and so much more."""
+        stored, exact = stored_tensor(self._sim.model, site), self.original(site)
+        self._store(site, (exact + by.reshape(stored.shape).to(exact)).to(stored))
         quantizer = self._sim.quantizers.get(site)
         if quantizer is not None:
             self._read_again(quantizer)
@@ -102,6 +113,8 @@ class LayerWeights:
     def take_back(self) -> None:
         """Be as before the first `write`."""
         _point(self._originals)
+        for site, shifted in self._shifted.items():
+            stored_tensor(self._sim.model, site).detach().copy_(shifted)
         for quantizer, frozen, buffers in self._before.values():
             quantizer.frozen = frozen
             quantizer.owner._buffers.update(buffers)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
 from qsdk.algorithms.gather import Gathers, problems_of
-from qsdk.core.layer_problem import Solution, Solver
+from qsdk.core.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layer_walk import Layer, Step, Walk
 from qsdk.core.report import Report
 
@@ -30,6 +30,7 @@ def solve_layers(
     progress: bool = True,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
+    rounded: MutableMapping[str, Any] | None = None,
 ) -> Report:
     """Solve each layer that a walk comes by, write what is found, and go on with it.
 
@@ -46,6 +47,8 @@ def solve_layers(
         seed: of whatever is sampled.
         checkpoint: a folder that keeps each step's solutions; a second run of the same model, options and data takes
             up there. None keeps nothing.
+        rounded: takes, by site of the bias, what the float model's bias moves by where a rounded weight replaces the
+            float one and the bias has taken up its error.
 
     Returns:
         Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`, which says why
@@ -63,15 +66,20 @@ def solve_layers(
     rows: dict[str, dict[str, Any]] = {}
     with tqdm(total=len(walk.layers), desc=title, disable=not progress, leave=False) as bar, torch.no_grad():
         for step in walk:
-            for layer, solution, seconds in _solved(step, walk, solver, gathers, seed, store):
+            for layer, problem, solution, seconds in _solved(step, walk, solver, gathers, seed, store):
                 _write(walk, layer, solution)
                 rows[layer.site] = _row(layer.site, solution, seconds)
+                if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
+                    rounded[layer.bias] = _mean_lost(problem, solution.weight)
             bar.update(len(step.layers))
     ranks.require_same_layers([])
+    return _report(title, walk, rows, time.perf_counter() - start)
+
+
+def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: float) -> Report:
     unreached = [layer.site for layer in walk.layers if layer.site not in rows]
     left = [*((site, "no batch reaches it") for site in unreached), *walk.left.items()]
     done = [row for row in rows.values() if not row["note"]]
-    spent = time.perf_counter() - start
     summary = {
         "layers": len(done),
         "left": len(rows) - len(done) + len(left),
@@ -83,12 +91,12 @@ def solve_layers(
 
 def _solved(
     step: Step, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
-) -> list[tuple[Layer, Solution, float]]:
-    """The step's layers with their solutions, taken from the checkpoint where it has them, and seconds."""
+) -> list[tuple[Layer, LayerProblem, Solution, float]]:
+    """The step's layers with problems and solutions, taken from the checkpoint where it has them, and seconds."""
     start = time.perf_counter()
     if store is not None and store.has_next():
         means = problems_of(step, walk, Gathers(second_moments=False), seed)
-        return [(layer, found, 0.0) for layer, found in zip(step.layers, store.replay(means), strict=True)]
+        return [(*found, 0.0) for found in zip(step.layers, means, store.replay(means), strict=True)]
     problems = problems_of(step, walk, gathers, seed)
     shared = (time.perf_counter() - start) / len(problems)
     found = []
@@ -96,10 +104,17 @@ def _solved(
         begun = time.perf_counter()
         reached = problem.rows > 0
         solution = solver(problem) if reached else Solution(problem.encoding, None, 0.0, 0.0, "no batch reaches it")
-        found.append((layer, solution, time.perf_counter() - begun + shared))
+        found.append((layer, problem, solution, time.perf_counter() - begun + shared))
     if store is not None:
-        store.keep(problems, [solution for _, solution, _ in found])
+        store.keep(problems, [solution for _, _, solution, _ in found])
     return found
+
+
+def _mean_lost(problem: LayerProblem, weight: Tensor) -> Any:
+    """`(W - W~) E[x]` per output channel: what a rounded weight takes from the mean of the float model's output."""
+    mean: Any = problem.mean
+    lost = (problem.weight - weight.to(problem.weight)) @ mean.to(problem.weight)[..., None]
+    return lost.reshape(-1).cpu().numpy()
 
 
 def _write(walk: Walk, layer: Layer, solution: Solution) -> None:

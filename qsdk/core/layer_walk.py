@@ -95,5 +95,5 @@ class Walk(Protocol):
             encoding: its new encoding.
             weight: its new values, of the stored shape and on the encoding's grid; the encoding is then frozen, since
                 any other grid would round them again.
-            bias_shift: what to add to the layer's bias, [out channels].
+            bias_shift: what the layer's bias is to be above that of the float model, [out channels].
         """

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import FileFormatError
+from qsdk.core.graph import Graph
+from qsdk.core.graph_layers import graph_layers
 from qsdk.core.planning.plan import Plan
+from qsdk.core.sims.state import SimState
 
 Array = npt.NDArray[Any]
 #: site -> what a bias was, and what it was shifted to
@@ -20,6 +23,11 @@ class HasBiases(Protocol):
 
     original_biases: OriginalBiases
     plan: Plan
+    graph: Graph
+
+    def snapshot(self) -> SimState:
+        """Gives the state as it is."""
+        ...
 
     def stored_floats(self, sites: Collection[str]) -> Mapping[str, Array]:
         """Reads the stored tensors at sites."""
@@ -31,15 +39,47 @@ class HasBiases(Protocol):
 
 
 @contextmanager
-def noting_shifts(sim: HasBiases) -> Iterator[None]:
-    """Remember what the biases were that the block shifts."""
+def noting_shifts(sim: HasBiases) -> Iterator[dict[str, Array]]:
+    """Remember what the biases were that the block shifts.
+
+    Gives a dict for the block to fill: site of a bias -> what the float model's bias moves by when its weight becomes a
+    rounded one for good, so that the float model's mean stays what it was.
+    """
+    rounded: dict[str, Array] = {}
     sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
     before = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
-    yield
+    yield rounded
     known = {site: original for site, (original, _) in _still_shifted(sim, before).items()}
     for site, values in sim.stored_floats(sites).items():
         if not np.array_equal(values, before[site]):
-            sim.original_biases[site] = known.get(site, before[site]), values.copy()
+            original = known.get(site, before[site])
+            moved = rounded[site].reshape(original.shape).astype(original.dtype) if site in rounded else 0
+            sim.original_biases[site] = original + moved, values.copy()
+
+
+@contextmanager
+def without_shifts(sim: HasBiases) -> Iterator[None]:
+    """Inside, all biases are those of the float model.
+
+    Afterwards those are shifted again whose layer is what it was: the bias, and the encoding of the weight. If the
+    block raises, all are.
+    """
+    exact = float_biases(sim)
+    if not exact:
+        yield
+        return
+    shifted = {site: sim.original_biases[site][1] for site in exact}
+    before = sim.snapshot()
+    sim.store_floats(exact)
+    try:
+        yield
+    except BaseException:
+        sim.store_floats(shifted)
+        raise
+    after, now = sim.snapshot(), sim.stored_floats(list(exact))
+    weights = {found.layer.bias: found.layer.site for found in graph_layers(sim.graph, sim.plan, frozen=())[0]}
+    same = {site for site, weight in weights.items() if before.encoding(weight) == after.encoding(weight)}
+    sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
 
 
 def take_back_shifts(sim: HasBiases) -> None:
@@ -49,6 +89,12 @@ def take_back_shifts(sim: HasBiases) -> None:
     sim.original_biases.clear()
 
 
+def float_biases(sim: HasBiases) -> dict[str, Array]:
+    """The biases of the float model, of the sites where other ones are stored since they were shifted."""
+    now = sim.stored_floats(list(sim.original_biases))
+    return {site: original for site, (original, _) in _still_shifted(sim, now).items()}
+
+
 def _still_shifted(sim: HasBiases, now: Mapping[str, Array]) -> OriginalBiases:
     pairs = sim.original_biases.items()
     return {site: pair for site, pair in pairs if site in now and np.array_equal(now[site], pair[1])}
@@ -56,8 +102,7 @@ def _still_shifted(sim: HasBiases, now: Mapping[str, Array]) -> OriginalBiases:
 
 def plain_biases(sim: HasBiases) -> dict[str, list[float]]:
     """What the biases were that are shifted now, as lists of numbers for a file."""
-    shifted = _still_shifted(sim, sim.stored_floats(list(sim.original_biases)))
-    return {site: original.tolist() for site, (original, _) in shifted.items()}
+    return {site: original.tolist() for site, original in float_biases(sim).items()}
 
 
 def read_biases(given: Any, sim: HasBiases, where: str) -> OriginalBiases:

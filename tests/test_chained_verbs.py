@@ -1,0 +1,109 @@
+"""Layer verbs on top of each other: each looks at the float model, whatever biases took up before."""
+
+import numpy as np
+import pytest
+import torch
+from islands import DOORS
+from test_correct_bias import data_of, layers, narrow_sim
+from test_rounding_verbs import network_error, sim_at
+from test_snapshot_weights import stored_bytes
+
+from qsdk import adaround, calibrate, correct_bias, gptq, load, save, seq_mse, smooth_quant, tune_blocks, w4a8
+
+both = pytest.mark.parametrize("door", DOORS)
+INT2 = w4a8().override("*", weight="int2")
+
+
+def after(sim, door, *verbs):
+    for verb in verbs:
+        verb(sim, data_of(door), progress=False)
+    return network_error(sim, door)
+
+
+@both
+@pytest.mark.parametrize("rounding", [adaround, gptq])
+def test_a_verb_on_top_of_another_does_not_shift_biases_twice(door, rounding):
+    sim = sim_at(door, INT2)
+    state = sim.snapshot(weights=True)
+    alone = {verb: after(sim, door, verb) for verb in (seq_mse, correct_bias, rounding) if not sim.restore(state)}
+    for verbs in ((seq_mse, seq_mse), (seq_mse, rounding), (correct_bias, rounding)):
+        sim.restore(state)
+        assert after(sim, door, *verbs) < 1.5 * max(alone[rounding], alone[seq_mse])
+    # rounded weights are the float model from then on, so that what follows knows less of it
+    sim.restore(state)
+    assert after(sim, door, rounding, correct_bias) < alone[correct_bias]
+
+
+@both
+def test_what_a_correction_did_before_makes_no_difference(door):
+    sim = sim_at(door, INT2)
+    state = sim.snapshot(weights=True)
+    after(sim, door, seq_mse)
+    alone = stored_bytes(sim), sim.encodings
+    sim.restore(state)
+    after(sim, door, correct_bias, seq_mse)
+    assert (stored_bytes(sim), sim.encodings) == alone
+
+
+@both
+def test_a_file_keeps_what_rounded_layers_have_taken_up(door, tmp_path):
+    sim = sim_at(door, INT2)
+    after(sim, door, adaround)
+    save(sim, tmp_path / "sim.qsdk")
+    again = load(tmp_path / "sim.qsdk", layers() if door == "torch" else None)
+    for each in (sim, again):
+        after(each, door, correct_bias)
+    assert stored_bytes(sim) == stored_bytes(again)
+
+
+@both
+def test_a_failure_brings_shifted_biases_back(door):
+    sim = narrow_sim(door)
+    after(sim, door, correct_bias)
+    before, encodings = stored_bytes(sim), sim.encodings
+
+    def broken():
+        yield from data_of(door)
+        raise KeyboardInterrupt
+
+    for verb in (seq_mse, adaround, correct_bias, calibrate, smooth_quant):
+        with pytest.raises(KeyboardInterrupt):
+            verb(sim, broken(), progress=False)
+        assert stored_bytes(sim) == before
+        assert sim.encodings == encodings
+
+
+@both
+def test_new_ranges_of_weights_take_shifts_back(door):
+    sim = narrow_sim(door)
+    original = stored_bytes(sim)
+    after(sim, door, correct_bias)
+    corrected = stored_bytes(sim)
+    calibrate(sim, data_of(door), method="moving_average", progress=False)
+    assert stored_bytes(sim) == corrected  # no weight has another range
+    calibrate(sim, data_of(door), weight_method="mse", progress=False)
+    assert stored_bytes(sim) == original
+
+
+@both
+def test_scaled_channels_start_from_the_float_model(door):
+    plain, corrected = narrow_sim(door), narrow_sim(door)
+    after(corrected, door, correct_bias)
+    for sim in (plain, corrected):
+        after(sim, door, smooth_quant, correct_bias)
+    for site, values in plain.stored_floats([s for s in plain.plan.decisions if s.endswith(":bias")]).items():
+        np.testing.assert_array_equal(corrected.stored_floats([site])[site], values)
+
+
+def test_blocks_are_tuned_towards_the_float_model():
+    sim = sim_at("torch", INT2)
+    state = sim.snapshot(weights=True)
+    errors = []
+    for first in ((), (correct_bias,)):
+        sim.restore(state)
+        after(sim, "torch", *first)
+        torch.manual_seed(0)
+        report = tune_blocks(sim, data_of("torch"), iterations=30, learn="rounding", progress=False)
+        errors.append(network_error(sim, "torch"))
+        assert report.summary["blocks"] > 0
+    assert errors[1] < 1.2 * errors[0]
