@@ -17,7 +17,7 @@ from qsdk.core.expected import Expected, expected_values
 from qsdk.core.graph_layers import GraphLayer, graph_layers
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.sims.corrected_biases import noting_shifts, take_back_shifts
+from qsdk.core.sims.corrected_biases import noting_shifts, rounded_for_good, take_back_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs_layers import solved
 from qsdk.workflow import Forward, Sim
@@ -43,8 +43,8 @@ def correct_bias(
     behind see that as a signal. Frozen encodings stay, as all encodings do: only stored biases change.
 
     `empirical` compares the float and the quantized model on data, layer by layer, each after the corrections before
-    it. Earlier corrections are taken back first, so a second call corrects anew. The float model is that of the weights
-    as they are stored: after `adaround` that of the rounded ones.
+    it. Earlier corrections are taken back first, so a second call corrects anew. Layers that `adaround` or `gptq` has
+    rounded together with their biases are left: what the float weights were is gone.
     `analytic` needs no data: it takes the means of a layer's inputs from the BatchNorms that were folded, or stand, in
     front of it, through Relu, Relu6 and pooling; other layers are left.
 
@@ -77,7 +77,8 @@ def correct_bias(
             with noting_shifts(sim):
                 report = _analytic(sim)
         else:
-            own = {site: replace(encoding, frozen=False) for site, encoding in before.own.items()}
+            rounded = rounded_for_good(sim)
+            own = {site: replace(e, frozen=e.frozen and site in rounded) for site, e in before.own.items()}
             sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
             options: dict[str, Any] = {"forward": forward, "progress": progress, "seed": seed}
             options |= {"max_memory": max_memory, "checkpoint": checkpoint}

@@ -16,6 +16,7 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.layer_problem import Solution
 from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.spec import Spec
 from qsdk.workflow import Forward, Sim
 from torch_bridge.block_calls import Piece, floats_of
@@ -79,11 +80,11 @@ def tune_blocks(
     options = _options(iterations, learn, batch_size, lr, drop)
     module_sim = _module_sim(sim)
     found = find_blocks(module_sim, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
-    facts = {"verb": "tune_blocks", "seed": seed, **asdict(options)}
     start = time.perf_counter()
-    with torch.inference_mode(False), walk_modules(module_sim, data, list(found.modules), forward=forward) as walk:
-        identity = {**facts, "blocks": " ".join(walk.order)}
-        store = None if checkpoint is None else Checkpoint(checkpoint, _Sites(module_sim), identity)
+    walked = walk_modules(module_sim, data, list(found.modules), forward=forward)
+    with without_shifts(module_sim), torch.inference_mode(False), walked as walk:
+        facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
+        store = None if checkpoint is None else Checkpoint(checkpoint, _Sites(module_sim), facts)
         steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
         rows = [_tuned(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
     return _report(rows, found, walk, time.perf_counter() - start)

@@ -78,8 +78,21 @@ def without_shifts(sim: HasBiases) -> Iterator[None]:
         raise
     after, now = sim.snapshot(), sim.stored_floats(list(exact))
     weights = {found.layer.bias: found.layer.site for found in graph_layers(sim.graph, sim.plan, frozen=())[0]}
-    same = {site for site, weight in weights.items() if before.encoding(weight) == after.encoding(weight)}
+    same = {site for site, weight in weights.items() if _known_alike(before, after, weight)}
     sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
+
+
+def _known_alike(before: SimState, after: SimState, weight: str) -> bool:
+    """Whether a weight has the encoding it had, and is as frozen: a weight that was rounded is another one."""
+    old, new = before.encoding(weight), after.encoding(weight)
+    return old == new and (old is None or new is None or old.frozen == new.frozen)
+
+
+def rounded_for_good(sim: HasBiases) -> set[str]:
+    """The weights that are frozen beside a bias that was shifted with them: their float values are gone."""
+    shifted, state = float_biases(sim), sim.snapshot()
+    layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
+    return {layer.site for layer in layers if layer.bias in shifted and state.own[layer.site].frozen}
 
 
 def take_back_shifts(sim: HasBiases) -> None:
