@@ -121,7 +121,7 @@ def missed(sim: QuantSim, model: nn.Module, data: list[Tensor]) -> float:
     ("model", "example", "expected", "left"),
     [
         (residuals(), images()[0], ["0", "2", "3", "5"], {}),
-        (Decoder(), tokens()[0], ["layers.0", "layers.1", "layers.2"], {"embed": "no matrix"}),
+        (Decoder(), tokens()[0], ["layers.0", "layers.1", "layers.2"], {"embed": "no matrix", "head": "no block"}),
         (
             load_pretrained(),
             torch.zeros(2, 1, 28, 28),
