@@ -131,9 +131,9 @@ def test_the_levels_of_a_config_follow_the_bits_of_the_weight():
 
 def test_scales_without_factors_are_told_at_once():
     scale = np.abs(normal(4096, 128)) + 1
-    start = time.perf_counter()
+    start = time.process_time()
     assert two_level(Encoding(int8, scale, 0, 1, 32)) is None
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 10  # a search that looks at every scale takes minutes
 
 
 @given(st.integers(0, 1000), st.sampled_from([0, 1]), st.integers(1, 9))
