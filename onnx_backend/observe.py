@@ -74,9 +74,9 @@ def observe(
 
 
 def _take_in(item: Watched, values: Mapping[str, Any], number: int, statistics: Statistics) -> None:
-    high = float(values[item.high])
-    low = float(values[item.low]) if item.low else 0.0
-    if high < low and high == -np.inf:
+    high = values[item.high]
+    low = values[item.low] if item.low else np.zeros_like(high)
+    if np.all(high < low) and np.all(high == -np.inf):
         return  # an empty tensor
     check = float(values[item.check]) if item.check else 0.0
     require_finite(item.site, number, low, high, check)

@@ -22,6 +22,7 @@ from onnx_backend.model import (
 )
 from qsdk.core.histogram import SAMPLES, STEPS
 from qsdk.core.planning.plan import Decision
+from qsdk.core.statistics import channel_axis
 
 #: Ops that make no NaN and no infinity of finite values, unless they overflow (which shows in an extreme).
 _KEEP_FINITE = frozenset(
@@ -44,8 +45,8 @@ class Watched:
 
     Attributes:
         site: its name.
-        high: the largest value.
-        low: the smallest one.
+        high: the largest value, or that of each channel.
+        low: the smallest one, or that of each channel.
         check: 0, unless there is NaN or an infinity.
         sample: some of the values, flattened.
         size: how many values there are.
@@ -118,6 +119,10 @@ class _Builder:
 
     def _watch(self, mark: NodeProto, decision: Decision, known: bool) -> None:
         site, tensor = decision.site, mark.output[0]
+        channels = channel_axis(decision)
+        if channels is not None:
+            self._watch_channels(site, tensor, channels, decision, known)
+            return
         sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
         maker = self.makers.get(mark.input[0])
         positive = maker is not None and self._not_negative(maker)
@@ -132,6 +137,15 @@ class _Builder:
         if sampled:
             sample, size = self._sample(site, tensor)
         self.watched.append(Watched(site, high, low, check, sample, size))
+
+    def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool) -> None:
+        others = np.array([other for other in range(len(decision.shape or ())) if other != axis], np.int64)
+        ends = [
+            self._node(op, [tensor, self._constant(f"beside {axis} of {len(others)}", others)], name, keepdims=0)
+            for op, name in (("ReduceMax", f"{site}/high"), ("ReduceMin", f"{site}/low"))
+        ]
+        check = "" if known else self._check(site, tensor)
+        self.watched.append(Watched(site, self._output(ends[0]), self._output(ends[1]), check))
 
     def _not_negative(self, maker: NodeProto) -> bool:
         if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:

@@ -34,7 +34,7 @@ choices = {
     "block_size": st.integers(1, 512),
     "scale_bits": st.integers(1, 24),
     **dict.fromkeys(("per_channel", "symmetric_weights", "symmetric_activations", "tie", "supergroup"), st.booleans()),
-    **dict.fromkeys(("dynamic_activations", "two_level_scales"), st.booleans()),
+    **dict.fromkeys(("dynamic_activations", "per_channel_activations", "two_level_scales"), st.booleans()),
     "fixed_range": ranges,
 }
 conditions = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from qsdk.core.estimators import Estimator
 from qsdk.core.histogram import sample_step
 from qsdk.core.planning.plan import Decision
-from qsdk.core.statistics import Statistics, require_finite
+from qsdk.core.statistics import Statistics, channel_axis, reads_histogram, require_finite
 
 
 class Observers:
@@ -24,17 +24,20 @@ class Observers:
     def __init__(self, wanted: Mapping[str, Decision], chosen: Estimator) -> None:
         self.statistics = Statistics(chosen)
         self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
-        self._sampled = {
-            site for site, d in wanted.items() if chosen.reads_histogram and d.spec and d.spec.fixed_range is None
-        }
+        self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
+        self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
         self._pending: list[Tensor] = []
         self._places: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
+        self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Reduce the tensor at a site, if its range is wanted; gives the tensor back."""
         nonnegative = self._nonnegative.get(site)
-        if nonnegative is not None and x.numel():
+        if site in self._axes and x.numel():
+            others = [axis for axis in range(x.dim()) if axis != self._axes[site]]
+            self._channels.append((site, x.detach().amin(others), x.detach().amax(others)))
+        elif nonnegative is not None and x.numel():
             self._pending.append(x.amax())
             self._places.append((site, True))
             if not nonnegative:
@@ -53,6 +56,11 @@ class Observers:
         Raises:
             DataError: NaN or an infinity; names the site and the batch.
         """
+        for site, *ends in self._channels:
+            low, high = (end.float().cpu().numpy() for end in ends)
+            require_finite(site, number, low, high)
+            self.statistics.add(site, low, high)
+        self._channels = []
         if not self._pending:
             return
         device = self._pending[0].device

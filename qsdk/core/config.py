@@ -44,6 +44,9 @@ class QuantConfig:
         symmetric_activations: fixes the zero points of activations.
         dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
             (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float.
+        per_channel_activations: one scale per channel, the last axis, for the activations that nothing reads but sums
+            and layer normalizations; all others keep one scale. A transformer's residual sums have channels a hundred
+            times larger than the rest.
         two_level_scales: block scales are integers, 1 to 16 (256 for more than 4 bits), times one float32 per channel
             (AIMET's LPBQ).
         scale_bits: significant binary digits of every scale, 1 for powers of two; None for those of float32.
@@ -80,6 +83,7 @@ class QuantConfig:
     hardware: str | None = None
     dynamic_activations: bool = False
     two_level_scales: bool = False
+    per_channel_activations: bool = False
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
 
@@ -100,6 +104,7 @@ class QuantConfig:
         symmetric_weights: bool | None = None,
         symmetric_activations: bool | None = None,
         dynamic_activations: bool | None = None,
+        per_channel_activations: bool | None = None,
         two_level_scales: bool | None = None,
         fixed_range: tuple[float, float] | str | None = None,
         tie: bool | None = None,
@@ -124,6 +129,7 @@ class QuantConfig:
             symmetric_weights: fixes the zero points of weights.
             symmetric_activations: fixes the zero points of activations.
             dynamic_activations: the range of each tensor, found while the model runs.
+            per_channel_activations: one scale per channel where only sums and layer normalizations read.
             two_level_scales: block scales are small integers times one scale per channel.
             fixed_range: `(low, high)`, or "observed" to drop the range that belongs to the op.
             tie: share the inputs' encoding.

@@ -108,8 +108,8 @@ _LAYERS = JsonType(
 _POWER_OF_TWO = "power_of_two"  # what files called scale_bits = 1 before there were other numbers of digits
 
 _FLAGS = (
-    *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations", "two_level_scales"),
-    *("tie", "supergroup"),
+    *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations"),
+    *("per_channel_activations", "two_level_scales", "tie", "supergroup"),
 )
 _CHOICE_TYPES = MappingProxyType(
     {

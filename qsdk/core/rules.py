@@ -52,6 +52,7 @@ class Rule:
         symmetric_weights: fixes the zero points of weights.
         symmetric_activations: fixes the zero points of activations.
         dynamic_activations: activations have the range of each tensor, found while the model runs.
+        per_channel_activations: one scale per channel where only sums and layer normalizations read.
         two_level_scales: block scales are small integers times one scale per channel.
         fixed_range: `(low, high)` whatever the data, or "observed" where an op type has one of its own.
         tie: whether an op that keeps the grid shares its inputs' encoding.
@@ -74,6 +75,7 @@ class Rule:
     symmetric_weights: bool | None = None
     symmetric_activations: bool | None = None
     dynamic_activations: bool | None = None
+    per_channel_activations: bool | None = None
     two_level_scales: bool | None = None
     fixed_range: FixedRange | None = None
     tie: bool | None = None

@@ -1,12 +1,12 @@
 """Statistics of activations, collected batch by batch at either door, and the encodings they lead to."""
 
-import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qsdk.core.encoding import Encoding, FloatArray
 from qsdk.core.errors import CalibrationError, DataError
@@ -14,7 +14,7 @@ from qsdk.core.estimators import Estimator, averaged, range_from_histogram
 from qsdk.core.histogram import Histogram, histogram_of
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges import Range, encoding_from_range
-from qsdk.core.spec import Spec
+from qsdk.core.spec import Spec, axis_of
 
 #: What each rank gives -> what all of them gave, in the order of the ranks.
 Gather = Callable[[Any], list[Any]]
@@ -38,17 +38,20 @@ class Statistics:
         self.ranges: dict[str, Range] = {}
         self.histograms: dict[str, Histogram] = {}
 
-    def add(self, site: str, low: float, high: float, sample: FloatArray | None = None, step: int = 1) -> None:
+    def add(
+        self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
+    ) -> None:
         """Take in a batch at a site.
 
         Args:
             site: whose.
-            low: the smallest value; finite.
+            low: the smallest value, or that of each channel; finite.
             high: the largest.
-            sample: every `step`-th value, flattened; needed if the estimator reads histograms.
+            sample: every `step`-th value, flattened; needed if the estimator reads histograms, but not per channel,
+                where the extremes count whatever the estimator.
             step: see `sample_step`.
         """
-        new = Range(np.array([low], np.float32), np.array([high], np.float32))
+        new = Range(*(np.array(end, np.float32).reshape(-1) for end in (low, high)))
         before = self.ranges.get(site)
         if self.chosen.name == "moving_average":
             self.ranges[site] = averaged(before, new)
@@ -124,17 +127,28 @@ def of_all_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistic
     return everyone[0].merge(*everyone[1:]) if len(everyone) > 1 else own
 
 
-def require_finite(site: str, number: int, *values: float) -> None:
+def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
     """Refuse what is not finite.
 
     Raises:
         DataError: NaN or an infinity; names the site and the batch.
     """
-    if not all(math.isfinite(value) for value in values):
+    if not all(np.isfinite(value).all() for value in values):
         raise DataError(
             f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float values "
             "are meant to be infinite"
         )
+
+
+def channel_axis(decision: Decision) -> int | None:
+    """The axis whose channels have ranges of their own; None where there is one range."""
+    return None if decision.spec is None else axis_of(decision.spec.granularity)
+
+
+def reads_histogram(decision: Decision, chosen: Estimator) -> bool:
+    """Whether the range of a site comes from a histogram of its values."""
+    fixed = decision.spec is not None and decision.spec.fixed_range is not None
+    return chosen.reads_histogram and not fixed and channel_axis(decision) is None
 
 
 def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:

@@ -8,7 +8,7 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
-from qsdk.core.spec import Kind, PerTensor, Spec, float_spec
+from qsdk.core.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(
@@ -18,8 +18,13 @@ FIXED_RANGES = MappingProxyType(
     }
 )
 
+#: what may read a tensor that has one scale per channel
+_NORMS = frozenset({"LayerNorm", "LayerNormalization", "RMSNorm", "RMSNormalization"})
+_SUMS = frozenset({"Add", "Sub"})
+
 _ACTIVATION_CHOICES = (
-    *("activation", "symmetric_activations", "dynamic_activations", "fixed_range", "scale_bits", "tie", "supergroup"),
+    *("activation", "symmetric_activations", "dynamic_activations", "per_channel_activations", "fixed_range"),
+    *("scale_bits", "tie", "supergroup"),
 )
 
 
@@ -82,12 +87,39 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
         return replace(bare, reason=assembled[tensor], rule=rule)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)
-    spec = Spec(dtype, PerTensor(), symmetric, wanted.scale_bits, fixed)
+    per_channel = wanted.per_channel_activations and fixed is None
+    granularity = _granularity(context, tensor, op) if per_channel else PerTensor()
+    spec = Spec(dtype, granularity, symmetric, wanted.scale_bits, fixed)
     if wanted.dynamic_activations:
         spec = Spec(dtype, PerTensor(), symmetric, dynamic=True)
     missed = context.near_misses.get(op) if op is not None and group is None else None
     reason = op_type if missed is None else f"{op_type} ({missed})"
     return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
+
+
+def _granularity(context: Context, tensor: int, op: int | None) -> Granularity:
+    """Per channel of the last axis, if sums and layer normalizations are all that reads a tensor, else per tensor.
+
+    A product of matrices would add up integers of different scales, and what moves values would move their axis.
+    """
+    graph = context.graph
+    shape = graph.tensors[tensor].shape
+    made_here = op is not None and not keeps_grid(graph, graph.ops[op]) and tensor not in context.outputs
+    if not made_here or shape is None or len(shape) < 2 or not isinstance(shape[-1], int):
+        return PerTensor()
+    normed, summed = _readers(context, tensor)
+    separate = len(normed) + len(summed) == len(graph.consumers[tensor])
+    residual = normed or any(_readers(context, total)[0] for index in summed for total in graph.ops[index].outputs)
+    return PerChannel(len(shape) - 1) if separate and residual else PerTensor()
+
+
+def _readers(context: Context, tensor: int) -> tuple[list[int], list[int]]:
+    """The layer normalizations and the sums that read a tensor: op ids."""
+    graph, groups = context.graph, context.groups
+    readers = graph.consumers[tensor]
+    names = [groups[reader].name if reader in groups else graph.ops[reader].type for reader in readers]
+    normed = [reader for reader, name in zip(readers, names, strict=True) if name in _NORMS]
+    return normed, [reader for reader, name in zip(readers, names, strict=True) if name in _SUMS]
 
 
 def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | None:
