@@ -108,7 +108,9 @@ def mini_lm() -> Case:
         found = outputs(quantized, test)
         return {"cosine": zoo_text.cosine(exact, found), "SQNR dB": decibels(exact, found)}
 
-    return Case("MiniLM, sentences", model, given, score, {"W8A8": qsdk.w8a8(), "W4A16": qsdk.w4a16()}, tuned=False)
+    by_channel = qsdk.w8a8().override("*", per_channel_activations=True)
+    configs = {"W8A8": qsdk.w8a8(), "W8A8, sums per channel": by_channel, "W4A16": qsdk.w4a16()}
+    return Case("MiniLM, sentences", model, given, score, configs, tuned=False)
 
 
 def stories() -> Case:

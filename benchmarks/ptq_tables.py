@@ -50,6 +50,15 @@ SOLVERS: dict[str, Work] = {
     "correct_bias": verb("correct_bias"),
 }
 TUNED: dict[str, Work] = {"tune_blocks": verb("tune_blocks")}
+
+
+def tuned_ranges(sim: Any, batches: list[Any]) -> None:
+    """Ranges learned from where `mse` puts them, in steps of four samples each."""
+    qsdk.calibrate(sim, batches, method="mse", progress=False)
+    parts = [{name: x[at : at + 4] for name, x in batch.items()} for batch in batches for at in (0, 4)]
+    qsdk.tune_ranges(sim, parts, progress=False)
+
+
 EIGHT_BITS: dict[str, Work] = {
     "min_max": again(),
     "percentile": again(method="percentile"),
@@ -64,6 +73,8 @@ def methods(case: Case, config: str) -> dict[str, Work]:
     """What is compared for a config."""
     if config == "W8A8":
         return EIGHT_BITS
+    if config == "W8A8, sums per channel":
+        return {**EIGHT_BITS, "mse, tune_ranges": tuned_ranges}
     found = {**ESTIMATORS, **SOLVERS}
     if config == "W4 block 32":
         return {**found, **WEIGHT_ONLY}

@@ -2,6 +2,7 @@
 
 import _thread
 import copy
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -242,6 +243,7 @@ def fail_with(error: BaseException) -> Callable[[], None]:
 def test_a_forward_that_fails_leaves_nothing_behind(
     act: Callable[[], None], expected: type[BaseException], message: str | None
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     sim, threads = raising(act), set(threading.enumerate())
     before = state(sim)
 
