@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ from torch_bridge.sim import QuantSim, stored_values
 from torch_bridge.trace import marked_onnx
 
 CONFIG = w8a8().layer("RmsNorm", "weight")  # only a module needs to be told what RmsNorm does with its parameter
+
+
+def some_slow(names: Iterable[Any], *slow: Any) -> list[Any]:
+    """The names as parameters, some of them marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def float_onnx(model: nn.Module, example: tuple[Tensor, ...], *, dynamic: bool = True) -> onnx.ModelProto:
@@ -71,7 +77,7 @@ def both(name: str) -> tuple[Graph, Plan, OnnxSim]:
     return *plan_of_module(model, inputs(0)), quantize(float_onnx(model, inputs(0)), None, CONFIG)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", some_slow(ZOO, "encoder", "gru", "llama", "vit", "audio", "unet", "mobile"))
 def test_the_same_plan_at_both_doors(name: str):
     graph, plan, sim = both(name)
     mapping = match_graphs(graph, sim.graph)
@@ -94,7 +100,7 @@ def test_every_tensor_has_a_site_a_supergroup_or_a_stated_reason(name: str):
     assert set(hidden) <= {"Transpose", "Reshape", "Slice", "Squeeze", "Unsqueeze", "Expand"}
 
 
-@pytest.mark.parametrize("name", ["vit", "bert", "llama"])
+@pytest.mark.parametrize("name", some_slow(["vit", "bert", "llama"], "vit", "llama"))
 def test_the_whole_journey(name: str, tmp_path: Path):
     build, inputs = ZOO[name]
     model, data = distinct(build()), [inputs(seed) for seed in range(3)]
@@ -119,7 +125,7 @@ def sqnr(wanted: np.ndarray, found: np.ndarray) -> float:
     return math.inf if noise == 0 else 10 * math.log10(float((wanted**2).sum()) / noise)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", some_slow([True, False], False))
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_compute_what_torch_computes_and_export(kind: Any, bias: bool, tmp_path: Path):
     for options in (
