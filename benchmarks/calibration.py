@@ -1,15 +1,15 @@
 """Calibration at the PyTorch door, in units of plain float forward passes over the same data.
 
-One JSON line. Every round times all works in turn, in one process; ratios are taken per round, and their median is
-given. The demo network sees 2,048 images (at a batch of 32 the wrappers' Python weighs more; `over_folded` is against
-the model with its BatchNorms folded), MiniLM 64 film reviews of 64 tokens. `weights` are the ranges of MiniLM's stored
-tensors alone, which cost the same whatever the data. `python benchmarks/calibration.py demo` measures one network.
+One JSON line. Every round measures the processor time of all works in turn, on one thread of one process; ratios are
+taken per round, and their median is given. The demo network sees 2,048 images (at a batch of 32 the wrappers' Python
+weighs more; `over_folded` is against the model with its BatchNorms folded), MiniLM 64 film reviews of 64 tokens.
+`weights` are the ranges of MiniLM's stored tensors alone, which cost the same whatever the data.
+`python benchmarks/calibration.py demo` measures one network.
 """
 
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ptq_measure import one_thread, seconds
 from torch import nn
 
 import qsdk
@@ -26,19 +27,13 @@ from qsdk.demo.model import load_pretrained
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import zoo_text
 
-ROUNDS = 9
+ROUNDS = 5
 METHODS = ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy")
 WEIGHT_METHODS = ("min_max", "percentile", "mse", "tf_enhanced")
 TARGETS = {"demo min_max": 1.05, "demo histograms": 1.5, "mini_lm histograms": 2.0}
 
 Work = Callable[[], object]
 Ratios = dict[str, float]
-
-
-def seconds(work: Work) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def medians(works: dict[str, Work], unit: str) -> Ratios:
@@ -98,7 +93,7 @@ def weights(model: nn.Module, batch: Any, plain: Work) -> dict[str, Ratios]:
     for name, config in configs.items():
         sim = qsdk.quantize(model, batch, config.override("*", activation="float32", bias="float32"))
 
-        def calibrate(method: str, sim: qsdk.QuantSim = sim) -> Work:
+        def calibrate(method: str, sim: Any = sim) -> Work:
             return lambda: qsdk.calibrate(sim, [batch], weight_method=method, progress=False)
 
         found[name] = medians({"float": plain, **{method: calibrate(method) for method in WEIGHT_METHODS}}, "float")
@@ -106,6 +101,7 @@ def weights(model: nn.Module, batch: Any, plain: Work) -> dict[str, Ratios]:
 
 
 def main() -> None:
+    one_thread()
     found = {}
     for make in (demo, mini_lm):
         if not sys.argv[1:] or make.__name__ in sys.argv[1:]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from onnx_backend.session_memory import shared_memory
 from onnx_backend.sim import OnnxSim
+from onnx_backend.stored_floats import graph_as_it_runs
 from onnx_backend.walk_live import LiveTensors
 from onnx_backend.walk_models import WalkWeights, streams_of, tags_of
 from onnx_backend.walk_run import FLOAT, QUANTIZED, Run
@@ -76,12 +77,12 @@ class OnnxStep:
 
     def _read(self, call: Call, number: int, batch: int) -> tuple[Array, Array | None]:
         stream, live = self.run.streams[number], self.run.live
+
+        def value(name: str) -> Array:
+            return stream.stored(name) if stream.is_stored(name) else live.get((number, batch, name))
+
         first = call.first(stream)
-        if not first:
-            begin = None
-        else:
-            begin = stream.stored(first) if stream.is_stored(first) else live.get((number, batch, first))
-        return live.get((number, batch, call.value(stream))), begin
+        return value(call.value(stream)), value(first) if first else None
 
 
 class OnnxWalk:
@@ -96,7 +97,7 @@ class OnnxWalk:
         marked, state, encodings = sim.traced().model, sim.snapshot(), sim.encodings
         frozen = [site for site, encoding in state.own.items() if encoding.frozen]
         self._sim = sim
-        self._places, self._left = places_of(sim.graph, sim.plan, frozen, tags_of(marked))
+        self._places, self._left = places_of(graph_as_it_runs(sim), sim.plan, frozen, tags_of(marked))
         self._layers = {layer.site: layer for place in self._places for layer in place.layers}
         self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names(), float_biases(sim))
         streams = streams_of(marked, self._weights, encodings)
@@ -133,6 +134,11 @@ class OnnxWalk:
     def weight(self, site: str) -> Array:
         """The stored weight in the float model, float32, of its stored shape."""
         return np.array(self._weights.before[self._weights.names[self._layer(site).site]])
+
+    def bias(self, site: str) -> Array | None:
+        """The stored bias of a layer in the float model, float32; None where it has none."""
+        bias = self._layer(site).bias
+        return np.array(self._weights.before[self._weights.names[bias]], np.float32) if bias else None
 
     def encoding(self, site: str) -> Encoding:
         """The encoding that a weight has now."""

@@ -210,7 +210,7 @@ class OnnxSim(StatefulSim):
         Without weights it costs no more than a dictionary; with them, a copy of each tensor that is changed afterwards.
         """
         held = (self._weights.hold(), dict(self.folded_norms), dict(self.original_biases)) if weights else None
-        return SimState(self.config, self.plan, dict(self._own), held)
+        return SimState(self.config, self.plan, dict(self._own), held, self.methods)
 
     def restore(self, state: SimState) -> None:
         """Be again what a snapshot says.
@@ -224,6 +224,7 @@ class OnnxSim(StatefulSim):
             self._norms, self.original_biases = dict(norms), dict(biases)
             self._observing = SessionCache()
         self.config, self.plan = state.config, state.plan
+        self.methods = state.methods or self.methods
         self._set(dict(state.own))
 
     def planned(self, config: QuantConfig) -> SimState:

@@ -11,8 +11,10 @@ from onnx_backend.model import array, initializers
 from onnx_backend.sampling import exposed
 from onnx_backend.session import simulation_session
 from onnx_backend.sim import OnnxSim
+from qsdk.core.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.scaling.looks import Look
+from qsdk.core.scaling.relu6 import as_relu, clips_at_six
 
 
 def stored_by_name(sim: OnnxSim) -> LazyArrays:
@@ -47,6 +49,11 @@ def unbounded(sim: OnnxSim, clips: Mapping[str, int]) -> list[str]:
         if bound is not None and bool(np.isposinf(array(bound)).all()):
             found.append(site)
     return found
+
+
+def graph_as_it_runs(sim: OnnxSim) -> Graph:
+    """The sim's graph, with a Relu in the place of each ReLU6 whose upper bound was taken away."""
+    return as_relu(sim.graph, unbounded(sim, clips_at_six(sim.graph)))
 
 
 def unbind(sim: OnnxSim, clips: Mapping[str, int], sites: Iterable[str]) -> None:

@@ -76,6 +76,8 @@ def readings(op: Op, found: GraphLayer, position: int) -> tuple[Reading, PatchGe
         position: of the weight among the op's inputs.
     """
     geometry = found.layer.geometry
+    if op.type == "Gather":
+        return Reading(1), None
     if op.type in RECURRENT:
         read = _recurrent(op, position)
         return read if isinstance(read, str) else (read, None)

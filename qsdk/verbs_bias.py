@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,18 +11,20 @@ import numpy as np
 
 from qsdk.algorithms import bias
 from qsdk.algorithms.gather import Gathers
+from qsdk.algorithms.outputs import SAMPLES
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
 from qsdk.core.expected import Expected, expected_values
 from qsdk.core.graph_layers import GraphLayer, graph_layers
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
-from qsdk.core.sims.corrected_biases import noting_shifts, rounded_for_good, take_back_shifts
-from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs_layers import solved
+from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts
+from qsdk.core.sims.state import SimState, put_back_on_error
+from qsdk.verbs_held_back import HeldBack, output_error, outputs_of
+from qsdk.verbs_layers import Run, solved
 from qsdk.workflow import Forward, Sim
 
-_GATHERS = Gathers(second_moments=False, samples=bias.SAMPLES, held_back=0)
+_GATHERS = Gathers(second_moments=False, samples=SAMPLES, held_back=0)
 _TITLE = "Bias correction"
 
 
@@ -43,8 +45,10 @@ def correct_bias(
     behind see that as a signal. Frozen encodings stay, as all encodings do: only stored biases change.
 
     `empirical` compares the float and the quantized model on data, layer by layer, each after the corrections before
-    it. Earlier corrections are taken back first, so a second call corrects anew. Layers that `adaround` or `gptq` has
-    rounded together with their biases are left: what the float weights were is gone.
+    it, and behind its Relu, Clip or LeakyRelu where it has one. Earlier corrections are taken back first, so a second
+    call corrects anew. Layers that `adaround` or `gptq` has rounded together with their biases are left: what the float
+    weights were is gone. Every fourth batch is held back (where there are fewer, the first one judges too); if the
+    model's outputs there are not nearer to the float model's, all biases stay as they were.
     `analytic` needs no data: it takes the means of a layer's inputs from the BatchNorms that were folded, or stand, in
     front of it, through Relu, Relu6 and pooling; other layers are left.
 
@@ -59,9 +63,11 @@ def correct_bias(
         checkpoint: a folder that keeps what was solved; a second run takes up there.
 
     Returns:
-        Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output; with `analytic` of
-        the means alone, over the means), `seconds`, `note`: why a layer was left. A bias that does not fit int32
-        any more has a row of its own, with the note that says so.
+        Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output, behind the
+        activation function; with `analytic` of the means alone, over the means), `seconds`, `note`: why a layer was
+        left. A bias that does not fit int32 any more has a row of its own, with the note that says so. Summary
+        `layers`, `left`, `seconds`, `passes`, and with `empirical` `output_error_before`, `output_error_after` (of the
+        model's outputs on what was held back, relative to their energy) and `kept`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -77,15 +83,56 @@ def correct_bias(
             with noting_shifts(sim):
                 report = _analytic(sim)
         else:
-            rounded = rounded_for_good(sim)
-            own = {site: replace(e, frozen=e.frozen and site in rounded) for site, e in before.own.items()}
-            sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
-            options: dict[str, Any] = {"forward": forward, "progress": progress, "seed": seed}
-            options |= {"max_memory": max_memory, "checkpoint": checkpoint}
-            report = solved(sim, data, bias.solve, _TITLE, gathers=_GATHERS, **options)
-            sim.restore(replace(before, stored=None))
-    new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
-    return with_notes(report, new)
+            report = _empirical(sim, before, data, Run(forward, progress, seed, max_memory, checkpoint))
+        new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
+        return with_notes(report, new)
+
+
+def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Report:
+    held_back, rounded = HeldBack(data), rounded_for_good(sim)
+    own = {site: replace(e, frozen=e.frozen and site in rounded) for site, e in before.own.items()}
+    sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
+    report = solved(sim, held_back.others(), bias.solve, _TITLE, gathers=_GATHERS, run=run)
+    sim.restore(replace(before, stored=None))
+    return _judged(sim, before, report, held_back.batches, run.forward)
+
+
+def _judged(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None) -> Report:
+    """Keep what was corrected if it brings the model's outputs nearer to the float model's, else put it back.
+
+    Only biases were changed since `before`, which holds the weights.
+    """
+    start = time.perf_counter()
+    sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
+    corrected = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
+    known = dict(sim.original_biases)
+    after = outputs_of(sim, batches, forward)
+    sim.store_floats(float_biases(sim))
+    exact = outputs_of(sim, batches, forward, in_float=True)
+    sim.restore(before)
+    errors = [output_error(exact, found) for found in (outputs_of(sim, batches, forward), after)]
+    kept = errors[0] is None or errors[1] is None or errors[1] <= errors[0]
+    if kept:
+        sim.store_floats(corrected)
+        sim.original_biases = known
+    spent, old = time.perf_counter() - start, report.summary
+    total = old["seconds"] + spent
+    summary = {
+        "layers": old["layers"] if kept else 0,
+        "left": old["left"] if kept else len(report.rows),
+        "output_error_before": errors[0],
+        "output_error_after": errors[int(kept)],
+        "kept": kept,
+        "seconds": total,
+        "passes": old["passes"] and old["passes"] * total / old["seconds"],
+    }
+    rows = report.rows if kept else [_put_back(row) for row in report.rows]
+    return Report(report.title, rows, summary)
+
+
+def _put_back(row: Mapping[str, Any]) -> dict[str, Any]:
+    note = row["note"] or "put back: with all corrections the model's outputs on held-back data were worse"
+    return {**row, "error_after": row["error_before"], "note": note}
 
 
 def _require_sense(method: str, data: Any, forward: Any) -> None:

@@ -87,7 +87,7 @@ def tune_blocks(
         store = None if checkpoint is None else Checkpoint(checkpoint, _Sites(module_sim), facts)
         steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
         rows = [_tuned(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
-    return _report(rows, found, walk, time.perf_counter() - start)
+        return _report(rows, found, walk, time.perf_counter() - start)
 
 
 def _module_sim(sim: Sim) -> QuantSim:

@@ -27,6 +27,7 @@ from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import plain_biases, read_biases
 from qsdk.core.sims.load_encodings import with_loaded
+from qsdk.core.sims.methods import plain_methods, read_methods
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
@@ -228,11 +229,11 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
-    state, biases = sim.snapshot(), {"biases": plain_biases(sim)}
+    state, both = sim.snapshot(), {"biases": plain_biases(sim), "methods": plain_methods(sim.methods)}
     if isinstance(sim, OnnxSim):
-        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **biases}, saved_onnx.parts_of(sim))
+        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, saved_onnx.parts_of(sim))
         return
-    facts = {**biases, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
+    facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
     facts |= {"norms": plain_norms(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
     write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
 
@@ -253,15 +254,16 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
     if file.door == "onnx":
         if model is not None:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
-        return _with_biases(saved_onnx.restored(file, where), file, where)
+        return _with_facts(saved_onnx.restored(file, where), file, where)
     if file.door != "torch":
         raise FileFormatError(f"{where} holds a sim of an unknown kind {file.door!r}; update qsdk")
     if model is None:
         raise ConfigError(f"{where} holds a sim of an nn.Module; pass the float module: qsdk.load(path, model)")
-    return _with_biases(_module_sim(file, model, where), file, where)
+    return _with_facts(_module_sim(file, model, where), file, where)
 
 
-def _with_biases(sim: Sim, file: SimFile, where: str) -> Sim:
+def _with_facts(sim: Sim, file: SimFile, where: str) -> Sim:
+    sim.methods = read_methods(file.facts.get("methods"), where)
     sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
     return sim
 

@@ -1,9 +1,9 @@
 """The verbs that solve layers one after the other; each composes the walk of a door with a solver."""
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from qsdk.algorithms import gptq as gptq_solver
 from qsdk.algorithms import relaxation
 from qsdk.algorithms import seq_mse as seq_mse_solver
 from qsdk.algorithms.gather import Gathers
+from qsdk.algorithms.outputs import SAMPLES
 from qsdk.algorithms.rounding import BLOCK
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.core.layer_problem import Solver
 from qsdk.core.layer_walk import Walk
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.state import put_back_on_error
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import layer_walk as torch_walk
 
@@ -67,13 +69,9 @@ def seq_mse(
         data,
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
-        gathers=Gathers(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0),
+        gathers=Gathers(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
         options=options,
-        forward=forward,
-        progress=progress,
-        seed=seed,
-        max_memory=max_memory,
-        checkpoint=checkpoint,
+        run=Run(forward, progress, seed, max_memory, checkpoint),
     )
 
 
@@ -86,6 +84,7 @@ def adaround(
     starts: int = 4,
     damping: float | None = None,
     shift_bias: bool = True,
+    activation: bool = False,
     relaxed: relaxation.Options = relaxation.DEFAULT,
     forward: Forward | None = None,
     progress: bool = True,
@@ -105,6 +104,8 @@ def adaround(
         damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
             data is scarce.
         shift_bias: whether biases take up the mean error that their layer's rounding leaves.
+        activation: with `relaxed`, whether the error is that behind a layer's Relu, Clip or LeakyRelu, on samples of
+            its inputs; `fast` cannot tell it.
         relaxed: learning rate, penalty and warm start of `relaxed`.
         forward: `(model, batch)`, to call the model yourself (PyTorch door).
         progress: show a progress bar.
@@ -123,18 +124,16 @@ def adaround(
         "starts": starts,
         "damping": damping,
         "shift_bias": shift_bias,
+        "activation": activation,
     }
     return solved(
         sim,
         data,
         partial(adaround_solver.solve, relaxed=relaxed, **options),
         "AdaRound",
+        gathers=Gathers(samples=SAMPLES if activation else 0),
         options={**options, **asdict(relaxed)},
-        forward=forward,
-        progress=progress,
-        seed=seed,
-        max_memory=max_memory,
-        checkpoint=checkpoint,
+        run=Run(forward, progress, seed, max_memory, checkpoint),
     )
 
 
@@ -191,12 +190,27 @@ def gptq(
         partial(gptq_solver.solve, **options),
         "GPTQ",
         options=options,
-        forward=forward,
-        progress=progress,
-        seed=seed,
-        max_memory=max_memory,
-        checkpoint=checkpoint,
+        run=Run(forward, progress, seed, max_memory, checkpoint),
     )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all verbs take that go through the layers.
+
+    Attributes:
+        forward: `(model, batch)` (PyTorch door).
+        progress: show a progress bar.
+        seed: of whatever is sampled.
+        max_memory: bytes that kept activations may take; None for no bound.
+        checkpoint: a folder that keeps what was solved.
+    """
+
+    forward: Forward | None
+    progress: bool
+    seed: int
+    max_memory: int | None
+    checkpoint: str | os.PathLike[str] | None
 
 
 def solved(
@@ -205,13 +219,9 @@ def solved(
     solver: Solver,
     title: str,
     *,
+    run: Run,
     gathers: Gathers = _ALL,
     options: Mapping[str, Any] | None = None,
-    forward: Forward | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    max_memory: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Run a layer solver over a sim of either door; if it fails, the sim stays as it was.
 
@@ -220,32 +230,36 @@ def solved(
         data: batches as for `calibrate`.
         solver: of `qsdk.algorithms`.
         title: of the report.
+        run: what was asked for beside the solver's options.
         gathers: what the solver wants to know of the data.
         options: what the solver was made with, for checkpoints.
-        forward: `(model, batch)` (PyTorch door).
-        progress: show a progress bar.
-        seed: of whatever is sampled.
-        max_memory: bytes that kept activations may take; None for no bound.
-        checkpoint: a folder that keeps what was solved.
     """
-    with noting_shifts(sim) as rounded, _walk(sim, data, forward, max_memory) as walk:
+    with _walk(sim, data, run.forward, run.max_memory) as (walk, rounded):
         return solve_layers(
             walk,
             solver,
             title=title,
             gathers=gathers,
             options=options,
-            progress=progress,
-            seed=seed,
-            checkpoint=checkpoint,
+            progress=run.progress,
+            seed=run.seed,
+            checkpoint=run.checkpoint,
             rounded=rounded,
         )
 
 
+@contextmanager
 def _walk(
     sim: Sim, data: Iterable[Any], forward: Forward | None, max_memory: int | None
-) -> AbstractContextManager[Walk]:
+) -> Iterator[tuple[Walk, dict[str, Any]]]:
+    """A walk, and the dict of `noting_shifts`; whatever fails, up to the end of the block, the sim stays as it was."""
     if isinstance(sim, OnnxSim):
         refuse_forward(forward)
-        return onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)
-    return torch_walk.walk_layers(sim, data, forward=forward, max_memory=max_memory)
+        begun = onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)
+        # this snapshot costs nothing: it keeps what is replaced
+        with put_back_on_error(sim, weights=True), noting_shifts(sim) as rounded, begun as walk:
+            yield walk, rounded
+    else:  # a module's walk can take back all that was written until it ends
+        start = torch_walk.walk_layers(sim, data, forward=forward, max_memory=max_memory)
+        with start as here, noting_shifts(sim) as rounded:
+            yield here, rounded

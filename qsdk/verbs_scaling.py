@@ -82,10 +82,10 @@ def equalize(
         after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         _open(sim, opened)
         passes = looked + _write(sim, scalings, biases, data, forward=forward, progress=progress)
-    columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
-    rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
-    facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
-    return _report("Equalization", rows, blocked, sim, started, facts)
+        columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
+        rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
+        facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
+        return _report("Equalization", rows, blocked, sim, started, facts)
 
 
 def smooth_quant(
@@ -191,7 +191,7 @@ def _searched(
         rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
         passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
         facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})
-    return _report(title, rows, blocked, sim, started, facts)
+        return _report(title, rows, blocked, sim, started, facts)
 
 
 def _row_of(seen: Seen, number: int, chosen: Chosen) -> dict[str, Any]:
@@ -252,11 +252,9 @@ def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
 
 def _graph(sim: Sim) -> Graph:
     """The sim's graph, with a Relu in the place of each ReLU6 whose bound was taken away."""
-    clips = clips_at_six(sim.graph)
     if isinstance(sim, OnnxSim):
-        return as_relu(sim.graph, onnx_floats.unbounded(sim, clips))
-    paths = set(torch_relu6.unbounded(sim.model))
-    return as_relu(sim.graph, {site for site in clips if without_calls(owner_of(site)) in paths})
+        return onnx_floats.graph_as_it_runs(sim)
+    return torch_relu6.graph_as_it_runs(sim.model, sim.graph)
 
 
 def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:

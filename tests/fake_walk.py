@@ -73,6 +73,11 @@ class FakeWalk:
     def weight(self, site: str) -> Any:
         return self.weights[site].numpy() if self.numpy else self.weights[site]
 
+    def bias(self, site: str) -> Any | None:
+        layer = next(layer for layer in self.layers if layer.site == site)
+        zeros = torch.zeros(self.weights[site].shape[0])
+        return None if not layer.bias else zeros.numpy() if self.numpy else zeros
+
     def encoding(self, site: str) -> Encoding:
         return self.encodings[site]
 

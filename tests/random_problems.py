@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qsdk.core.encoding import Encoding
-from qsdk.core.layer_problem import LayerProblem, WeightLayout, problem_from_moments
+from qsdk.core.layer_problem import LayerProblem, WeightLayout
 from qsdk.core.ranges import encoding_from_range, range_of
 from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 
@@ -19,6 +19,25 @@ LAYERS: list[tuple[WeightLayout, Granularity]] = [
     (WeightLayout("conv_transpose", (4, 3, 2, 2), 2, 1, 0), PerChannel(1)),
     (WeightLayout("conv_transpose", (6, 2, 3), 2, 1, 0), PerBlock(0, 2)),
 ]
+
+
+def problem_from_moments(
+    site: str,
+    spec: Spec,
+    encoding: Encoding,
+    layout: WeightLayout,
+    weight: Any,
+    g: Any,
+    c: Any,
+    g_quantized: Any,
+    rows: int,
+    **others: Any,
+) -> LayerProblem:
+    """Make a layer problem of the three second moments XX', XX~' and X~X~', [groups, K, K] each."""
+    difference = g - c - c.swapaxes(-1, -2) + g_quantized
+    linear, drifts = weight @ (g_quantized - c), (weight @ difference * weight).sum(-1)
+    more: dict[str, Any] = {"count": float(rows), **others}
+    return LayerProblem(site, spec, encoding, layout, weight, g_quantized, linear, drifts, rows, **more)
 
 
 def problem_of(
@@ -44,7 +63,11 @@ def problem_of(
             x = (torch.randn(count, k, generator=fresh) @ mix.T).relu()
             drawn.append((x, x + noise * x.std() * torch.randn(x.shape, generator=fresh)))
         x, noisy = (torch.stack(each) for each in zip(*drawn, strict=True))
-        means: dict[str, Any] = {"mean": x.mean(1), "mean_quantized": noisy.mean(1), "has_bias": True}
+        means: dict[str, Any] = {
+            "mean": x.mean(1),
+            "mean_quantized": noisy.mean(1),
+            "bias": weight.new_zeros(layout.matrix_shape[:2]),
+        }
         moments = x.mT @ x, x.mT @ noisy, noisy.mT @ noisy
         matrix = layout.to_matrix(weight)
         return problem_from_moments("fc:weight", spec, encoding, layout, matrix, *moments, count, **means)

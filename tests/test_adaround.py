@@ -199,7 +199,7 @@ def test_the_bias_takes_up_the_mean_error() -> None:
     # the error told is that of the layer with its bias shifted
     loss = problem.errors(shifted.weight) - problem.count * shifted.bias_shift**2
     assert shifted.error_after == pytest.approx(problem.relative(loss), rel=1e-3)
-    assert adaround.solve(replace(problem, has_bias=False)).bias_shift is None
+    assert adaround.solve(replace(problem, bias=None)).bias_shift is None
     other = shifted.bias_shift + 0.1 * torch.randn(shifted.bias_shift.shape, generator=generator)
     worse = problem.errors(shifted.weight) + problem.count * (other**2 - 2 * other * shifted.bias_shift)
     assert problem.relative(worse) > shifted.error_after

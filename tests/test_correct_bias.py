@@ -3,6 +3,8 @@
 import copy
 import functools
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import onnxruntime as ort
@@ -14,11 +16,17 @@ from test_snapshot_weights import stored_bytes
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
 
+from onnx_backend import layer_walk as onnx_walk
 from onnx_backend.sim import OnnxSim
-from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, load, quantize, save, w8a8
+from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
+from qsdk.algorithms.outputs import matching_shift
+from qsdk.core.activation import Activation
 from qsdk.core.expected import clipped_normal
+from qsdk.core.graph_layers import graph_layers
 from qsdk.demo.data import load as load_images
 from qsdk.demo.model import load_pretrained
+from qsdk.verbs_held_back import HeldBack
+from torch_bridge import layer_walk as torch_walk
 
 both = pytest.mark.parametrize("door", DOORS)
 #: ranges of weights that are too narrow, and a last output that shows what the layer before it gives
@@ -199,6 +207,109 @@ def test_an_option_that_cannot_be_meant_is_refused(door, options, message):
 
 
 @both
+def test_corrections_that_make_the_outputs_worse_are_put_back(door, monkeypatch):
+    from qsdk.algorithms import bias
+
+    sim = narrow_sim(door)
+    correct_bias(sim, data_of(door), progress=False)
+    before, stored = everything(sim), stored_bytes(sim)
+    solve = bias.solve
+    monkeypatch.setattr(bias, "solve", lambda problem: _far_too_much(solve(problem)))
+    report = correct_bias(sim, iter(data_of(door)), progress=False)
+    assert everything(sim) == before
+    assert stored_bytes(sim) == stored
+    summary = report.summary
+    assert (summary["kept"], summary["layers"], summary["left"]) == (False, 0, 6)
+    assert summary["output_error_after"] == summary["output_error_before"]
+    rows = [row for row in report.rows if not row["site"].startswith("bare")]
+    assert all("held-back data were worse" in row["note"] for row in rows)
+    assert all(row["error_after"] == row["error_before"] for row in rows)
+
+
+def _far_too_much(solution):
+    return solution if solution.bias_shift is None else replace(solution, bias_shift=solution.bias_shift + 5)
+
+
+@pytest.mark.parametrize(("count", "given", "kept"), [(9, [0, 1, 2, 4, 5, 6, 8], [3, 7]), (3, [0, 1, 2], [0])])
+def test_every_fourth_batch_judges(count, given, kept):
+    for data in (list(range(count)), iter(range(count))):
+        held_back = HeldBack(data)
+        others = held_back.others()
+        assert isinstance(others, Iterator) == isinstance(data, Iterator)
+        assert (list(others), held_back.batches) == (given, kept)
+    again = HeldBack(list(range(count))).others()
+    assert list(again) == list(again) == given
+
+
+# --- behind activation functions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [Activation(low=0.0), Activation(low=0.0, high=6.0), Activation(slope=0.1)])
+def test_the_mean_behind_the_activation_is_that_of_the_float_model(function):
+    exact = 3 * seeded(1, 400, 8, seed=3) - 1
+    given = 0.6 * exact + 0.3 * seeded(1, 400, 8, seed=4)
+    shift = matching_shift(function, exact, given)
+    wanted = function(exact).mean(1)
+    torch.testing.assert_close(function(given + shift[:, None]).mean(1), wanted, rtol=1e-4, atol=1e-5)
+    assert ((function(given).mean(1) - wanted).abs() > 0.02).all()
+
+
+def test_an_output_that_is_never_above_zero_is_moved_no_further_than_it_takes():
+    exact = -seeded(1, 50, 2, seed=3).abs() - 1
+    given = exact.clone()
+    given[0, 7, 1] = 0.25
+    shift = matching_shift(Activation(low=0.0), exact, given)
+    torch.testing.assert_close(shift, torch.tensor([[0.0, -0.25]]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        (Activation(low=0.0), nn.ReLU()),
+        (Activation(low=0.0, high=6.0), nn.ReLU6()),
+        (Activation(slope=0.25), nn.LeakyReLU(0.25)),
+        (Activation(low=-1.0, high=2.0), nn.Hardtanh(-1, 2)),
+    ],
+)
+def test_activations_are_those_of_torch(function, module):
+    x = (4 * seeded(200, seed=1)).requires_grad_()
+    y = module(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(function(x), y)
+    torch.testing.assert_close(function.passes(x).float(), slope)
+    np.testing.assert_allclose(function(x.detach().numpy()), y.detach().numpy())
+    layer = nn.Sequential(nn.Linear(3, 3), module, nn.Linear(3, 2))
+    sim = quantize(layer, torch.ones(1, 3), w8a8())
+    (first, last), _ = graph_layers(sim.graph, sim.plan, frozen=())
+    assert (first.layer.activation, last.layer.activation) == (function, None)
+
+
+@both
+def test_a_relu6_that_became_a_relu_is_one(door):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU6(), nn.Linear(6, 3)), 3 * seeded(64, 4)
+    if door == "onnx":
+        from onnx import helper
+
+        stored = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+        stored |= {"low": np.float32(0), "high": np.float32(6)}
+        nodes = [
+            helper.make_node("Gemm", ["x", "0.weight", "0.bias"], ["a"], "0", transB=1),
+            helper.make_node("Clip", ["a", "low", "high"], ["b"], "1"),
+            helper.make_node("Gemm", ["b", "2.weight", "2.bias"], ["y"], "2", transB=1),
+        ]
+        sim = quantize(make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 3]}, stored), None, w8a8())
+    else:
+        sim = quantize(model, x, w8a8())
+    data = [x if door == "torch" else x.numpy()]
+    calibrate(sim, data, progress=False)
+    equalize(sim, data, relu6="relu", progress=False)
+    walked = torch_walk.walk_layers(sim, data) if door == "torch" else onnx_walk.walk_layers(sim, data, progress=False)
+    with walked as walk:
+        assert [layer.activation for layer in walk.layers] == [Activation(low=0.0), None]
+
+
+@both
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_failure_leaves_everything_as_it_was(door, error, monkeypatch):
     sim = narrow_sim(door)
@@ -370,16 +481,19 @@ def test_the_onnx_door_reads_the_same_and_unfolded_norms_too(tmp_path):
 # --- a network that was trained ---------------------------------------------------------------------------------------
 
 
-def test_the_demo_network_recovers_with_three_bits():
+def test_the_demo_network_recovers_from_ranges_that_are_far_too_narrow():
+    """With means in front of the ReLUs alone, it falls from 0.867 to 0.767 on 2,000 images."""
     images = load_images()
     calibration = list(torch.from_numpy(images.calibration_images[:192]).split(64))
     test, labels = torch.from_numpy(images.test_images[:500]), torch.from_numpy(images.test_labels[:500])
-    sim = quantize(load_pretrained(), calibration[0], w8a8().override("*", weight="int3"))
-    calibrate(sim, calibration, weight_method="percentile", percentile=97, progress=False)
+    sim = quantize(load_pretrained(), calibration[0], w8a8().override("*", weight="int4"))
+    calibrate(sim, calibration, weight_method="percentile", percentile=95, progress=False)
 
     def accuracy():
         return float((sim(test).argmax(1) == labels).float().mean())
 
     before = accuracy()
-    correct_bias(sim, calibration, progress=False)
-    assert accuracy() > before + 0.02  # 0.880 to 0.921 on 2,000 images, 0.915 without data; float 0.941
+    summary = correct_bias(sim, calibration, progress=False).summary
+    assert accuracy() > before + 0.03  # 0.867 to 0.926 on 2,000 images; float 0.941
+    assert summary["kept"]
+    assert summary["output_error_after"] < 0.7 * summary["output_error_before"]

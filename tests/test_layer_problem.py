@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qsdk.algorithms.gather import Gathers, problems_of
 from qsdk.algorithms.moments import FOLD, Moments
-from qsdk.algorithms.patches import gather_patches, patches_wanted, sample_positions
+from qsdk.algorithms.patches import ROWS, gather_patches, sample_positions
 from qsdk.core import affine
 from qsdk.core.dtypes import int4, int8
 from qsdk.core.errors import DataError, ModelError
-from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout, problem_from_moments
+from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.layer_walk import Layer
 from qsdk.core.ranges import encoding_from_range, range_of
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -90,7 +90,7 @@ def random_problem(case: Case, seed: int, spec: Spec) -> tuple[LayerProblem, Ten
 def is_sampled(case: Case) -> bool:
     """Whether more patches arise than are kept, so that the moments are an estimate."""
     outputs = case.geometry.output_size(case.inputs[2:]) if case.geometry else ()
-    return case.inputs[0] * math.prod(outputs) > patches_wanted(1)
+    return case.inputs[0] * math.prod(outputs) > ROWS
 
 
 def gathered(
@@ -221,7 +221,8 @@ def test_few_rows_are_kept_and_tell_the_same() -> None:
     problem = gathered(linear(6, 40), Spec(int4, PerChannel(0)), weight, [(x, noisy)])
     assert problem.h is None
     assert problem.x_quantized is not None
-    other = replace(problem, h=problem.g_quantized, x_quantized=None)
+    sums = {"h": problem.g_quantized, "linear": problem.linear_term(), "drifts": problem.drift()}
+    other = replace(problem, x_quantized=None, drifted=None, **sums)
     for one, two in ((problem, other), (problem.centered(), other.centered()) if problem.mean is not None else ()):
         torch.testing.assert_close(one.errors(0.9 * weight[None]), two.errors(0.9 * weight[None]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(one.energy(), two.energy(), rtol=1e-4, atol=1e-4)
@@ -244,9 +245,12 @@ def test_an_embedding_counts_how_often_each_row_is_read() -> None:
     table = torch.randn(5, 3)
     layout = WeightLayout("embedding", (5, 3), 5, channel_axis=1, input_axis=0)
     problem = gathered(Case(layout, None, (1,)), Spec(int4), table, [(t, t) for t in (torch.tensor([[0, 1], [1, 3]]),)])
-    assert problem.g_quantized.flatten().tolist() == pytest.approx([1, 2, 0, 1, 0])
+    assert problem.g_quantized.flatten().tolist() == pytest.approx([2, 3, 1, 2, 1])  # once more than in the data
     moved = table + 0.5
-    assert float(problem.errors(layout.to_matrix(moved)).sum()) == pytest.approx(4 * 3 * 0.25)
+    assert float(problem.errors(layout.to_matrix(moved)).sum()) == pytest.approx(9 * 3 * 0.25)
+    assert problem.rows == 4
+    with pytest.raises(DataError, match="batch 0: an index is none of the 5 rows of the table"):
+        gathered(Case(layout, None, (1,)), Spec(int4), table, [(torch.tensor([5]), torch.tensor([5]))])
 
 
 def test_groups_of_a_linear_layer_read_inputs_side_by_side() -> None:
@@ -280,11 +284,6 @@ def test_positions_are_uniform_and_reproducible() -> None:
     assert torch.equal(sample_positions(5, None, None), torch.arange(5))
 
 
-def test_small_layers_still_get_a_thousand_patches() -> None:
-    assert patches_wanted(9) == 1024
-    assert patches_wanted(576) == 9216
-
-
 def test_an_unbatched_convolution_input_is_one_sample() -> None:
     case = Case(WeightLayout("conv", (1, 2, 3)), PatchGeometry((3,), (1,), ((0, 0),), (1,)), (2, 8))
     x, weight = torch.randn(2, 8), torch.randn(1, 2, 3)
@@ -314,9 +313,9 @@ def test_shapes_of_a_problem_must_belong_together() -> None:
     encoding = encoding_from_range(range_of(np.ones((2, 3)), spec), spec)
     weight, moment = np.ones((1, 2, 3), np.float32), np.ones((1, 3, 3), np.float32)
     with pytest.raises(ModelError, match=r"fc:weight: a weight of \(2, 3\)"):
-        problem_from_moments("fc:weight", spec, encoding, layout, weight[0], moment, moment, moment, 1)
-    with pytest.raises(ModelError, match="fc:weight: moments of shape"):
-        problem_from_moments("fc:weight", spec, encoding, layout, weight, moment, moment[:, :2], moment, 1)
+        LayerProblem("fc:weight", spec, encoding, layout, weight[0], moment, weight, weight[..., 0], 1, 1.0)
+    with pytest.raises(ModelError, match="fc:weight: a second moment of"):
+        LayerProblem("fc:weight", spec, encoding, layout, weight, moment[:, :2], weight, weight[..., 0], 1, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,15 @@ def test_options_reach_the_solvers(door):
         return sum(row["error_after"] or 0 for row in report.rows)
 
     assert after(adaround, method="relaxed", iterations=100) != after(adaround, starts=1)
+    behind = after(adaround, method="relaxed", iterations=100, activation=True)
+    assert behind != after(adaround, method="relaxed", iterations=100)
     assert after(gptq, scales="fixed") > after(gptq)
     sim = sim_at(door)
     before = sim.encodings
     with pytest.raises(ConfigError, match="unknown scales 'free' of gptq"):
         gptq(sim, data_of(door), scales="free", progress=False)
+    with pytest.raises(ConfigError, match="choose method='relaxed' with activation=True"):
+        adaround(sim, data_of(door), activation=True, progress=False)
     with pytest.raises(ConfigError, match="unknown method 'slow' of adaround"):
         adaround(sim, data_of(door), method="slow", progress=False)
     assert sim.encodings == before

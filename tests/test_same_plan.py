@@ -70,6 +70,9 @@ def plan_of_module(model: nn.Module, example: tuple[Tensor, ...], config: QuantC
     return graph, make_plan(graph, config)
 
 
+EVERY = some_slow(ZOO, "encoder", "gru", "llama", "vit", "audio", "unet", "mobile")
+
+
 @functools.cache
 def both(name: str) -> tuple[Graph, Plan, OnnxSim]:
     build, inputs = ZOO[name]
@@ -77,7 +80,7 @@ def both(name: str) -> tuple[Graph, Plan, OnnxSim]:
     return *plan_of_module(model, inputs(0)), quantize(float_onnx(model, inputs(0)), None, CONFIG)
 
 
-@pytest.mark.parametrize("name", some_slow(ZOO, "encoder", "gru", "llama", "vit", "audio", "unet", "mobile"))
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_plan_at_both_doors(name: str):
     graph, plan, sim = both(name)
     mapping = match_graphs(graph, sim.graph)
@@ -88,7 +91,7 @@ def test_the_same_plan_at_both_doors(name: str):
     assert [str(found) for found in compare_plans(sim.graph, sim.plan, graph, plan, back)] == []
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_tensor_has_a_site_a_supergroup_or_a_stated_reason(name: str):
     graph, plan, _ = both(name)
     decided = {d.site for d in (*plan.decisions.values(), *plan.inside)}
@@ -199,7 +202,7 @@ class Stepped(nn.Module):
         return after[0] if isinstance(after, tuple) else after
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("kind", some_slow([nn.LSTMCell, nn.GRUCell, nn.RNNCell], nn.LSTMCell, nn.RNNCell))
 def test_recurrent_cells_are_their_ops_and_planned_alike(kind: Any, tmp_path: Path):
     model = distinct(Stepped(kind))
     states = [seeded(3, 7, seed=i) for i in range(2 if kind is nn.LSTMCell else 1)]

@@ -33,6 +33,7 @@ from qsdk.core.config import w4a8, w8a8
 from qsdk.core.dtypes import bfloat16, float16, float32
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
 from qsdk.core.patterns.terms import Pattern, op
+from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.plan_json import different_sites, plain_plan, read_plan
 from qsdk.verbs_files import load, save
 from qsdk.verbs_layers import adaround
@@ -71,6 +72,25 @@ def test_a_loaded_sim_is_the_saved_one_bit_for_bit(door, tmp_path):
     export(back, tmp_path / "back.onnx")
     export(sim, tmp_path / "sim.onnx")
     assert (tmp_path / "back.onnx").read_bytes() == (tmp_path / "sim.onnx").read_bytes()
+
+
+@both
+def test_how_it_was_calibrated_comes_back_from_files_and_snapshots(door, tmp_path):
+    sim = sim_at(door)
+    before = sim.snapshot()
+    calibrate(sim, batches(door), method="mse", weight_method="percentile", percentile=97.5, progress=False)
+    save(sim, tmp_path / "sim.qsdk")
+    back = loaded(tmp_path / "sim.qsdk", door)
+    assert back.methods == sim.methods == Methods("mse", "percentile", 97.5)
+    save(back, tmp_path / "again.qsdk")
+    assert loaded(tmp_path / "again.qsdk", door).methods == sim.methods
+    # a file from before this was kept
+    assert (
+        loaded(_rewritten(tmp_path / "sim.qsdk", tmp_path / "old.qsdk", _facts(methods=None)), door).methods
+        == Methods()
+    )
+    sim.restore(before)
+    assert sim.methods == Methods()
 
 
 @both
@@ -306,10 +326,22 @@ def _manifest(**facts):
     return change
 
 
+def _facts(**changed):
+    def change(name, content):
+        if name != "manifest.json":
+            return content
+        manifest = json.loads(content)
+        return json.dumps({**manifest, "facts": {**manifest["facts"], **changed}})
+
+    return change
+
+
 @both
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_facts(methods={"method": "magic"}), "is damaged"),
+        (_facts(methods={"wrong": 1}), "is damaged"),
         (_manifest(format="other"), "is no qsdk.sim file; write one with qsdk.save"),
         (_manifest(version=99), "has version 99, this qsdk reads up to 1; update qsdk"),
         (_manifest(version=True), "has version True"),

@@ -9,6 +9,7 @@ import torch
 from fake_walk import FakeStep, FakeWalk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_problems import problem_from_moments
 
 from qsdk.algorithms import seq_mse
 from qsdk.algorithms.gather import Gathers, problems_of
@@ -16,7 +17,7 @@ from qsdk.core.block_scales import confined
 from qsdk.core.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
-from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout, problem_from_moments
+from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.layer_walk import Layer
 from qsdk.core.ranges import Range, encoding_from_range, range_of
 from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
@@ -205,7 +206,7 @@ def with_means(problem: LayerProblem, mean: float) -> LayerProblem:
     mu = torch.full((1, k), mean)
     h = problem.g_quantized + problem.rows * mu[..., None] * mu[:, None]
     found = reweighted(replace(problem, h=h), problem.weight)
-    return replace(found, mean=mu, mean_quantized=mu, has_bias=True)
+    return replace(found, mean=mu, mean_quantized=mu, bias=torch.zeros(found.weight.shape[:2]))
 
 
 def test_the_bias_takes_up_the_mean_error_that_ranges_leave() -> None:
@@ -219,7 +220,7 @@ def test_the_bias_takes_up_the_mean_error_that_ranges_leave() -> None:
     assert shifted.error_after == pytest.approx(problem.relative(left), rel=1e-3)
     assert shifted.error_after < 0.85 * plain.error_after
     assert plain.error_before == pytest.approx(shifted.error_before, rel=1e-3)
-    assert seq_mse.solve(replace(problem, has_bias=False)).bias_shift is None
+    assert seq_mse.solve(replace(problem, bias=None)).bias_shift is None
 
 
 def test_a_shift_that_held_back_data_does_not_show_is_not_made() -> None:

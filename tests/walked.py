@@ -56,6 +56,8 @@ def product(layer: Layer, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
     matrix = torch.from_numpy(np.ascontiguousarray(layer.layout.to_matrix(weight)))
     rows = torch.from_numpy(np.array(x))
     groups, _, k = layer.layout.matrix_shape
+    if layer.layout.kind == "embedding":
+        return matrix[rows.reshape(-1).long() % groups].numpy()[None, ..., 0]
     if layer.geometry is None:
         return (rows.reshape(-1, groups, k).movedim(1, 0) @ matrix.mT).numpy()
     count = rows.shape[0] * int(np.prod(layer.geometry.output_size(tuple(rows.shape[2:]))))

@@ -323,6 +323,7 @@ def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) 
 @contextmanager
 def _learned_scales(quantizers: Sequence[Quantizer]) -> Iterator[None]:
     """Inside, each quantizer's scale has a factor that is a parameter; afterwards the scales are as they were."""
+    factors = [(quantizer.owner._parameters, quantizer.log_scale_name) for quantizer in quantizers]
     try:
         for quantizer in quantizers:
             scale, _ = quantizer.scale_and_zero_point()
@@ -330,5 +331,5 @@ def _learned_scales(quantizers: Sequence[Quantizer]) -> Iterator[None]:
             quantizer.owner.register_parameter(quantizer.log_scale_name, factor)
         yield
     finally:
-        for quantizer in quantizers:
-            quantizer.owner._parameters.pop(quantizer.log_scale_name, None)
+        for parameters, name in factors:
+            parameters.pop(name, None)

@@ -80,10 +80,10 @@ class ForwardPairs:
                 self._baton.close()
                 if self._spill is not None:
                     self._spill.close()
+            self.weights.keep()
         except BaseException:
             self.weights.take_back()
             raise
-        self.weights.keep()
 
     def begin(
         self, number: int, batch: Any, *, quantized: bool, watches: dict[bool, TorchFunctionMode] | None = None

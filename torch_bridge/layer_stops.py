@@ -19,6 +19,7 @@ from torch_bridge.attention import multi_head_attention_forward
 from torch_bridge.functional import op_name
 from torch_bridge.gates import is_recurrent, suffixes
 from torch_bridge.recurrent import hidden_inputs, run_recurrent
+from torch_bridge.relu6 import graph_as_it_runs
 from torch_bridge.runtime import Frame
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored import find_stored, third_of
@@ -39,6 +40,7 @@ _OPS = {
     "matmul": ((0, "input"), (1, "other")),
     "mm": ((0, "input"), (1, "mat2")),
     "addmm": ((1, "mat1"), (2, "mat2")),
+    "embedding": ((0, "input"), (1, "weight")),
 }
 # in float, torch runs a recurrent cell at once: input, state, weights of either
 _CELLS = (torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
@@ -109,7 +111,7 @@ class Stops:
 def find_stops(sim: QuantSim) -> Stops:
     """The stops of a sim, as far as its graph and its modules tell; `Probe` says which functions read the rest."""
     frozen = {site for site, quantizer in sim.quantizers.items() if quantizer.is_frozen}
-    layers, left = graph_layers(sim.graph, sim.plan, frozen)
+    layers, left = graph_layers(graph_as_it_runs(sim.model, sim.graph), sim.plan, frozen)
     modules = dict(sim.model.named_modules())
     by_site, functions = {}, set()
     for found in layers:
@@ -127,7 +129,7 @@ def find_stops(sim: QuantSim) -> Stops:
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) and state_of(module).leaf
+    return isinstance(module, (nn.Linear, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)) and state_of(module).leaf
 
 
 def _geometry(module: nn.Module) -> PatchGeometry | None:

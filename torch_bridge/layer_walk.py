@@ -31,7 +31,11 @@ class _Step:
     def inputs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The inputs of the layers, call by call."""
         for x, x_quantized in self.pairs():
-            yield x.detach().float(), x_quantized.detach().float()
+            yield _as_float(x), _as_float(x_quantized)
+
+
+def _as_float(x: Tensor) -> Tensor:
+    return x.detach().float() if x.is_floating_point() else x.detach()
 
 
 class LayerWalk:
@@ -77,6 +81,11 @@ class LayerWalk:
     def weight(self, site: str) -> Tensor:
         """The stored weight in the float model, float32."""
         return self._weights.original(site)
+
+    def bias(self, site: str) -> Tensor | None:
+        """The stored bias of a layer in the float model, float32; None where it has none."""
+        bias = self._stops.by_site[site].layer.bias
+        return self._weights.original(bias) if bias else None
 
     def encoding(self, site: str) -> Encoding:
         """The encoding that a weight has now."""

@@ -26,8 +26,10 @@ class LayerWeights:
         self._held: set[str] = set()
         self._read: dict[str, Tensor] = {}
         self._originals: dict[Tensor, Tensor] = {}
+        self._kept: dict[Tensor, Tensor] = {}
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
         self._shifted: dict[str, Tensor] = {}
+        self._biases = dict(sim.original_biases)
 
     def start_from(self, floats: Mapping[str, Any]) -> None:
         """Give the float model other values than those that are stored at these sites."""
@@ -107,17 +109,21 @@ class LayerWeights:
     def keep(self) -> None:
         """Copy what was written into the old storage, so that whoever shares it sees it."""
         for parameter, original in self._originals.items():
+            self._kept[original] = original.clone()
             original.copy_(parameter.data)
-        _point(self._originals)
+            parameter.data = original
 
     def take_back(self) -> None:
-        """Be as before the first `write`."""
+        """Be as before the first `write`, also where `keep` has begun."""
+        for original, before in self._kept.items():
+            original.copy_(before)
         _point(self._originals)
         for site, shifted in self._shifted.items():
             stored_tensor(self._sim.model, site).detach().copy_(shifted)
         for quantizer, frozen, buffers in self._before.values():
             quantizer.frozen = frozen
             quantizer.owner._buffers.update(buffers)
+        self._sim.original_biases = dict(self._biases)
 
     def _read_again(self, changed: Quantizer) -> None:
         """Passes hold tensors that `visit` gave: quantize them anew, in place."""

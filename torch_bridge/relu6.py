@@ -5,6 +5,10 @@ from math import inf
 
 from torch import nn
 
+from qsdk.core.graph import Graph
+from qsdk.core.scaling.relu6 import as_relu, clips_at_six
+from qsdk.core.site import owner_of, without_calls
+
 
 def bounds(model: nn.Module) -> dict[str, float]:
     """Path of every ReLU6 -> its upper bound, which is infinite where it became a ReLU."""
@@ -22,6 +26,12 @@ def set_bounds(model: nn.Module, wanted: Mapping[str, float]) -> None:
 def unbounded(model: nn.Module) -> list[str]:
     """The paths of those that are ReLU now."""
     return [path for path, bound in bounds(model).items() if bound == inf]
+
+
+def graph_as_it_runs(model: nn.Module, graph: Graph) -> Graph:
+    """The graph of a sim's model, with a Relu in the place of each ReLU6 that is one now."""
+    paths, clips = set(unbounded(model)), clips_at_six(graph)
+    return as_relu(graph, {site for site in clips if without_calls(owner_of(site)) in paths})
 
 
 def unbind(model: nn.Module, paths: Iterable[str]) -> None:

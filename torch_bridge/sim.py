@@ -148,7 +148,7 @@ class QuantSim(StatefulSim):
         held: Any = None
         if weights:
             held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
-        return SimState(self.config, self.plan, own, held)
+        return SimState(self.config, self.plan, own, held, self.methods)
 
     def restore(self, state: SimState) -> None:
         """Be again what a snapshot says; weights that it holds are copied into the parameters there are.
@@ -166,6 +166,7 @@ class QuantSim(StatefulSim):
             set_bounds(self.model, relu6)
             state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
         before, self.config, self.plan = self.plan, state.config, state.plan
+        self.methods = state.methods or self.methods
         if state.plan is not before:
             attach(self.model, self.runtime, state.plan, self._dead)
         for site, quantizer in self.quantizers.items():

@@ -27,7 +27,7 @@ class Spill:
     def __init__(self, max_memory: int) -> None:
         """Allow so many bytes for all forwards that stand."""
         self._max_memory = max_memory
-        self._folder = tempfile.TemporaryDirectory(prefix="qsdk-walk-", ignore_cleanup_errors=True)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._made: dict[Suspended, _Made] = {}
         self._resident: dict[Suspended, int] = {}
         self._files: dict[Suspended, tuple[Path, list[tuple[torch.UntypedStorage, int]]]] = {}
@@ -52,6 +52,8 @@ class Spill:
             self._resident[forward] = live
             return
         self._count += 1
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="qsdk-walk-", ignore_cleanup_errors=True)
         path = Path(self._folder.name, str(self._count))
         with path.open("wb") as file:
             for storage in storages:
@@ -96,7 +98,8 @@ class Spill:
         """Remove the files."""
         self._files.clear()
         self._away.clear()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -161,6 +161,7 @@ class Baton:
         self.attributes: Sequence[tuple[dict[str, Any], str]] = ()
         self._runtime = runtime
         self._passes: list[Suspended] = []
+        self._frame, self._phase, self._visitor = runtime.frame, runtime.phase, runtime.visitor
 
     def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> Suspended:
         """A pass that starts when it is first resumed."""
@@ -181,20 +182,22 @@ class Baton:
             self.running.stop(at)
 
     def close(self) -> None:
-        """Unwind every pass that has not finished, the latest first."""
+        """Unwind every pass that has not finished, the latest first, and be as before the first one."""
         while self._passes:
             suspended = self._passes[-1]
             if not suspended.finished:
                 with self._state_of(suspended):
                     suspended.abandon()
             self._passes.pop()
+        # an interrupt may have come while one state took the place of another
+        self._become(replace(self._state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
 
     @contextmanager
     def _state_of(self, suspended: Suspended) -> Iterator[None]:
         outer, running = self._state(), self.running
-        self.running = suspended
-        self._become(suspended.state)
         try:
+            self.running = suspended
+            self._become(suspended.state)
             yield
         except BaseException:
             suspended.abandon()  # an interrupt comes here while the pass still runs

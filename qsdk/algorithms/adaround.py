@@ -8,7 +8,17 @@ from torch import Tensor
 
 from qsdk.algorithms import relaxation
 from qsdk.algorithms.on_torch import on_torch
-from qsdk.algorithms.rounding import SIDE_BY_SIDE, Evidence, Grid, Objective, by_diagonal, descend, feedback
+from qsdk.algorithms.outputs import Outputs
+from qsdk.algorithms.rounding import (
+    SIDE_BY_SIDE,
+    Evidence,
+    Grid,
+    Objective,
+    by_diagonal,
+    descend,
+    feedback,
+    left_nearest,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.layer_problem import LayerProblem, Solution
 
@@ -16,6 +26,8 @@ Method = Literal["fast", "relaxed"]
 METHODS = ("fast", "relaxed")
 #: what `iterations` is where it is not given: sweeps of coordinate descent, steps of Adam
 ITERATIONS = {"fast": 5, "relaxed": 500}
+#: samples that a step of `relaxed` with `activation` sees, and its damping where none is given
+BATCH, DAMPING = 1024, 0.03
 
 
 def solve(
@@ -26,6 +38,7 @@ def solve(
     starts: int = 4,
     damping: float | None = None,
     shift_bias: bool = True,
+    activation: bool = False,
     relaxed: relaxation.Options = relaxation.DEFAULT,
 ) -> Solution:
     """Round each weight to the grid point below or above it, for the smallest output error of the layer.
@@ -43,28 +56,33 @@ def solve(
         damping: share of the mean second moment that is added to the diagonal, so that directions which the data does
             not show keep their weights; None for 0.03, and more where rows are few (`rounding.damping_for`).
         shift_bias: whether the layer's bias, if there is one, takes up the mean error.
+        activation: of `relaxed`: the error is that behind the layer's activation function, on samples of its inputs.
         relaxed: options of the relaxation.
 
     Returns:
         The rounded weight, every element exactly on the grid, and relative errors.
 
     Raises:
-        ConfigError: the dtype is not an integer, or an option is out of its range.
+        ConfigError: the dtype is not an integer, or an option is out of its range or not for this method.
 
     Source: the problem is that of Nagel et al. 2020, AdaRound, sections 3.1 to 3.4, with its asymmetric
-    reconstruction; the fast solution is Frantar et al. 2023, GPTQ, section 3, in the form of Babai's nearest plane
-    (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
+    reconstruction and activation function (equation 25); the fast solution is Frantar et al. 2023, GPTQ, section 3, in
+    the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
     """
-    _require_sensible(problem, method, iterations, starts, damping)
+    _require_sensible(problem, method, iterations, starts, damping, activation)
     problem = on_torch(problem)
     full, weight = Grid.of(problem, problem.encoding), problem.weight.mT
     plain = (full.nearest(weight) * full.scale).mT
-    if problem.encoding.frozen:
-        error = problem.relative_error(plain)
-        return Solution(problem.encoding, None, error, error, note="its encoding is frozen")
+    if (left := left_nearest(problem, plain)) is not None:
+        return left
+    count, grid = ITERATIONS[method] if iterations is None else iterations, full.around(weight)
+    if activation and problem.activation is not None:
+        outputs = Outputs.of(problem)
+        gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
+        rounded = (relaxation.relax(weight, grid, gradient, count, relaxed) * grid.scale).mT
+        return _judged_behind(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
     evidence = Evidence.of(problem, shift_bias=shift_bias)
-    objective, grid = Objective.of(evidence.judged, damping), full.around(weight)
-    count = ITERATIONS[method] if iterations is None else iterations
+    objective = Objective.of(evidence.judged, damping)
     if method == "fast":
         codes = _fast(objective, grid, count, starts)
     else:
@@ -75,13 +93,18 @@ def solve(
 
 
 def _require_sensible(
-    problem: LayerProblem, method: str, iterations: int | None, starts: int, damping: float | None
+    problem: LayerProblem, method: str, iterations: int | None, starts: int, damping: float | None, activation: bool
 ) -> None:
     site = problem.site
     if not problem.spec.dtype.is_integer:
         raise ConfigError(f"{site}: adaround needs an integer grid, not {problem.spec.dtype}; skip the site")
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r} of adaround; choose one of {', '.join(METHODS)}")
+    if activation and method == "fast":
+        raise ConfigError(
+            "second moments, which method='fast' is solved on, end in front of activation functions; "
+            "choose method='relaxed' with activation=True"
+        )
     if damping is not None and damping <= 0:
         raise ConfigError(f"{site}: a damping of {damping} is not positive")
     if starts < 1 or (iterations is not None and iterations < 0):
@@ -108,10 +131,51 @@ def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
     return best
 
 
+def _judged_behind(
+    outputs: Outputs, problem: LayerProblem, rounded: Tensor, plain: Tensor, *, shifts: bool
+) -> Solution:
+    """The outputs of a rounded weight that are better behind the activation function, and else those of nearest."""
+
+    def judged(weight: Tensor) -> tuple[Tensor, Tensor]:
+        given = outputs.given(weight)
+        shift = outputs.shift(given) if shifts else torch.zeros_like(outputs.bias)
+        return outputs.errors(given + shift[:, None]), shift
+
+    before = outputs.errors(outputs.given(plain))
+    (errors, shift), (plain_errors, plain_shift) = judged(rounded), judged(plain)
+    falls = outputs.falls(plain_errors, errors)
+    rounded = torch.where(falls[..., None], rounded, plain)
+    shift = torch.where(falls, shift, plain_shift)
+    after = outputs.relative(torch.where(falls[:, None], errors, plain_errors))
+    found = shift if shifts else None
+    return Solution(problem.encoding, rounded, outputs.relative(before), after, bias_shift=found)
+
+
+def sampled_gradient(outputs: Outputs, exact: Tensor, plain: Tensor, damping: float) -> Callable[[Tensor, int], Tensor]:
+    """That of the error behind the activation function on some samples, in the units of `_gradient`."""
+    learning = outputs.learning.nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(0)
+    per_row = outputs.errors(outputs.given(plain))[:, learning].sum((0, 2)).mean()
+    unit = float(per_row) / plain.numel() or 1.0
+    ridge = damping * float(outputs.x_quantized.square().mean())
+
+    def gradient(weight: Tensor, step: int) -> Tensor:
+        chosen = torch.randperm(len(learning), generator=generator)[:BATCH]
+        rows = learning[chosen.to(learning.device)]
+        x = outputs.x_quantized[:, rows]
+        given = x @ weight + outputs.bias[:, None]
+        missed = outputs.function(given) - outputs.function(outputs.exact[:, rows])
+        slope = x.mT @ (missed * outputs.function.passes(given)) / len(rows)
+        found: Tensor = (slope + ridge * (weight - exact)) * (2 / unit)
+        return found
+
+    return gradient
+
+
 def _gradient(objective: Objective, grid: Grid) -> Callable[[Tensor, int], Tensor]:
     """That of the error, in units of what rounding one weight to nearest costs on average."""
     nearest = grid.nearest(objective.weight) * grid.scale - objective.weight
-    unit = float((nearest * (objective.h @ nearest)).mean())
+    unit = float((nearest * (objective.h @ nearest)).mean()) or 1.0  # of weights that are on the grid
     return lambda weight, step: torch.baddbmm(objective.linear, objective.h, weight - objective.weight) * (2 / unit)
 
 

@@ -4,41 +4,46 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.on_torch import on_torch
+from qsdk.algorithms.outputs import Outputs
 from qsdk.algorithms.seq_mse import fake_quantize
 from qsdk.core.layer_problem import LayerProblem, Solution
 
-#: rows of its inputs on which a layer's error is told
-SAMPLES = 2048
+NO_BIAS = "it has no bias that could take the shift"
 
 
 def solve(problem: LayerProblem) -> Solution:
-    """Shift the bias by `E[WX] - E[W~X~]`, per output channel.
+    """Shift the bias, per output channel, so that the mean of the layer's output is that of the float model.
+
+    Where an activation function is one with the layer, it is the mean behind that. Ranges that are too narrow shrink
+    a layer's outputs; to bring back a negative mean in front of a ReLU would leave fewer of them above 0 than were
+    there, and take more from the layers behind than it gives. A shift that does not lower the squared error on samples
+    held back is not made.
 
     Args:
         problem: with means and samples; its encoding and weight stay.
 
     Returns:
-        The shift, and relative output errors on the samples without and with it.
+        The shift, and relative errors of the output, behind the activation function, on the samples without and with
+        it.
 
     Source: Nagel et al. 2019, Data-Free Quantization, section 4.2.2 (empirical bias correction), with X~ as it is after
-    the corrections of the layers before.
+    the corrections of the layers before, and there without the activation function.
     """
     problem = on_torch(problem)
     quantized = fake_quantize(problem, problem.encoding)
-    if not problem.has_bias:
-        error = _relative_error(problem, quantized, 0.0)
-        return Solution(problem.encoding, None, error, error, note="it has no bias that could take the shift")
-    shift: Tensor = problem.mean_error(quantized)
-    before, after = (_relative_error(problem, quantized, moved) for moved in (0.0, shift))
-    return Solution(problem.encoding, None, before, after, bias_shift=shift)
-
-
-def _relative_error(problem: LayerProblem, quantized: Tensor, shift: Tensor | float) -> float:
-    """`||WX - W~X~ - shift||^2 / ||WX||^2` over the samples."""
-    assert problem.samples is not None
-    x, x_quantized = problem.samples
-    wanted = x @ problem.weight.mT
-    difference = wanted - x_quantized @ quantized.mT
-    moved = shift[:, None] if isinstance(shift, torch.Tensor) else shift
-    energy = float(wanted.square().sum())
-    return float((difference - moved).square().sum()) / energy if energy > 0 else 0.0
+    if problem.layout.kind == "embedding":
+        error = problem.relative_error(quantized)
+        return Solution(problem.encoding, None, error, error, note=NO_BIAS)
+    outputs = Outputs.of(problem)
+    given = outputs.given(quantized)
+    before = outputs.errors(given)
+    if problem.bias is None:
+        error = outputs.relative(before)
+        return Solution(problem.encoding, None, error, error, note=NO_BIAS)
+    # without a function the mean over all data is known
+    shift: Tensor = problem.mean_error(quantized) if problem.activation is None else outputs.shift(given)
+    after = outputs.errors(given + shift[:, None])
+    falls = outputs.falls(before, after)
+    left = outputs.relative(torch.where(falls[:, None], after, before))
+    found = torch.where(falls, shift, 0)
+    return Solution(problem.encoding, None, outputs.relative(before), left, bias_shift=found)

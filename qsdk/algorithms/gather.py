@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms import ranks
+from qsdk.algorithms.embeddings import EmbeddingPart
 from qsdk.algorithms.moments import CHUNK, Moments, Sums
-from qsdk.algorithms.patches import gather_patches, patches_wanted, sample_positions
+from qsdk.algorithms.patches import PATCHES, ROWS, gather_patches, sample_positions
 from qsdk.core.errors import DataError
 from qsdk.core.layer_problem import LayerProblem, PatchGeometry
 from qsdk.core.layer_walk import Layer, Step, Walk
@@ -27,11 +28,17 @@ class Gathers:
         samples: so many rows of the inputs themselves, at most.
         held_back: every so many-th batch is kept for `LayerProblem.held_back`, every so many-th row where batches are
             few; 0 keeps none.
+        rows: sample at most so many rows of data for each input that a weight is multiplied with, and no fewer than
+            `ROWS`; None for `PATCHES` of a convolution, and all of other layers.
+        every_patch: whether means that are gathered without second moments are those of all patches, else of those
+            that second moments would be made of.
     """
 
     second_moments: bool = True
     samples: int = 0
     held_back: int = 4
+    rows: int | None = None
+    every_patch: bool = True
 
 
 def problems_of(step: Step, walk: Walk, gathers: Gathers, seed: int) -> list[LayerProblem]:
@@ -46,12 +53,12 @@ def problems_of(step: Step, walk: Walk, gathers: Gathers, seed: int) -> list[Lay
     for layer in step.layers:
         groups, _, k = layer.layout.matrix_shape
         shared.setdefault((layer.geometry, layer.layout.kind == "embedding", groups, k), []).append(layer)
-    parts = [_Part(layers, walk, gathers, seed) for layers in shared.values()]
+    parts = [_part_of(layers, walk, gathers, seed) for layers in shared.values()]
     failure = None
     try:
         for number, (x, x_quantized) in enumerate(step.inputs()):
             for part in parts:
-                part.add(number, x, x_quantized)
+                part.add(number, as_tensor(x), as_tensor(x_quantized))
     except DataError as error:
         if ranks.world_size() == 1:
             raise
@@ -59,6 +66,12 @@ def problems_of(step: Step, walk: Walk, gathers: Gathers, seed: int) -> list[Lay
     ranks.require_same_layers([layer.site for layer in step.layers], failure)
     found = {problem.site: problem for part in parts for problem in part.problems(walk)}
     return [found[layer.site] for layer in step.layers]
+
+
+def _part_of(layers: Sequence[Layer], walk: Walk, gathers: Gathers, seed: int) -> "_Part | EmbeddingPart":
+    if layers[0].layout.kind == "embedding":
+        return EmbeddingPart(layers, [_matrix(walk, layer) for layer in layers], gathers.held_back)
+    return _Part(layers, walk, gathers, seed)
 
 
 class _Part:
@@ -74,9 +87,8 @@ class _Part:
         self._samples: list[tuple[Tensor, Tensor]] = []
         self._moments: tuple[Moments, Moments] | None = None
 
-    def add(self, number: int, x: Any, x_quantized: Any) -> None:
+    def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
         """Add one call's input."""
-        x, x_quantized = as_tensor(x), as_tensor(x_quantized)
         where = f"{self._layers[0].site}, batch {number}"
         if x.shape != x_quantized.shape:
             raise DataError(f"{where}: inputs of different shapes: {tuple(x.shape)} and {tuple(x_quantized.shape)}")
@@ -107,8 +119,9 @@ class _Part:
 
     def _new_moments(self) -> tuple[Moments, Moments]:
         weight = torch.cat(self._weights, 1)
-        second = self._gathers.second_moments
-        return Moments(weight, second=second), Moments(weight, second=second)
+        second, k = self._gathers.second_moments, weight.shape[-1]
+        # a few errors are all that is asked of held-back data: less work with its rows than with sums over them
+        return Moments(weight, second=second), Moments(weight, second=second, few=2 * k)
 
     def _split(self, number: int, rows: int) -> tuple[slice | Tensor | None, slice | Tensor | None]:
         """Which rows count and which are held back; None for all."""
@@ -123,11 +136,8 @@ class _Part:
 
     def _rows(self, x: Tensor, x_quantized: Tensor, where: str) -> Iterator[tuple[Tensor, Tensor, float]]:
         """The rows that the layers multiply, [groups, rows, K] each, and how many each stands for."""
-        layout, geometry = self._layers[0].layout, self._layers[0].geometry
-        groups, _, k = layout.matrix_shape
-        if layout.kind == "embedding":
-            yield _one_hot(x, groups), _one_hot(x_quantized, groups), 1.0
-        elif geometry is not None and self._means_of_patches:
+        geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
+        if geometry is not None and self._means_of_patches:
             yield from self._mean_patches(x, x_quantized)
         elif geometry is not None:
             yield from self._patches(x, x_quantized)
@@ -135,11 +145,16 @@ class _Part:
             raise DataError(f"{where}: an input of {tuple(x.shape)} does not fit a weight with {groups * k} inputs")
         else:
             rows, rows_quantized = (v.reshape(-1, groups, k).movedim(1, 0) for v in (x, x_quantized))
-            yield rows, rows_quantized, 1.0
+            total = rows.shape[1]
+            chosen = self._chosen(total, self._gathers.rows)
+            if len(chosen) < total:
+                rows, rows_quantized = rows[:, chosen], rows_quantized[:, chosen]
+            yield rows, rows_quantized, total / max(len(chosen), 1)
 
     @property
     def _means_of_patches(self) -> bool:
-        return self._layers[0].geometry is not None and not self._gathers.second_moments
+        wanted = self._gathers.every_patch and not self._gathers.second_moments
+        return wanted and self._layers[0].geometry is not None
 
     def _mean_patches(self, x: Tensor, x_quantized: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """The mean of all patches as one row, which costs no more than the patches of one input: sums are linear."""
@@ -160,12 +175,18 @@ class _Part:
         assert geometry is not None
         x, x_quantized = (_batched(values, geometry) for values in (x, x_quantized))
         total = x.shape[0] * math.prod(geometry.output_size(tuple(x.shape[2:])))
-        limit = -(-patches_wanted(k) // (self._batches * ranks.world_size()))
-        chosen = sample_positions(total, limit, self._generator)
+        chosen = self._chosen(total, self._gathers.rows or PATCHES)
         for some in torch.split(chosen, max(CHUNK // (groups * k), 1)):
             rows = gather_patches(x, some, geometry)
             rows_quantized = rows if x is x_quantized else gather_patches(x_quantized, some, geometry)
             yield rows, rows_quantized, total / len(chosen)
+
+    def _chosen(self, total: int, per_input: int | None) -> Tensor:
+        """Which rows of one call are looked at, so that all calls together give as many as are wanted."""
+        k = self._layers[0].layout.matrix_shape[2]
+        wanted = None if per_input is None else max(per_input * k, ROWS)
+        limit = None if wanted is None else -(-wanted // (self._batches * ranks.world_size()))
+        return sample_positions(total, limit, self._generator)
 
     def _sample(self, rows: Tensor, rows_quantized: Tensor) -> None:
         if self._gathers.samples:
@@ -196,12 +217,6 @@ def _batched(x: Tensor, geometry: PatchGeometry) -> Tensor:
     return x[None] if x.dim() == len(geometry.kernel) + 1 else x
 
 
-def _one_hot(indices: Tensor, rows: int) -> Tensor:
-    """How often each of a table's rows is read: its second moment is the count, [rows, 1, 1]."""
-    counts = torch.bincount(indices.flatten().long() % rows, minlength=rows)
-    return counts.float().sqrt()[:, None, None]
-
-
 def _matrix(walk: Walk, layer: Layer) -> Tensor:
     matrix: Tensor = layer.layout.to_matrix(as_tensor(walk.weight(layer.site)))
     return matrix
@@ -209,11 +224,13 @@ def _matrix(walk: Walk, layer: Layer) -> Tensor:
 
 def _problem(layer: Layer, walk: Walk, weight: Tensor, sums: Sums, part: slice, **others: Any) -> LayerProblem:
     linear, drifts = (None if values is None else values[:, part] for values in (sums.linear, sums.drifts))
+    drifted = None if sums.drifted is None else sums.drifted[..., part]
+    layout, bias = layer.layout, walk.bias(layer.site)
     return LayerProblem(
         layer.site,
         layer.spec,
         walk.encoding(layer.site),
-        layer.layout,
+        layout,
         weight,
         sums.h,
         linear,
@@ -221,9 +238,11 @@ def _problem(layer: Layer, walk: Walk, weight: Tensor, sums: Sums, part: slice, 
         sums.rows,
         sums.count,
         sums.x_quantized,
+        drifted,
+        sums.roots,
         sums.mean,
         sums.mean_quantized,
         activation=layer.activation,
-        has_bias=bool(layer.bias),
+        bias=None if bias is None else as_tensor(bias).reshape(layout.matrix_shape[:2]).to(weight.device),
         **others,
     )

@@ -1,5 +1,6 @@
 """GPTQ: round column by column, each column making up for the errors of those before it, to any point of the grid."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -8,7 +9,17 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms.on_torch import cells_of_weights, on_torch
-from qsdk.algorithms.rounding import BLOCK, SIDE_BY_SIDE, Evidence, Grid, Objective, by_diagonal, descend, feedback
+from qsdk.algorithms.rounding import (
+    BLOCK,
+    SIDE_BY_SIDE,
+    Evidence,
+    Grid,
+    Objective,
+    by_diagonal,
+    descend,
+    feedback,
+    left_nearest,
+)
 from qsdk.core.block_scales import confined, shortened
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
@@ -58,25 +69,21 @@ def solve(
     problem = on_torch(problem)
     fixed, weight = Grid.of(problem, problem.encoding), problem.weight.mT
     plain = (fixed.nearest(weight) * fixed.scale).mT
-    if problem.encoding.frozen:
-        error = problem.relative_error(plain)
-        return Solution(problem.encoding, None, error, error, note="its encoding is frozen")
+    left = left_nearest(problem, plain)
+    if left is not None:
+        return left
     evidence = Evidence.of(problem, shift_bias=shift_bias)
     objective = Objective.of(evidence.judged, damping)
     order = by_diagonal(objective.h)
     order = order if act_order else order.sort(-1).values
 
-    def rounded_on(grid: Grid) -> Tensor:
-        codes = feedback(objective, grid, order=order, block_size=block_size)
-        return (descend(objective, grid, codes, sweeps) * grid.scale).mT
-
-    rounded = rounded_on(fixed)
-    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-    if scales == "fixed":
-        return evidence.solution(problem.encoding, rounded, plain)
     cells = cells_of_weights(problem, problem.encoding)
-    factors = _factors(problem, objective, order, cells, block_size)
-    found = rounded_on(Grid.of(problem, _scaled(problem, factors, cells)))
+    factors, grid, codes = _on_grids(
+        problem, objective, order, cells, FACTORS if scales == "search" else (1.0,), block_size
+    )
+    both = Grid.stacked([fixed, grid], 2)
+    rounded, found = (descend(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
+    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
     factors[evidence.worse(found, rounded, units_of(cells))] = 1
     encoding = _scaled(problem, factors, cells)
     return evidence.solution(encoding, torch.where((factors != 1)[..., None], found, rounded), plain)
@@ -112,19 +119,43 @@ def units_of(cells: Tensor) -> Tensor:
         unit = joined
 
 
-def _factors(problem: LayerProblem, objective: Objective, order: Tensor, cells: Tensor, block_size: int) -> Tensor:
-    """What each output's scales are best multiplied with, given error feedback: float32 [groups, rows]."""
+def _on_grids(
+    problem: LayerProblem,
+    objective: Objective,
+    order: Tensor,
+    cells: Tensor,
+    factors: Sequence[float],
+    block_size: int,
+) -> tuple[Tensor, Grid, Tensor]:
+    """Round by error feedback with the scales as they are, and multiplied by each output's best factor.
+
+    Returns:
+        The factors, float32 [groups, rows], the grid that they lead to, and codes: without and with them, beside each
+        other along the rows.
+    """
     unit = units_of(cells)
-    grids = [Grid.of(problem, _scaled(problem, torch.full(unit.shape, f, device=unit.device), cells)) for f in FACTORS]
+    grids = [Grid.of(problem, _scaled(problem, torch.full(unit.shape, f, device=unit.device), cells)) for f in factors]
+    codes: list[Tensor] = []
     errors: list[Tensor] = []
     side = max(SIDE_BY_SIDE // objective.weight.numel(), 1)
     for some in (grids[start : start + side] for start in range(0, len(grids), side)):
-        several, grid = objective.repeated(len(some)), Grid.stacked(some)
-        codes = feedback(several, grid, order=order.repeat(len(some), 1), block_size=block_size)
-        errors += several(codes * grid.scale).chunk(len(some))
+        beside = Grid.stacked(some, 2)
+        rounded = feedback(objective, beside, order=order, block_size=block_size)
+        codes += rounded.chunk(len(some), 2)
+        errors += objective.beside(len(some))(rounded * beside.scale).chunk(len(some), 1)
     summed = torch.zeros(len(grids), unit.numel(), device=unit.device)
     summed.index_add_(1, unit.flatten(), torch.stack(errors).flatten(1))
-    return torch.tensor(FACTORS, device=unit.device)[summed.argmin(0)][unit]
+    best = summed.argmin(0)[unit]
+    chosen = torch.tensor(factors, device=unit.device)[best]
+    grid = Grid.of(problem, _scaled(problem, chosen, cells))
+
+    def of_best(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(tensors)).take_along_dim(best[None, :, None], 0)[0]
+
+    # rows do not hear of each other, unless what their spec can store of a scale depends on all of them
+    same = torch.equal(grid.scale, of_best([each.scale for each in grids]))
+    found = of_best(codes) if same else feedback(objective, grid, order=order, block_size=block_size)
+    return chosen, grid, torch.cat([codes[0], found], 2)
 
 
 def _scaled(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:

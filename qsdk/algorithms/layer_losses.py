@@ -7,25 +7,31 @@ from torch import Tensor
 
 from qsdk.core.layer_problem import LayerProblem
 
+#: Columns of a weight matrix: a run of them, or the indices of any.
+Columns = slice | Tensor
+
 
 class Loss(Protocol):
     """A function of the deviation of some columns; constants that no choice changes are left out."""
 
-    def __call__(self, deviation: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """Give the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns].
-
-        With indices of `outputs` the deviation is of these alone.
-        """
+    def __call__(self, deviation: Tensor) -> Tensor:
+        """Give the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns]."""
 
 
 class ColumnLosses(Protocol):
-    """Losses of one block of columns after the other."""
+    """Losses of one block of columns after the other, each dealt with once."""
 
-    def of(self, columns: Tensor) -> Loss:
-        """The loss of these columns' deviation, given those of all others; their own so far is forgotten."""
+    def of(self, columns: Columns) -> Loss:
+        """The loss of these columns' deviation, given those of all others."""
 
-    def settle(self, columns: Tensor, deviation: Tensor) -> None:
-        """Take these columns' deviation as given from now on."""
+    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
+        """Take these columns' deviation as given from now on.
+
+        Args:
+            columns: that `of` gave the loss of.
+            deviation: [groups, outputs, columns].
+            losses: of the deviation, [groups, outputs], if they are known.
+        """
 
 
 class Quadratic:
@@ -36,13 +42,23 @@ class Quadratic:
         linear: [groups, outputs, columns].
     """
 
-    def __init__(self, h: Tensor, linear: Tensor) -> None:
-        self.h, self.linear = h, linear
+    def __init__(self, h: Tensor, linear: Tensor, weight_product: Tensor | None = None) -> None:
+        """Take H and L, and the product of the columns' weight with H if it is known already."""
+        self.h, self.linear, self._weight_product = h, linear, weight_product
 
-    def __call__(self, deviation: Tensor, outputs: Tensor | None = None) -> Tensor:
+    def __call__(self, deviation: Tensor) -> Tensor:
         """Give the error of each output."""
+        product = deviation * self.h if deviation.shape[-1] == 1 else deviation @ self.h
+        return self.of_product(deviation, product)
+
+    def of_product(self, deviation: Tensor, product: Tensor, outputs: Tensor | None = None) -> Tensor:
+        """The same with `deviation H` given, and of some outputs alone if there are indices of them."""
         linear = self.linear if outputs is None else self.linear[:, outputs]
-        return torch.matmul(deviation, self.h).add_(linear, alpha=2).mul_(deviation).sum(-1)
+        return torch.add(product, linear, alpha=2).mul_(deviation).sum(-1)
+
+    def weight_product(self, weight: Tensor) -> Tensor:
+        """`W H` for the columns' weight."""
+        return weight @ self.h if self._weight_product is None else self._weight_product
 
     def separable(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """What is left without the products of different columns: `sum of diagonal * (W~ - target)^2`, and a constant.
@@ -55,24 +71,51 @@ class Quadratic:
 
 
 class SquaredLosses:
-    """`||WX - W~X~||^2`, on second moments."""
+    """`||WX - W~X~||^2`, on second moments.
+
+    Attributes:
+        errors: of each output with the deviation as it is, [groups, outputs].
+        deviation: of the whole weight, [groups, outputs, K].
+        now: what the loss that was given last is with it, [groups, outputs].
+    """
+
+    now: Tensor
 
     def __init__(self, problem: LayerProblem, deviation: Tensor) -> None:
         """Start from a deviation of the whole weight."""
-        self._h, self._linear, self._deviation = problem.g_quantized, problem.linear_term(), deviation.clone()
+        self.deviation = deviation.clone()
+        self._problem, self._h, linear = problem, problem.g_quantized, problem.linear_term()
+        product = deviation @ self._h
+        self._drifts = problem.drift()
+        self.errors: Tensor = torch.add(product, linear, alpha=2).mul_(deviation).sum(-1) + self._drifts
+        self._slope = product.add_(linear)  # what each column's own error meets: the drift and the errors of all
 
-    def of(self, columns: Tensor) -> Quadratic:
+    def of(self, columns: Columns) -> Quadratic:
         """The loss of these columns' deviation, given those of all others."""
-        if len(columns) == self._deviation.shape[-1]:
-            return Quadratic(self._h, self._linear)
-        self._deviation[..., columns] = 0
-        # what the columns' own error meets: the input's drift and the errors of all other columns
-        linear = self._linear[..., columns] + self._deviation @ self._h[:, :, columns]
-        return Quadratic(self._h[:, columns][:, :, columns], linear)
+        if self._are_all(columns):
+            self._loss = Quadratic(self._h, self._problem.linear_term(), self._problem.weight_product)
+            self.now = self.errors - self._drifts
+        else:
+            own, inner = self.deviation[..., columns], self._h[:, columns][:, :, columns]
+            product = own @ inner
+            self._loss = Quadratic(inner, self._slope[..., columns] - product)
+            self.now = self._loss.of_product(own, product)
+        return self._loss
 
-    def settle(self, columns: Tensor, deviation: Tensor) -> None:
+    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
         """Take these columns' deviation as given from now on."""
-        self._deviation[..., columns] = deviation
+        found = self._loss(deviation) if losses is None else losses
+        if self._are_all(columns):
+            self.errors, self.deviation = found + self._drifts, deviation
+            return
+        self.errors += found - self.now
+        moved = deviation - self.deviation[..., columns]
+        self.deviation[..., columns] = deviation
+        later = slice(columns.stop, None) if isinstance(columns, slice) else slice(None)
+        self._slope[..., later].baddbmm_(moved, self._h[:, columns][..., later])
+
+    def _are_all(self, columns: Columns) -> bool:
+        return isinstance(columns, slice) and columns.stop - columns.start == self.deviation.shape[-1]
 
 
 class Absolute:
@@ -86,10 +129,9 @@ class Absolute:
     def __init__(self, x: Tensor, error: Tensor) -> None:
         self.x, self.error = x, error
 
-    def __call__(self, deviation: Tensor, outputs: Tensor | None = None) -> Tensor:
+    def __call__(self, deviation: Tensor) -> Tensor:
         """Give the error of each output."""
-        error = self.error if outputs is None else self.error[:, outputs]
-        return torch.matmul(deviation, self.x).add_(error).abs_().sum(-1)
+        return torch.matmul(deviation, self.x).add_(self.error).abs_().sum(-1)
 
 
 class AbsoluteLosses:
@@ -107,14 +149,14 @@ class AbsoluteLosses:
         errors: Tensor = self._error.abs().sum(-1)
         return errors
 
-    def of(self, columns: Tensor) -> Absolute:
+    def of(self, columns: Columns) -> Absolute:
         """The loss of these columns' deviation, given those of all others."""
         x = self._x[:, columns]
         self._error -= self._deviation[..., columns] @ x
         self._deviation[..., columns] = 0
         return Absolute(x, self._error)
 
-    def settle(self, columns: Tensor, deviation: Tensor) -> None:
+    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
         """Take these columns' deviation as given from now on."""
         self._deviation[..., columns] = deviation
         self._error = self._error + deviation @ self._x[:, columns]

@@ -1,5 +1,6 @@
 """Moments of the float and quantized inputs of layers that read one input, streamed batch by batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from qsdk.algorithms import ranks
 FOLD = 256
 #: Elements that wait to be multiplied at most: 64 MiB of float32.
 CHUNK = 1 << 24
-#: Matrices of at least so many columns are summed as lower triangles of blocks: 5/8 of the work.
-WIDE, BLOCKS = 256, 4
+#: Matrices of at least so many columns are summed as lower triangles of blocks: 9/16 of the work.
+WIDE, BLOCKS = 256, 8
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Sums:
 
     Attributes:
         h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it.
-        linear: `W (X~ - X) X~'`, float32 [groups, outputs, K].
-        drifts: `||W (X - X~)||^2`, float32 [groups, outputs].
+        linear: `W (X~ - X) X~'`, float32 [groups, outputs, K]; None where `drifted` stands for it.
+        drifts: `||W (X - X~)||^2`, float32 [groups, outputs]; None likewise.
         mean: of X, float32 [groups, K].
         mean_quantized: of X~, likewise.
         rows: how many there were.
         count: how many they stand for.
-        x_quantized: the rows of X~, float32 [groups, rows, K], where they are fewer than K.
+        x_quantized: the rows of X~, float32 [groups, rows, K], where they are few; multiplied by `roots`.
+        drifted: W (X~ - X) for these rows, float32 [groups, rows, outputs], multiplied likewise.
+        roots: the roots of how many rows each stands for, float32 [rows]; None for ones.
     """
 
     h: Tensor | None
@@ -38,6 +41,8 @@ class Sums:
     rows: int
     count: float
     x_quantized: Tensor | None = None
+    drifted: Tensor | None = None
+    roots: Tensor | None = None
 
 
 class Moments:
@@ -48,17 +53,20 @@ class Moments:
     the inputs is not lost in the difference of large sums.
     """
 
-    def __init__(self, weight: Tensor, *, second: bool = True) -> None:
+    def __init__(self, weight: Tensor, *, second: bool = True, few: int | None = None) -> None:
         """Start at zero.
 
         Args:
             weight: of all layers that read the input, float32 [groups, outputs, K].
             second: whether to gather second moments, or means only.
+            few: rows that are kept as they are if there are fewer; None for K.
         """
         self._weight, self._second = weight, second
         groups, outputs, k = weight.shape
         self._by_outputs = outputs <= k
+        self._few = k if few is None else few
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[float] = []  # of what is pending
         self._waiting = 0
         self._folded: list[Tensor] = []
         self._sums = torch.zeros(2, groups, k, dtype=torch.float64, device=weight.device)  # of X~ and D
@@ -73,12 +81,11 @@ class Moments:
         self._sums.add_(sums, alpha=weight)
         self._counts += torch.tensor([x.shape[1], weight * x.shape[1]], dtype=torch.float64)
         if self._second and x.shape[1]:
-            # products of rows times the square root of their weight are weighted products
-            scaled = (x_quantized, difference) if weight == 1 else (x_quantized * weight**0.5, difference * weight**0.5)
-            self._pending.append(scaled)
+            self._pending.append((x_quantized, difference))
+            self._weights.append(weight)
             self._waiting += x.shape[1]
             groups, _, k = self._weight.shape
-            enough = FOLD if self._folded else max(FOLD, k)  # fewer rows than inputs may stay as they are
+            enough = FOLD if self._folded else max(FOLD, self._few)
             if self._waiting >= enough or self._waiting * groups * k > CHUNK:
                 self._fold()
         return True
@@ -92,7 +99,7 @@ class Moments:
         means = (mean.float(), mean_quantized.float(), rows, count)
         if not self._second:
             return Sums(None, None, None, *means)
-        if not self._folded and rows < self._weight.shape[-1] and ranks.world_size() == 1:
+        if not self._folded and rows < self._few and ranks.world_size() == 1:
             return self._of_few_rows(*means)
         self._fold()
         ranks.all_reduce_sum(self._folded)
@@ -105,11 +112,13 @@ class Moments:
         return Sums(h, linear, drifts, *means)
 
     def _of_few_rows(self, mean: Tensor, mean_quantized: Tensor, rows: int, count: float) -> Sums:
-        groups, _, k = self._weight.shape
-        empty = self._weight.new_zeros(groups, 0, k)
-        x = torch.cat([empty, *(x for x, _ in self._pending)], 1)
-        out = torch.cat([empty, *(d for _, d in self._pending)], 1) @ self._weight.mT
-        return Sums(None, -(out.mT @ x), out.square().sum(1), mean, mean_quantized, rows, count, x)
+        zeros, (groups, _, k) = self._weight.new_zeros, self._weight.shape
+        parts, weights = [(zeros(groups, 0, k),) * 2, *self._pending], [1.0, *self._weights]
+        x, difference = _scaled(parts, weights)
+        ones = [zeros(1, part.shape[1], 1) + 1 for part, _ in parts]
+        roots = None if rows == count else _scaled([(one, one) for one in ones], weights)[0].flatten()
+        drifted = difference @ -self._weight.mT
+        return Sums(None, None, None, mean, mean_quantized, rows, count, x, drifted, roots)
 
     def _fold(self) -> None:
         """Multiply what waits, so that memory does not grow with the data."""
@@ -123,28 +132,38 @@ class Moments:
                 self._folded[2] = self._folded[2].double()
         if not self._pending:
             return
-        x, difference = (
-            parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*self._pending, strict=True)
-        )
-        self._pending, self._waiting = [], 0
-        _add_gram(self._folded[0], x)
+        weight = self._weights[0] if len(set(self._weights)) == 1 else 1.0
+        x, difference = _scaled(self._pending, [each / weight for each in self._weights])
+        self._pending, self._weights, self._waiting = [], [], 0
+        _add_gram(self._folded[0], x, weight)
         if not difference.any():
             return
         if self._by_outputs:
             out = difference @ self._weight.mT
-            self._folded[1].baddbmm_(out.mT, x, alpha=-1)
-            self._folded[2] += out.square_().sum(1)
+            self._folded[1].baddbmm_(out.mT, x, alpha=-weight)
+            self._folded[2] += out.square_().sum(1).mul_(weight)
         else:
-            self._folded[1].baddbmm_(difference.mT, x)
-            _add_gram(self._folded[2], difference)
+            self._folded[1].baddbmm_(difference.mT, x, alpha=weight)
+            _add_gram(self._folded[2], difference, weight)
 
 
-def _add_gram(total: Tensor, rows: Tensor) -> None:
+def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Rows below each other, times the roots of their weights: their products are weighted ones then."""
+    if len(parts) == 1 and weights[0] == 1:
+        return parts[0]
+    scaled = [
+        [x if weight == 1 else x * weight**0.5 for x in part] for part, weight in zip(parts, weights, strict=True)
+    ]
+    x, difference = (torch.cat(each, 1) for each in zip(*scaled, strict=True))
+    return x, difference
+
+
+def _add_gram(total: Tensor, rows: Tensor, weight: float) -> None:
     """Add rows' rows to [groups, K, K]; of wide ones only the blocks on and below the diagonal."""
     step = _block(total)
     for start in range(0, total.shape[-1], step):
         stop = start + step
-        total[:, start:stop, :stop].baddbmm_(rows[..., start:stop].mT, rows[..., :stop])
+        total[:, start:stop, :stop].baddbmm_(rows[..., start:stop].mT, rows[..., :stop], alpha=weight)
 
 
 def _mirrored(total: Tensor) -> Tensor:

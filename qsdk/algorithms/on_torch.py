@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsdk.core import affine
 from qsdk.core.encoding import Encoding
 from qsdk.core.layer_problem import LayerProblem
 
-_ARRAYS = ("h", "linear", "drifts", "x_quantized", "mean", "mean_quantized")
+_ARRAYS = ("h", "linear", "drifts", "x_quantized", "drifted", "roots", "mean", "mean_quantized", "bias")
 
 
 def on_torch(problem: LayerProblem) -> LayerProblem:
@@ -26,10 +27,15 @@ def on_torch(problem: LayerProblem) -> LayerProblem:
 
 
 def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor, Tensor]:
-    """The scale and the zero point of each weight, float32 [groups, out_per_group, K]."""
-    cells = cells_of_weights(problem, encoding)
-    scale, zero_point = (torch.as_tensor(v.reshape(-1)).to(cells.device) for v in (encoding.scale, encoding.zero_point))
-    return scale[cells], zero_point[cells].float()
+    """The scale and the zero point of each weight, float32 [groups, out_per_group, K]; not to be written to."""
+    layout, device = problem.layout, problem.weight.device
+
+    def each(values: Any) -> Tensor:
+        aligned = affine.align(torch.from_numpy(values).to(device), layout.shape, encoding.axis, encoding.block_size)
+        matrix: Tensor = layout.to_matrix(aligned.expand(layout.shape))
+        return matrix.float()
+
+    return each(encoding.scale), each(encoding.zero_point)
 
 
 def cells_of_weights(problem: LayerProblem, encoding: Encoding) -> Tensor:

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from qsdk.core.layer_problem import PatchGeometry
 
-
-def patches_wanted(k: int) -> int:
-    """How many patches of length k determine a layer: 16 k, and no fewer than 1024; all patches add little."""
-    return max(16 * k, 1024)
+#: Patches for each of their elements that determine a layer: all patches add little.
+PATCHES = 16
+#: Rows of data that no layer gets fewer of, if there are so many.
+ROWS = 1024
 
 
 def sample_positions(total: int, limit: int | None, generator: torch.Generator | None) -> Tensor:
@@ -38,9 +38,17 @@ def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Ten
         index, valid = _taps(output, size, dim, geometry)
         flat = (flat[:, :, None] * size + index[:, None, :]).flatten(1)
         inside = (inside[:, :, None] & valid[:, None, :]).flatten(1)
-    taken = x.flatten(2)[sample[:, None], :, flat] * inside[:, :, None]  # [P, taps, C]
+    taken = _taken(x.flatten(2), sample[:, None], flat).mul_(inside[:, :, None])
     grouped = taken.reshape(*taken.shape[:2], geometry.groups, -1)
     return grouped.permute(2, 0, 3, 1).flatten(2)
+
+
+def _taken(x: Tensor, sample: Tensor, index: Tensor) -> Tensor:
+    """All channels [P, taps, C] of x [N, C, size] at indices [P, taps]; whole rows of them pay where many are taken."""
+    if index.numel() < x.shape[0] * x.shape[2]:
+        return x[sample, :, index]
+    rows = x.mT.reshape(-1, x.shape[1]).index_select(0, (sample * x.shape[2] + index).flatten())
+    return rows.reshape(*index.shape, -1)
 
 
 def _taps(output: Tensor, size: int, dim: int, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ BETAS = (0.9, 0.999)
 class Options:
     """How to relax.
 
+    After the warm start the loss has the penalty `regularization * sum(1 - |2 h - 1|^beta)` over all soft roundings h.
+
     Attributes:
         learning_rate: of Adam; None for 50 over the number of steps, from 0.001 to 0.1.
         regularization: weight of the penalty on roundings that are neither 0 nor 1, in units of what rounding one
@@ -52,19 +54,6 @@ def beta_at(step: int, steps: int, beta_range: tuple[float, float] = (20.0, 2.0)
     begun = warm_start * steps
     share = (step - begun) / max(steps - begun, 1)
     return end + 0.5 * (start - end) * (1 + math.cos(max(share, 0) * math.pi))
-
-
-def rounding_loss(soft: Tensor, step: int, steps: int, options: Options = DEFAULT) -> Tensor:
-    """The penalty `regularization * sum(1 - |2 h - 1|^beta)`, 0 during the warm start."""
-    if step < options.warm_start * steps:
-        return soft.new_zeros(())
-    beta = beta_at(step, steps, options.beta_range, options.warm_start)
-    return options.regularization * (1 - (2 * soft - 1).abs().pow(beta)).sum()
-
-
-def reconstruction_loss(wanted: Tensor, found: Tensor) -> Tensor:
-    """The squared error summed over the outputs, which are dimension 1, and averaged over everything else."""
-    return (wanted - found).square().sum(1).mean()
 
 
 def relax(

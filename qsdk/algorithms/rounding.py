@@ -42,9 +42,9 @@ class Grid:
         return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
 
     @classmethod
-    def stacked(cls, grids: Sequence["Grid"]) -> "Grid":
-        """Grids below each other along the groups."""
-        return cls(*(torch.cat([getattr(g, name) for g in grids]) for name in ("scale", "lowest", "highest")))
+    def stacked(cls, grids: Sequence["Grid"], dim: int = 0) -> "Grid":
+        """Grids below each other along the groups, or beside each other along the rows."""
+        return cls(*(torch.cat([getattr(g, name) for g in grids], dim) for name in ("scale", "lowest", "highest")))
 
     def around(self, weight: Tensor) -> "Grid":
         """The grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
@@ -77,7 +77,7 @@ class Objective:
     @classmethod
     def of(cls, problem: LayerProblem, damping: float | None) -> "Objective":
         """That of a problem on torch, made safe for data it has not seen; see `damped` and `shrunk`."""
-        h = damped(problem.g_quantized, damping_for(problem) if damping is None else damping)
+        h = damped(problem.g_quantized, damping_for(problem) if damping is None else damping, noise_in(problem))
         weight, linear = (x.mT.contiguous() for x in (problem.weight, problem.linear_term()))
         return cls(weight, h, shrunk(linear, h, float(problem.drift().sum()), problem.rows))
 
@@ -85,6 +85,10 @@ class Objective:
         """The error per row, [groups, rows]."""
         d = rounded - self.weight
         return (d * (self.h @ d + 2 * self.linear)).sum(1)
+
+    def beside(self, count: int) -> "Objective":
+        """The same so many times, one beside the other along the rows."""
+        return replace(self, weight=self.weight.repeat(1, 1, count), linear=self.linear.repeat(1, 1, count))
 
     def repeated(self, count: int) -> "Objective":
         """The same so many times, one below the other along the groups."""
@@ -101,14 +105,23 @@ def damping_for(problem: LayerProblem) -> float:
     return max(0.03, inputs / max(problem.rows, 1))
 
 
-def damped(h: Tensor, damping: float) -> Tensor:
-    """Add a share of its mean to the diagonal of each [K, K] matrix, so that it is positive definite.
+def noise_in(problem: LayerProblem) -> Tensor | None:
+    """What rounding leaves of inputs that never vary when their mean is taken out of H, [groups, K]."""
+    if not problem.without_mean or problem.mean_quantized is None:
+        return None
+    mean: Tensor = problem.mean_quantized
+    found: Tensor = 64 * torch.finfo(torch.float32).eps * mean.shape[-1] ** 0.5 * problem.count * mean.square()
+    return found
+
+
+def damped(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:
+    """Add a share of its mean to the diagonal of each [K, K] matrix, and the noise in it: it is positive definite then.
 
     Directions that the data does not show then keep their weights, and inputs without data round to nearest.
     """
     mean = h.diagonal(dim1=-2, dim2=-1).mean(-1)
-    added = torch.where(mean > 0, damping * mean, torch.ones_like(mean))
-    return h + torch.diag_embed(added[:, None].expand(-1, h.shape[-1]))
+    added = torch.where(mean > 0, damping * mean, torch.ones_like(mean))[:, None].expand(-1, h.shape[-1])
+    return h + torch.diag_embed(added if noise is None else added + noise)
 
 
 def shrunk(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
@@ -147,8 +160,10 @@ def whole(problem: LayerProblem) -> LayerProblem:
         problem,
         h=problem.g_quantized + other.g_quantized,
         x_quantized=None,
-        linear=problem.linear + other.linear,
-        drifts=problem.drifts + other.drifts,
+        drifted=None,
+        roots=None,
+        linear=problem.linear_term() + other.linear_term(),
+        drifts=problem.drift() + other.drift(),
         rows=problem.rows + other.rows,
         count=count,
         mean=mean(problem.mean, other.mean),
@@ -157,12 +172,24 @@ def whole(problem: LayerProblem) -> LayerProblem:
     )
 
 
+def left_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
+    """The solution of a problem that rounding cannot help: a frozen encoding, or an embedding; None for others.
+
+    Of an embedding, each weight makes an output of its own. Nothing can make up for its error, so nearest is best.
+    """
+    if not problem.encoding.frozen and problem.layout.kind != "embedding":
+        return None
+    note = "its encoding is frozen" if problem.encoding.frozen else "each weight is read by itself: nearest is best"
+    error = problem.relative_error(plain)
+    return Solution(problem.encoding, None, error, error, note=note)
+
+
 def feedback(objective: Objective, grid: Grid, *, order: Tensor | None = None, block_size: int = BLOCK) -> Tensor:
     """Round column by column, the columns still to come making up for the errors of those before.
 
     Args:
         objective: to make small.
-        grid: to round to.
+        grid: to round to; of as many rows as the objective or several times as many, each time of all of them.
         order: of the columns, int64 [groups, K]; by falling diagonal where it is None.
         block_size: columns that are settled one by one before the others hear of them in one matrix product.
 
@@ -182,6 +209,7 @@ def feedback(objective: Objective, grid: Grid, *, order: Tensor | None = None, b
     # float64: the factor's error, not the data's, would decide near-ties of long, correlated inputs
     factor = torch.linalg.cholesky(h.double())
     best = weight - torch.cholesky_solve(linear.double(), factor).float()
+    best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
     slopes = (factor / factor.diagonal(dim1=-2, dim2=-1)[:, None, :]).mT.float()
     target, miss, codes = best.clone(), torch.empty_like(best), torch.empty_like(best)
     for stop in range(h.shape[-1], 0, -block_size):
@@ -205,7 +233,7 @@ def descend(objective: Objective, grid: Grid, codes: Tensor, sweeps: int) -> Ten
 
     Args:
         objective: to make small.
-        grid: to stay on.
+        grid: to stay on; of as many rows as the objective or several times as many.
         codes: to start from, float32 [groups, K, rows].
         sweeps: over all columns, at most.
 
@@ -213,7 +241,8 @@ def descend(objective: Objective, grid: Grid, codes: Tensor, sweeps: int) -> Ten
         Codes, float32 [groups, K, rows].
     """
     codes, h = codes.clone(), objective.h
-    slope = h @ (codes * grid.scale - objective.weight) + objective.linear
+    wide = objective.beside(codes.shape[-1] // objective.weight.shape[-1])
+    slope = torch.baddbmm(wide.linear, h, codes * grid.scale - wide.weight)
     curvature = h.diagonal(dim1=-2, dim2=-1)[:, :, None] * grid.scale
     # in codes; what no data has seen has no slope and stays
     pull = torch.where(curvature > 0, -1 / curvature, 0)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def _solved(
     """The step's layers with problems and solutions, taken from the checkpoint where it has them, and seconds."""
     start = time.perf_counter()
     if store is not None and store.has_next():
-        means = problems_of(step, walk, Gathers(second_moments=False), seed)
+        means = problems_of(step, walk, replace(gathers, second_moments=False, every_patch=False), seed)
         return [(*found, 0.0) for found in zip(step.layers, means, store.replay(means), strict=True)]
     problems = problems_of(step, walk, gathers, seed)
     shared = (time.perf_counter() - start) / len(problems)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.activation import activation_of
 from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph, Op
 from qsdk.core.patterns.linear import bias_of_add
@@ -143,17 +144,10 @@ def _joined(parts: list[Expected]) -> Expected:
 
 
 def _clipped(graph: Graph, op: Op, x: Expected) -> Expected | None:
-    low, high = 0.0, math.inf
-    if op.type == "Clip":
-        bounds = [*op.inputs[1:], None, None][:2]
-        stated = [None if tensor is None else graph.scalar(graph.constant_root(tensor)) for tensor in bounds]
-        if any(tensor is not None and bound is None for tensor, bound in zip(bounds, stated, strict=True)):
-            return None
-        low = -math.inf if stated[0] is None else stated[0]
-        high = math.inf if stated[1] is None else stated[1]
-    if x.variance is None:
+    function = activation_of(graph, op)
+    if function is None or x.variance is None:
         return None
-    return Expected(clipped_normal(x.mean, np.sqrt(x.variance), low, high), None)
+    return Expected(clipped_normal(x.mean, np.sqrt(x.variance), function.low, function.high), None)
 
 
 def _keeps_means(graph: Graph, op: Op) -> bool:

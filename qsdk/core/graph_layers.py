@@ -4,17 +4,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qsdk.core.activation import Activation, activation_of
 from qsdk.core.graph import Graph, Op
 from qsdk.core.layer_problem import PatchGeometry, WeightLayout
 from qsdk.core.layer_walk import Layer
 from qsdk.core.patterns.find import match_supergroups
-from qsdk.core.patterns.linear import ACTIVATIONS, bias_of_add
+from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_MULTIPLIES = frozenset({*_CONVOLUTIONS, *_RECURRENT, "Gemm", "MatMul"})
+_MULTIPLIES = frozenset({*_CONVOLUTIONS, *_RECURRENT, "Gemm", "MatMul", "Gather"})
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
     """
     readers = _readers(graph)
     groups = match_supergroups(graph).groups
-    activations = {op: graph.ops[group.ops[-1]].type for op, group in groups.items()}
+    activations = {op: activation_of(graph, graph.ops[group.ops[-1]]) for op, group in groups.items()}
     ties = {d.tied_to: d.site for d in plan.decisions.values() if d.tied_to is not None and d.kind == "weight"}
     found, left = [], {}
     for site, decision in plan.decisions.items():
@@ -97,7 +98,11 @@ def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
 
 
 def _layer(
-    graph: Graph, decision: Decision, root: int, reading: list[tuple[int, int]], activations: Mapping[int, str]
+    graph: Graph,
+    decision: Decision,
+    root: int,
+    reading: list[tuple[int, int]],
+    activations: Mapping[int, Activation | None],
 ) -> GraphLayer:
     ops = [graph.ops[index] for index, _ in reading]
     other = next((op for op in ops if op.type not in _MULTIPLIES), None)
@@ -110,14 +115,15 @@ def _layer(
     index = reading[0][0]
     data = [op.inputs[1 if at == 0 else 0] for op, (_, at) in zip(ops, reading, strict=True)]
     seen = [op.inputs[at] for op, (_, at) in zip(ops, reading, strict=True)]
-    if any(tensor is None or graph.constant_root(tensor) is not None for tensor in data):
+    stored = any(tensor is None or graph.constant_root(tensor) is not None for tensor in data)
+    if stored and graph.ops[index].type != "Gather":  # stored indices tell which rows are read, too
         raise _NoLayerError("it is multiplied with a stored tensor")
     spec, once = decision.spec, len(reading) == 1
     assert spec is not None
-    linear = graph.ops[index].type not in _RECURRENT
+    linear = graph.ops[index].type not in (*_RECURRENT, "Gather")
     bias = _bias(graph, index, root) if once and linear else ""
-    activation = activations.get(index, "") if once and linear else ""
-    layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation if activation in ACTIVATIONS else "")
+    activation = activations.get(index) if once and linear else None
+    layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation)
     return GraphLayer(
         layer,
         tuple(index for index, _ in reading),
@@ -136,6 +142,10 @@ def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:
             raise _NoLayerError(f"it is input {position} of {op.type}")
         # [directions, gates * H, K]: each direction multiplies inputs of its own, as the groups of a convolution do
         return WeightLayout("conv_transpose", shape, shape[0], channel_axis=1, input_axis=0)
+    if op.type == "Gather":
+        if position != 0 or len(shape) != 2 or op.attributes.get("axis", 0) != 0:
+            raise _NoLayerError("Gather reads it, and not as rows of a table")
+        return WeightLayout("embedding", shape, shape[0], channel_axis=1, input_axis=0)
     operand = next((o for o in operands_of(graph, index) if o.tensor == op.inputs[position]), None)
     if operand is None or operand.role != "weight" or operand.channel_axis is None or operand.input_axis is None:
         raise _NoLayerError(f"it is input {position} of {op.type}, not its weight")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core import affine
+from qsdk.core.activation import Activation
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ModelError
 from qsdk.core.spec import Spec
@@ -156,20 +157,22 @@ class LayerProblem:
         encoding: what it has now.
         layout: how `weight` is stored.
         weight: W, float32 [groups, out_per_group, K].
-        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it, or where a solver wanted means only:
-            then `linear` and `drifts` are None too.
-        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K].
-        drifts: `||W (X - X~)||^2` per output, [groups, out_per_group].
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it, or where a solver wanted means only.
+        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K]; None where `h` is and `drifted` stands for it.
+        drifts: `||W (X - X~)||^2` per output, [groups, out_per_group]; None likewise.
         rows: how many rows of data the moments were made of.
         count: how many rows they stand for: more, where a convolution's patches were sampled.
-        x_quantized: all rows of X~, float32 [groups, rows, K], where they are fewer than K.
+        x_quantized: all rows of X~, float32 [groups, rows, K], where they are few; a row that stands for n is
+            multiplied by the root of n.
+        drifted: W (X~ - X) for these rows, float32 [groups, rows, out_per_group], multiplied likewise.
+        roots: what the rows are multiplied by, float32 [rows]; None for ones.
         mean: of X over the rows, float32 [groups, K]; None where it was not gathered.
         mean_quantized: of X~, likewise.
         samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver asked for them.
         held_back: the same problem as data tells it that was not used for the moments here, to guard against
             solutions that fit the data and not the layer; None where nothing was held back.
-        activation: op type of the activation function that is one with the layer, `""` where there is none.
-        has_bias: whether the layer has a bias, which can take a shift.
+        activation: the function that is one with the layer, if there is one and it is known.
+        bias: of the float model's layer, float32 [groups, out_per_group]; None where it has none.
         without_mean: whether errors leave out what a shift of the bias takes away; see `centered`.
 
     Raises:
@@ -187,12 +190,14 @@ class LayerProblem:
     rows: int
     count: float
     x_quantized: Any | None = None
+    drifted: Any | None = None
+    roots: Any | None = None
     mean: Any | None = None
     mean_quantized: Any | None = None
     samples: tuple[Any, Any] | None = None
     held_back: "LayerProblem | None" = None
-    activation: str = ""
-    has_bias: bool = False
+    activation: Activation | None = None
+    bias: Any | None = None
     without_mean: bool = False
 
     def __post_init__(self) -> None:
@@ -205,6 +210,11 @@ class LayerProblem:
             if found is not None and tuple(found.shape) != wanted:
                 raise ModelError(f"{self.site}: a {name} of {tuple(found.shape)}, not {wanted}")
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias, which can take a shift."""
+        return self.bias is not None
+
     @cached_property
     def g_quantized(self) -> Any:
         """X~X~', float32 [groups, K, K]."""
@@ -216,11 +226,23 @@ class LayerProblem:
         With d = W~ - W the output error is `d g_quantized d' + 2 d linear_term' + drift`: unlike the three traces,
         this form does not lose a small error in the difference of large numbers.
         """
-        return self.linear
+        return self._linear
+
+    @cached_property
+    def _linear(self) -> Any:
+        if self.linear is not None or self.drifted is None:
+            return self.linear
+        return self.drifted.swapaxes(-1, -2) @ self.x_quantized
 
     def drift(self) -> Any:
         """`||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
-        return self.drifts
+        return self._drifts
+
+    @cached_property
+    def _drifts(self) -> Any:
+        if self.drifts is not None or self.drifted is None:
+            return self.drifts
+        return (self.drifted * self.drifted).sum(-2)
 
     def energy(self) -> Any:
         """`||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
@@ -228,27 +250,50 @@ class LayerProblem:
 
     @cached_property
     def _energies(self) -> Any:
-        # WX = WX~ + W(X - X~), and the cross term is that of `linear`
-        energies = self.quadratic(self.weight) - 2 * (self.linear * self.weight).sum(-1) + self.drifts
+        # WX = WX~ + W(X - X~), and the cross term is that of `linear_term`
+        if self.drifted is not None:
+            outputs = self._outputs(self.weight) - self.drifted.swapaxes(-1, -2)
+            energies = (outputs * outputs).sum(-1)
+        else:
+            energies = ((self.weight_product - 2 * self.linear) * self.weight).sum(-1) + self.drifts
         if self.without_mean:
             assert self.mean is not None
             energies = energies + self.count * (self.weight @ self.mean[..., None])[..., 0] ** 2
         return energies.clip(0, None)
 
+    @cached_property
+    def weight_product(self) -> Any:
+        """`W X~X~'`, [groups, out_per_group, K]."""
+        return self.product(self.weight)
+
+    def product(self, d: Any) -> Any:
+        """`d X~X~'`, [groups, out_per_group, K], for a deviation of the weight."""
+        if self.h is not None:
+            return d * self.h if d.shape[-1] == 1 else d @ self.h
+        if self.x_quantized is None:
+            raise ModelError(f"{self.site}: the second moments of its inputs were not gathered")
+        return self._outputs(d) @ self.x_quantized
+
     def quadratic(self, d: Any) -> Any:
         """`||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
         if self.x_quantized is None:
-            if self.h is None:
-                raise ModelError(f"{self.site}: the second moments of its inputs were not gathered")
-            return ((d @ self.h) * d).sum(-1)
-        product = d @ self.x_quantized.swapaxes(-1, -2)
-        return (product * product).sum(-1)
+            return (self.product(d) * d).sum(-1)
+        outputs = self._outputs(d)
+        return (outputs * outputs).sum(-1)
+
+    def _outputs(self, d: Any) -> Any:
+        """`d X~`, [groups, out_per_group, rows], where rows stand for second moments."""
+        rows: Any = self.x_quantized
+        return d @ rows.swapaxes(-1, -2)
 
     def errors(self, quantized: Any) -> Any:
         """`||WX - W~X~||^2` per output, [groups, out_per_group], for W~ as a matrix."""
         d = quantized - self.weight
-        if self.x_quantized is None and self.h is not None:
-            return ((d @ self.h + 2 * self.linear) * d).sum(-1) + self.drifts
+        if self.drifted is not None:
+            outputs = self._outputs(d) + self.drifted.swapaxes(-1, -2)
+            return (outputs * outputs).sum(-1)
+        if self.x_quantized is None:
+            return ((self.product(d) + 2 * self.linear) * d).sum(-1) + self.drifts
         return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
 
     def relative_error(self, quantized: Any) -> float:
@@ -271,49 +316,25 @@ class LayerProblem:
 
         Its errors are those after the shift; energies and means are what they were.
         """
-        shift = -self.mean_error(self.weight)
-        mean = self.mean_quantized
+        shift, mean = -self.mean_error(self.weight), self.mean_quantized
         assert mean is not None
         assert self.mean is not None
+        root = 1 if self.roots is None else self.roots[:, None]
+
+        def less(values: Any, product: Any) -> Any:
+            return None if values is None else values - product
+
         return replace(
             self,
-            h=None if self.h is None else self.h - self.count * mean[..., :, None] * mean[..., None, :],
-            x_quantized=None if self.x_quantized is None else self.x_quantized - mean[..., None, :],
-            linear=self.linear - self.count * shift[..., None] * mean[..., None, :],
-            drifts=self.drifts - self.count * shift * shift,
+            h=less(self.h, (self.count * mean)[..., :, None] * mean[..., None, :]),
+            x_quantized=less(self.x_quantized, root * mean[..., None, :]),
+            drifted=less(self.drifted, root * shift[..., None, :]),
+            linear=less(self.linear, (self.count * shift)[..., None] * mean[..., None, :]),
+            drifts=less(self.drifts, self.count * shift * shift),
             samples=self.samples and (self.samples[0] - self.mean[..., None, :], self.samples[1] - mean[..., None, :]),
             held_back=self.held_back and self.held_back.centered(),
             without_mean=True,
         )
-
-
-def problem_from_moments(
-    site: str,
-    spec: Spec,
-    encoding: Encoding,
-    layout: WeightLayout,
-    weight: Any,
-    g: Any,
-    c: Any,
-    g_quantized: Any,
-    rows: int,
-    **others: Any,
-) -> LayerProblem:
-    """Make a layer problem of the three second moments XX', XX~' and X~X~', [groups, K, K] each.
-
-    Raises:
-        ModelError: the shapes do not belong together.
-    """
-    groups, _, k = layout.matrix_shape
-    for moment in (g, c, g_quantized):
-        if tuple(moment.shape) != (groups, k, k):
-            raise ModelError(f"{site}: moments of shape {tuple(moment.shape)}, not {(groups, k, k)}")
-    if tuple(weight.shape) != layout.matrix_shape:
-        raise ModelError(f"{site}: a weight of {tuple(weight.shape)}, not {layout.matrix_shape}")
-    difference = g - c - c.swapaxes(-1, -2) + g_quantized
-    linear, drifts = weight @ (g_quantized - c), (weight @ difference * weight).sum(-1)
-    more: dict[str, Any] = {"count": float(rows), **others}
-    return LayerProblem(site, spec, encoding, layout, weight, g_quantized, linear, drifts, rows, **more)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from qsdk.core.activation import Activation
 from qsdk.core.encoding import Encoding
 from qsdk.core.layer_problem import PatchGeometry, WeightLayout
 from qsdk.core.spec import Spec
@@ -19,7 +20,7 @@ class Layer:
         layout: how the stored weight becomes a matrix.
         geometry: of a convolution, None for a linear layer.
         bias: site of the bias that is added to the product, `""` where there is none.
-        activation: op type of the activation function that is one with the layer (`Relu`), `""` where there is none.
+        activation: the function that is one with the layer, if there is one and it is known.
     """
 
     site: str
@@ -27,7 +28,7 @@ class Layer:
     layout: WeightLayout
     geometry: PatchGeometry | None = None
     bias: str = ""
-    activation: str = ""
+    activation: Activation | None = None
 
 
 class Step(Protocol):
@@ -81,6 +82,9 @@ class Walk(Protocol):
 
     def weight(self, site: str) -> Any:
         """The stored weight in the float model, float32, of its stored shape."""
+
+    def bias(self, site: str) -> Any | None:
+        """The stored bias of the layer with this weight in the float model, float32 [out channels]; None for none."""
 
     def encoding(self, site: str) -> Encoding:
         """The encoding that a weight has now."""

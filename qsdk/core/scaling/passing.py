@@ -213,7 +213,8 @@ def _splits(at: At) -> Passed:
         return _other(at, None)
     if not at.forward:
         shape = [(*whole.shape[:axis], size, *whole.shape[axis + 1 :]) for size in known]
-        whole = np.concatenate([at.ids if t == at.tensor else at.new(s) for t, s in zip(outputs, shape, strict=True)])
+        parts = [at.ids if t == at.tensor else at.new(s) for t, s in zip(outputs, shape, strict=True)]
+        whole = np.concatenate(parts, axis)
     ends = np.cumsum([0, *known])
     cut = {t: whole.take(range(a, b), axis) for t, a, b in zip(outputs, ends, ends[1:], strict=False)}
     return Passed({at.fed: whole, **cut})

@@ -1,8 +1,10 @@
 """How a sim was calibrated, so that it can be calibrated again in the same way."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from qsdk.core.estimators import PERCENTILE
+from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.estimators import PERCENTILE, estimator
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,23 @@ class Methods:
     method: str = "min_max"
     weight_method: str | None = None
     percentile: float = PERCENTILE
+
+
+def plain_methods(methods: Methods) -> dict[str, Any]:
+    """Give them as plain values for JSON."""
+    return asdict(methods)
+
+
+def read_methods(given: Any, where: str) -> Methods:
+    """Read what `plain_methods` gave; the file `where` may be older than they are.
+
+    Raises:
+        FileFormatError: they are damaged.
+    """
+    try:
+        found = Methods(**({} if given is None else given))
+        for name in (found.method, found.weight_method or found.method):
+            estimator(name, found.percentile)
+    except (TypeError, ConfigError) as error:
+        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
+    return found

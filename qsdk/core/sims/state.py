@@ -17,6 +17,7 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.sims.methods import Methods
 from qsdk.core.site import matches, nearest_owners, owner_of, port_of, without_calls
 from qsdk.core.spec import axis_of
 
@@ -35,12 +36,14 @@ class SimState:
         plan: what was decided for every site.
         own: site -> encoding, of the sites that have one of their own and whose encoding was found.
         stored: the stored tensors, in a form that only the door knows that took them; None where they are not held.
+        methods: how it was calibrated the last time; None where that is not held.
     """
 
     config: QuantConfig | None
     plan: Plan
     own: Mapping[str, Encoding]
     stored: Any = field(default=None, compare=False, repr=False)
+    methods: Methods | None = field(default=None, compare=False)
 
     def encoding(self, site: str) -> Encoding | None:
         """The encoding of a site, be it its own, shared or derived; None where there is none (yet)."""
