@@ -84,9 +84,17 @@ def solve(
 
 
 def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:
-    """Search the one range of an embedding table on some of its rows, every so many-th by how often they are read."""
+    """Search the one range of an embedding table on some of its rows.
+
+    Every so many-th by how often they are read stands for the others; those with the largest weights, which a range
+    may cut off, for themselves.
+    """
     every = -(-problem.weight.numel() // TABLE)
-    rows = problem.g_quantized.flatten().argsort(descending=True, stable=True)[::every]
+    some = problem.g_quantized.flatten().argsort(descending=True, stable=True)[::every]
+    largest = problem.weight.abs().amax((1, 2)).argsort(descending=True, stable=True)[: len(some)]
+    largest = largest[~torch.isin(largest, some)]
+    rows = torch.cat([some, largest])
+    counts = torch.cat([torch.full_like(some, every), torch.ones_like(largest)])[:, None, None]
     layout = replace(problem.layout, shape=(len(rows), *problem.layout.shape[1:]), groups=len(rows))
 
     def few(whole: LayerProblem) -> LayerProblem:
@@ -94,7 +102,7 @@ def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, r
             name: getattr(whole, name)[rows] for name in ("weight", "h", "linear", "drifts", "mean", "mean_quantized")
         }
         samples, guard = whole.samples, whole.held_back
-        arrays["samples"] = samples and (samples[0][rows], samples[1][rows])
+        arrays |= {"h": arrays["h"] * counts, "samples": samples and (samples[0][rows] * counts,) * 2}
         return replace(whole, layout=layout, held_back=guard and few(guard), **arrays)
 
     found = solve(few(problem), candidates=candidates, loss=loss, refine=refine)
