@@ -44,6 +44,8 @@ def seq_mse(
 ) -> Report:
     """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
 
+    The report tells squared errors whatever the loss, so with `l1` and `sqnr` a layer's can rise.
+
     Args:
         sim: of either door, calibrated.
         data: batches as for `calibrate`.

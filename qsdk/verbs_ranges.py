@@ -17,6 +17,10 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.training import eval_mode
 
 _EVERY = 4  # batches, of which one is held back
+_NOTHING_TO_LEARN = (
+    "no activation has a range that may be learned: each is float, dynamic, per channel, of a fixed range or frozen; "
+    'choose integer activations (activation="uint8"), or unfreeze some (sim.unfreeze)'
+)
 
 
 def tune_ranges(
@@ -35,8 +39,8 @@ def tune_ranges(
     used for both), and ranges under which the error there has not fallen are given up.
 
     Args:
-        sim: of an nn.Module, calibrated. Sites that are frozen, tied to a fixed range, dynamic, in a minifloat or of
-            confined scales stay as they are.
+        sim: of an nn.Module, calibrated. Sites that are frozen, tied to a fixed range, dynamic, per channel, in a
+            minifloat or of confined scales stay as they are.
         data: batches as for `calibrate`, read once and kept; small ones make cheap steps.
         steps: of Adam.
         lr: what the first steps move log2 of an end of a range by; it falls linearly to 0.
@@ -71,7 +75,7 @@ def tune_ranges(
     with eval_mode(sim.model), fixed_parameters(sim.model):
         tuner = RangeTuner(sim, forward)
         if not tuner.learned:
-            raise CalibrationError("no activation has a range that may be learned: all are float, fixed or frozen")
+            raise CalibrationError(_NOTHING_TO_LEARN)
         held = list(range(len(batches)))[_EVERY - 1 :: _EVERY] or list(range(len(batches)))
         used = [n for n in range(len(batches)) if n not in held] or held
         before, float_seconds = _held_back(tuner, batches, held)
