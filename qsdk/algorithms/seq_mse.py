@@ -19,7 +19,7 @@ from qsdk.core.layer_problem import LayerProblem, Solution
 LossName = Literal["mse", "l1", "sqnr"]
 LOSSES = ("mse", "l1", "sqnr")
 #: Weights of an embedding table that are looked at where all share one range.
-TABLE = 1 << 21
+TABLE = 1 << 19
 #: Rows of inputs that the absolute error is measured on.
 SAMPLES = 1024
 #: Rows for each input that the squared error is measured on: scales are far fewer than what they are chosen by.
