@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,13 @@ def w3a8() -> qsdk.QuantConfig:
 
 
 LOW = {"W4A8": qsdk.w4a8(), "W3A8": w3a8()}
+NORMS_APART = {"W3A8, BatchNorms in float16": w3a8().skip("*", dtype="float16", op_type="BatchNormalization")}
+PER_TENSOR = {"W8A16, weights per tensor": qsdk.w8a16().override("*", per_channel=False)}
 
 
 def demo() -> Case:
-    return Case("Demo network", load_pretrained(), calibration(), lambda m: {"accuracy %": accuracy(m)}, LOW)
+    configs = {**LOW, **NORMS_APART}
+    return Case("Demo network", load_pretrained(), calibration(), lambda m: {"accuracy %": accuracy(m)}, configs)
 
 
 def resnet14() -> Case:
@@ -67,7 +70,8 @@ def mobile() -> Case:
 
 
 def mobilenet_v2() -> Case:
-    return _imagenet("MobileNetV2, ImageNet", zoo.mobilenet_v2(), *zoo.imagenet_images())
+    case = _imagenet("MobileNetV2, ImageNet", zoo.mobilenet_v2(), *zoo.imagenet_images())
+    return replace(case, configs={**LOW, **PER_TENSOR})
 
 
 def efficientnet_lite0() -> Case:

@@ -3,6 +3,7 @@
 Every method starts from a sim calibrated by min-max. A cost is the processor time of the whole verb on one thread, in
 float forward passes over the calibration data in the same process; scores are those of data that was not calibrated on.
 `python benchmarks/ptq_tables.py resnet14 mobile` measures a few; `--write` puts their tables into `docs/ptq_tables.md`.
+`--config="W8A16, weights per tensor"` measures that config alone, and writes nothing.
 """
 
 import json
@@ -52,6 +53,11 @@ SOLVERS: dict[str, Work] = {
 TUNED: dict[str, Work] = {"tune_blocks": verb("tune_blocks")}
 
 
+def equalized(sim: Any, batches: list[Any]) -> None:
+    """Factors between layers, ReLU6 made ReLU on the way."""
+    qsdk.equalize(sim, batches, relu6="relu", progress=False)
+
+
 def tuned_ranges(sim: Any, batches: list[Any]) -> None:
     """Ranges learned from where `mse` puts them, in steps of four samples each."""
     qsdk.calibrate(sim, batches, method="mse", progress=False)
@@ -69,16 +75,29 @@ EIGHT_BITS: dict[str, Work] = {
 WEIGHT_ONLY: dict[str, Work] = {"awq": verb("awq"), "awq, gptq": verb("awq", "gptq")}
 
 
+#: compared at these configs; at all others the estimators of weights and the solvers
+SPECIAL: dict[str, dict[str, Work]] = {
+    "W8A8": EIGHT_BITS,
+    "W8A8, sums per channel": {**EIGHT_BITS, "mse, tune_ranges": tuned_ranges},
+    "W8A16, weights per tensor": {
+        "min_max": again(),
+        "equalize": equalized,
+        "equalize, correct_bias": lambda sim, batches: (equalized(sim, batches), verb("correct_bias")(sim, batches)),
+    },
+    "W3A8, BatchNorms in float16": {
+        "min_max": again(),
+        "reestimate_batch_norm": verb("reestimate_batch_norm"),
+        "adaround": verb("adaround"),
+        "adaround, reestimate_batch_norm": verb("adaround", "reestimate_batch_norm"),
+    },
+    "W4 block 32": {**ESTIMATORS, **SOLVERS, **WEIGHT_ONLY},
+}
+
+
 def methods(case: Case, config: str) -> dict[str, Work]:
     """What is compared for a config."""
-    if config == "W8A8":
-        return EIGHT_BITS
-    if config == "W8A8, sums per channel":
-        return {**EIGHT_BITS, "mse, tune_ranges": tuned_ranges}
-    found = {**ESTIMATORS, **SOLVERS}
-    if config == "W4 block 32":
-        return {**found, **WEIGHT_ONLY}
-    return {**found, **TUNED} if case.tuned else found
+    usual = {**ESTIMATORS, **SOLVERS, **(TUNED if case.tuned else {})}
+    return SPECIAL.get(config, usual)
 
 
 def measured(case: Case, config: str) -> list[dict[str, Any]]:
@@ -120,6 +139,7 @@ def main(*given: str) -> None:
     logging.disable(logging.WARNING)
     one_thread()
     wanted = [name for name in given if not name.startswith("--")]
+    only = next((name.partition("=")[2] for name in given if name.startswith("--config=")), "")
     found: dict[str, Any] = {}
     for make in CASES:
         if wanted and make.__name__ not in wanted:
@@ -129,9 +149,9 @@ def main(*given: str) -> None:
         except pytest.skip.Exception as reason:
             print(f"skipped {make.__name__}: {reason}", file=sys.stderr)
             continue
-        tables = {config: measured(case, config) for config in case.configs}
+        tables = {config: measured(case, config) for config in case.configs if only in ("", config)}
         found[make.__name__] = tables
-        if "--write" in given:
+        if "--write" in given and not only:
             write(case, make.__name__, tables)
     print(json.dumps({"benchmark": "ptq_tables", **found}))
 

@@ -87,7 +87,7 @@ def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, r
     """Search the one range of an embedding table on some of its rows.
 
     Every so many-th by how often they are read stands for the others; those with the largest weights, which a range
-    may cut off, for themselves.
+    may cut off, for themselves. The errors are those of these rows.
     """
     every = -(-problem.weight.numel() // TABLE)
     some = problem.g_quantized.flatten().argsort(descending=True, stable=True)[::every]
@@ -105,12 +105,7 @@ def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, r
         arrays |= {"h": arrays["h"] * counts, "samples": samples and (samples[0][rows] * counts,) * 2}
         return replace(whole, layout=layout, held_back=guard and few(guard), **arrays)
 
-    found = solve(few(problem), candidates=candidates, loss=loss, refine=refine)
-    errors = (problem.errors(fake_quantize(problem, encoding)) for encoding in (problem.encoding, found.encoding))
-    before, after = (problem.relative(each) for each in errors)
-    better = not found.note and (after < before or loss != "mse")
-    encoding = found.encoding if better else problem.encoding
-    return Solution(encoding, None, before, after if better else before, note=found.note)
+    return solve(few(problem), candidates=candidates, loss=loss, refine=refine)
 
 
 def _require_searchable(problem: LayerProblem, candidates: int, loss: str) -> None:
