@@ -16,8 +16,9 @@ from qsdk.core.dtypes import float16
 from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.report import Report
+from qsdk.verbs_layers import Run
 from qsdk.verbs_layers import solved as solve_layers
-from qsdk.workflow import calibrate, quantize
+from qsdk.workflow import Forward, calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 
@@ -74,8 +75,11 @@ def sim(calibrated: QuantSim) -> QuantSim:
     return copy.deepcopy(calibrated)
 
 
-def solved(sim: QuantSim, batches: Any, solver: Solver, **options: Any) -> Report:
-    return solve_layers(sim, batches, solver, "Solve", progress=False, **options)
+def solved(
+    sim: QuantSim, batches: Any, solver: Solver, *, seed: int = 0, forward: Forward | None = None, **options: Any
+) -> Report:
+    run = Run(forward, progress=False, seed=seed, max_memory=None, checkpoint=None)
+    return solve_layers(sim, batches, solver, "Solve", run=run, **options)
 
 
 def state(sim: QuantSim) -> dict[str, Any]:
