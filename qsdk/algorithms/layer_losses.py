@@ -18,22 +18,6 @@ class Loss(Protocol):
         """Give the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns]."""
 
 
-class ColumnLosses(Protocol):
-    """Losses of one block of columns after the other, each dealt with once."""
-
-    def of(self, columns: Columns) -> Loss:
-        """The loss of these columns' deviation, given those of all others."""
-
-    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
-        """Take these columns' deviation as given from now on.
-
-        Args:
-            columns: that `of` gave the loss of.
-            deviation: [groups, outputs, columns].
-            losses: of the deviation, [groups, outputs], if they are known.
-        """
-
-
 class Quadratic:
     """`d H d' + 2 d L'`, H and L those of the columns.
 
