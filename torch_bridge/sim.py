@@ -1,8 +1,9 @@
 """The sim of an nn.Module: model, plan and quantizers."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -228,9 +229,17 @@ class QuantSim(StatefulSim):
         return self._trace.stored.state
 
     @contextmanager
-    def training(self, *, learn_scales: bool = False) -> Iterator[nn.Module]:
-        """Train: inside the block `sim.model` is in train mode; afterwards in eval mode with ranges fixed."""
-        with training(self.model, list(self.quantizers.values()), learn_scales=learn_scales) as model:
+    def training(
+        self, *, learn_scales: bool = False, schedules: Sequence[Callable[["QuantSim", int], None]] = ()
+    ) -> Iterator[nn.Module]:
+        """Train: inside the block `sim.model` is in train mode; afterwards in eval mode with ranges fixed.
+
+        Args:
+            learn_scales: scales are parameters inside the block (`parameter_groups`).
+            schedules: called with the sim and the optimizer steps so far: 0 at the start, and after every step.
+        """
+        called = [partial(schedule, self) for schedule in schedules]
+        with training(self.model, list(self.quantizers.values()), learn_scales=learn_scales, schedules=called) as model:
             self.folded_norms.clear()  # what they said of a layer's values will be true no more
             yield model
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bridge.clock import Schedule, counting
 from torch_bridge.quantizer import Quantizer
 
 
@@ -28,7 +29,9 @@ def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
 
 
 @contextmanager
-def training(model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales: bool) -> Iterator[nn.Module]:
+def training(
+    model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales: bool, schedules: Sequence[Schedule] = ()
+) -> Iterator[nn.Module]:
     """Put a wrapped model in train mode; with `learn_scales` each scale of its own gets a factor 2**p inside.
 
     The parameters p start at 0. Their gradients are those of LSQ (Esser et al. 2020) through log2, so that no step can
@@ -42,7 +45,8 @@ def training(model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales:
         quantizer.owner.register_parameter(quantizer.log_scale_name, nn.Parameter(torch.zeros_like(scale)))
     model.train()
     try:
-        yield model
+        with counting(model, schedules):
+            yield model
     finally:
         for quantizer in learned:
             scale, _ = quantizer.scale_and_zero_point()
