@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from torch_bridge.fake_quant import fake_quantize
+from torch_bridge.one_scale import Grid
 
 ROUNDS = 40
 
@@ -31,7 +32,7 @@ def main() -> None:
 
     works = {
         "relu": lambda: torch.relu(x),
-        "fake_quantize": lambda: fake_quantize(x, scale, zero_point, 0, 255),
+        "fake_quantize": lambda: fake_quantize(x, scale, zero_point, Grid(0, 255)),
         "between_tensors": between_tensors,
     }
     for work in works.values():

@@ -47,9 +47,11 @@ from qsdk.core.errors import (
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
     from qsdk.verbs_apply import apply_encodings
     from qsdk.verbs_bias import correct_bias
     from qsdk.verbs_blocks import tune_blocks
+    from qsdk.verbs_distill import Distilled, distill_loss
     from qsdk.verbs_files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs_layers import adaround, gptq, seq_mse
     from qsdk.verbs_norms import reestimate_batch_norm
@@ -69,6 +71,8 @@ _NORM_VERBS = frozenset({"reestimate_batch_norm"})
 _BLOCK_VERBS = frozenset({"tune_blocks"})
 _SCALING_VERBS = frozenset({"equalize", "smooth_quant", "awq"})
 _RANGE_VERBS = frozenset({"tune_ranges"})
+_SCHEDULES = frozenset({"observe_ranges", "observing", "freeze_ranges", "anneal_bits"})
+_DISTILL_VERBS = frozenset({"distill_loss", "Distilled"})
 _PRECISION_VERBS = frozenset({"mixed_precision", "advise"})
 
 __all__ = [
@@ -92,6 +96,12 @@ __all__ = [
     "load_encodings",
     "mixed_precision",
     "advise",
+    "observe_ranges",
+    "observing",
+    "freeze_ranges",
+    "anneal_bits",
+    "distill_loss",
+    "Distilled",
     "save_encodings",
     "convert_encodings",
     "save",
@@ -158,6 +168,10 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("qsdk.verbs_norms"), name)
     if name in _RANGE_VERBS:
         return getattr(import_module("qsdk.verbs_ranges"), name)
+    if name in _SCHEDULES:
+        return getattr(import_module("qsdk.schedules"), name)
+    if name in _DISTILL_VERBS:
+        return getattr(import_module("qsdk.verbs_distill"), name)
     if name in _PRECISION_VERBS:
         return getattr(import_module("qsdk.verbs_precision"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")

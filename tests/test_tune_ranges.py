@@ -10,7 +10,8 @@ from torch import nn
 
 import qsdk
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
-from torch_bridge.range_tuning import _FakeQuantize
+from torch_bridge.fake_quant import fake_quantize
+from torch_bridge.one_scale import Grid
 
 
 class Outliers(nn.Module):
@@ -165,7 +166,7 @@ def test_gradients_are_those_of_the_straight_through_formula():
         for value in values:
             value.requires_grad_()
         if exact:
-            y = _FakeQuantize.apply(*values, 0, 15)
+            y = fake_quantize(*values, Grid(0, 15))
         else:
             v, scale, zero_point = values
             ratio = v / scale

@@ -28,6 +28,7 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
         if quantizer is None:
             continue
         decision = quantizer.decision
+        quantizer.keeps_result = decision.site not in runtime.overwritten
         if decision.tied_to is not None:
             quantizer.home = _wanted(runtime, decision.tied_to)
         if decision.bias_of is not None:

@@ -1,7 +1,8 @@
-"""Re-estimating the running statistics of the BatchNorms that were not folded, on what they meet in the simulation."""
+"""Re-estimating the running statistics of the BatchNorms that are in a model, on what they meet in the simulation."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 
 from qsdk.core.channel_statistics import ChannelStatistics, Together, deviation, merged
 from qsdk.core.errors import DataError
+from qsdk.core.site import site_name
 from torch_bridge.batches import Forward, feed, progress_over
+from torch_bridge.fold import factor_of, statistics_of
+from torch_bridge.held_weights import hold, put_back
+from torch_bridge.live_norms import KeptNorm
+from torch_bridge.live_training import live_in
 from torch_bridge.sim import QuantSim
 from torch_bridge.suspended import Baton, Suspended, attributes_set_by, before_modules
 from torch_bridge.training import eval_mode
@@ -25,7 +31,8 @@ def reestimate(
     """Give every BatchNorm the mean and variance of its inputs in the simulation, each after those before it.
 
     One simulated pass over the data: the forwards of all batches are suspended in front of each BatchNorm until it has
-    its new statistics.
+    its new statistics. The scales of a weight that such a BatchNorm is folded into follow its factor, so that the
+    stored integers stay.
 
     Args:
         sim: calibrated.
@@ -43,10 +50,15 @@ def reestimate(
     norms = {module: path for path, module in sim.model.named_modules() if _has_statistics(module)}
     kept = [path for path, module in sim.model.named_modules() if _is_norm(module) and module not in norms]
     rows: Rows = [_row(path, note="it keeps no running statistics") for path in kept]
+    live = {one.norm: one for one in live_in(sim.model)}
+    apart = {module: path for module, path in norms.items() if module not in live}
     with eval_mode(sim.model), torch.no_grad():
         walk = _Walk(sim, forward)
         walk.look_at(data, progress)
-        with before_modules({module: partial(walk.stop, path) for module, path in norms.items()}):
+        with (
+            before_modules({module: partial(walk.stop, path) for module, path in apart.items()}),
+            _meeting({one: partial(walk.stop_at, norms[module]) for module, one in live.items() if module in norms}),
+        ):
             rows = [*walk.run(together), *rows]
     found = {row["site"] for row in rows}
     rows += [_row(path, note="no batch reaches it") for path in norms.values() if path not in found]
@@ -81,7 +93,11 @@ class _Walk:
 
     def stop(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Inside a forward: wait in front of a BatchNorm."""
-        self._baton.stop((path, args[0] if args else kwargs["input"]))
+        self.stop_at(path, args[0] if args else kwargs["input"])
+
+    def stop_at(self, path: str, x: Tensor) -> None:
+        """Inside a forward: wait in front of a BatchNorm that is about to get this."""
+        self._baton.stop((path, x))
 
     def run(self, together: Together) -> Rows:
         """Bring all forwards to their ends."""
@@ -97,13 +113,13 @@ class _Walk:
                     parts = [_statistics(one.at[1]) for one in there]
                     before = [seen[path]] if path in seen else []
                     found = seen[path] = merged([*before, together(path, merged(parts))])
-                    error = _write(self._sim.model.get_submodule(path), path, found)
+                    error, note = _write(self._sim, path, found)
                 except DataError as failed:
                     raise DataError(f"{failed} (batches {', '.join(str(one.number) for one in there)})") from failed
                 for one in there:
                     self._baton.resume(one)
                 spent = time.perf_counter() - start + (rows[path]["seconds"] if path in rows else 0.0)
-                rows[path] = _row(path, rows[path]["error_before"] if path in rows else error, spent)
+                rows[path] = _row(path, rows[path]["error_before"] if path in rows else error, spent, note)
         finally:
             self._baton.close()
         return list(rows.values())
@@ -128,8 +144,11 @@ def _statistics(x: Tensor) -> ChannelStatistics:
     return ChannelStatistics(values.shape[1], mean.cpu().numpy(), squares.cpu().numpy())
 
 
-def _write(norm: nn.Module, path: str, found: ChannelStatistics) -> float:
-    """Put statistics into a BatchNorm, and give how far the old ones were off."""
+def _write(sim: QuantSim, path: str, found: ChannelStatistics) -> tuple[float, str]:
+    """Put statistics into a BatchNorm, and give how far the old ones were off, and what did not follow them."""
+    norm = sim.model.get_submodule(path)
+    live = next((one for one in live_in(sim.model) if one.norm is norm), None)
+    before = None if live is None else factor_of(statistics_of(norm), live.fold)
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     assert mean is not None
     assert var is not None
@@ -138,7 +157,61 @@ def _write(norm: nn.Module, path: str, found: ChannelStatistics) -> float:
     old = [buffer.detach().double().cpu().numpy() for buffer in (mean, var)]
     mean.copy_(torch.from_numpy(found.mean))
     var.copy_(torch.from_numpy(new))
-    return deviation(found, old[0], np.asarray(old[1] + eps))
+    note = "" if live is None or before is None else _follow(sim, live, before)
+    return deviation(found, old[0], np.asarray(old[1] + eps)), note
+
+
+def _follow(sim: QuantSim, live: KeptNorm, before: Tensor) -> str:
+    """Let the scales of a layer's weight follow its BatchNorm's factor, or say that they cannot."""
+    live.hold_variance()
+    quantizer = sim.quantizers.get(site_name(live.fold.layer, "weight"))
+    if quantizer is None or not quantizer.decision.quantized:
+        return ""
+    scale = quantizer.owner._buffers[quantizer.buffer_names[0]] if quantizer.owns_encoding else None
+    grouped = live.fold.kind == "conv_transpose" and live.fold.groups > 1
+    if scale is None or quantizer.frozen or not quantizer.scales_are_free or scale.shape != before.shape or grouped:
+        return "its layer's weight keeps its scales, so stored integers change"
+    after = factor_of(statistics_of(live.norm), live.fold)
+    scale.copy_(scale * torch.where(before == 0, 1.0, after / before))
+    return ""
+
+
+def same_everywhere(sim: QuantSim, of_first_rank: Callable[[Any], Any]) -> None:
+    """Have the first rank's statistics on all ranks: grids of weights hang on those of live BatchNorms."""
+    buffers = [one.norm._buffers[name] for one in live_in(sim.model) for name in ("running_mean", "running_var")]
+    stored = [buffer for buffer in buffers if buffer is not None]
+    if stored:
+        for buffer, value in zip(stored, of_first_rank([x.cpu().numpy() for x in stored]), strict=True):
+            buffer.copy_(torch.from_numpy(value))
+
+
+@contextmanager
+def _meeting(stops: Mapping[KeptNorm, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Tell these of what live BatchNorms get."""
+    try:
+        for live, stop in stops.items():
+            live.meet = stop
+        yield
+    finally:
+        for live in stops:
+            live.meet = None
+
+
+@contextmanager
+def put_back_on_error(sim: QuantSim) -> Iterator[None]:
+    """Be as before if the block raises: weights, statistics and scales, also while these are learned."""
+    held = hold(sim.model)
+    stored = [q.owner._buffers[q.buffer_names[0]] for q in sim.quantizers.values() if q.owns_encoding]
+    scales = [(scale, scale.clone()) for scale in stored if scale is not None]
+    try:
+        yield
+    except BaseException:
+        put_back(sim.model, held)
+        for scale, before in scales:
+            scale.copy_(before)
+        for live in live_in(sim.model):
+            live.hold_variance()
+        raise
 
 
 def _row(path: str, error: float | None = None, seconds: float | None = None, note: str = "") -> dict[str, Any]:

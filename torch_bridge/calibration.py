@@ -77,6 +77,17 @@ def _observe(
     return observers.statistics
 
 
+def calibrate_weights(sim: QuantSim) -> None:
+    """Find an encoding from its values for every weight that has none.
+
+    Raises:
+        DataError: NaN or inf in a stored tensor; names the site.
+    """
+    for quantizer, encoding in _weight_encodings(sim, estimator("min_max")).values():
+        if not quantizer.calibrated:
+            quantizer.set_encoding(encoding)
+
+
 def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
     found = {}
     for site, quantizer in sim.quantizers.items():

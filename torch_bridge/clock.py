@@ -21,6 +21,20 @@ def steps_of(model: nn.Module) -> int:
     return int(buffer)
 
 
+class _Told:
+    """Is told that a checkpoint was loaded; the one of a copy of the model tells nobody."""
+
+    def __init__(self, tell: Callable[[], None] | None = None) -> None:
+        self._tell = tell
+
+    def __call__(self, *_: Any) -> None:
+        if self._tell is not None:
+            self._tell()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Told, ()
+
+
 @contextmanager
 def counting(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[None]:
     """Call every schedule with 0 now, and with the number of steps after each one and after a checkpoint is loaded.
@@ -52,7 +66,7 @@ def counting(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[None]:
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     model.register_buffer(STEPS, torch.zeros((), dtype=torch.int64, device=device))
-    loaded = model.register_load_state_dict_post_hook(tell)  # type: ignore[no-untyped-call]
+    loaded = model.register_load_state_dict_post_hook(_Told(tell))  # type: ignore[no-untyped-call]
     handles = [register_optimizer_step_post_hook(stepped), loaded]
     try:
         tell()

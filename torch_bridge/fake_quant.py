@@ -1,7 +1,7 @@
-"""Fake quantization on torch tensors: the exact formula of `qsdk.core.affine` in place, and the gradients of LSQ.
+"""Fake quantization on torch tensors: the exact formula of `qsdk.core.affine`, and the gradients of LSQ.
 
-Its bounds are numbers: `clamp` with tensors as bounds would save the two passes over the zero point, but is not
-vectorised on a CPU and takes two to three times as long (`benchmarks/fake_quant.py`).
+`clip(rint(x / s) + z, lo, hi) - z` is `clip(rint(x / s), lo - z, hi - z)` but for the sign of 0, so no pass adds the
+zero point. On a CPU the bounds must be numbers: with tensors `clamp` is not vectorised (`benchmarks/fake_quant.py`).
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qsdk.core import affine
 from qsdk.core.dtypes import DType
+from torch_bridge.one_scale import Grid, OneScale, on_one_grid, runs_as_one_scale
 
 _MINIFLOATS = {
     "float8e4m3fn": torch.float8_e4m3fn,
@@ -23,50 +24,92 @@ _FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class _FakeQuantize(torch.autograd.Function):
-    """Straight-through in x; the scale's gradient is Esser et al. 2020 (LSQ), equation 3, with its gradient scale."""
+class _ManyScales(torch.autograd.Function):
+    """Fake quantization with scales that broadcast, in operations that a compiler fuses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float, gain: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
         # not the result: the model may write over it in place (`out += identity`)
         ctx.save_for_backward(x, scale, zero_point)
-        ctx.grid = (lo, hi, gain)
-        return _on_grid(x, scale, zero_point, lo, hi)
+        ctx.grid, ctx.ends = grid, _numbers(x, zero_point, grid)
+        return _between(x, scale, ctx.ends or _ends(zero_point, grid))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero_point = ctx.saved_tensors
-        lo, hi, gain = ctx.grid
+        grid, gradient = ctx.grid, grads[0]
         ratio = x / scale
         levels = ratio.round()
-        clipped = (levels + zero_point).clamp_(lo, hi).sub_(zero_point)
+        clipped = torch.clamp(levels, *(ctx.ends or _ends(zero_point, grid)))
         inside = levels == clipped
-        passed, scale_grad = grads[0] * inside, None
+        scale_grad = zero_grad = None
         if ctx.needs_input_grad[1]:
             # inside: round(x/s) - x/s; clipped: the end of the grid
-            per_element = grads[0] * (clipped - ratio * inside)
-            scale_grad = per_element.sum_to_size(scale.shape) * gain
-        return passed, scale_grad, None, None, None, None
+            error = torch.where(inside, 0.0 if grid.clipped_only else levels - ratio, clipped)
+            scale_grad = (gradient * error).sum_to_size(scale.shape) * grid.gain
+        if ctx.needs_input_grad[2]:
+            outside = torch.where(inside, 0.0, gradient * scale)
+            zero_grad = outside.sum_to_size(zero_point.shape) * -grid.gain
+        return torch.where(inside, gradient, 0.0), scale_grad, zero_grad, None
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float, gain: float = 1.0) -> Tensor:
-    """Give x on its grid, bit-identical to `qsdk.core.affine.fake_quantize`, differentiable in x and scale.
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Give x on its grid, bit-identical to `qsdk.core.affine.fake_quantize`, differentiable in x, scale and zero point.
+
+    Straight-through in x. The scale's gradient is equation 3 of Esser et al. 2020 (LSQ), the zero point's that of
+    Bhalgat et al. 2020 (LSQ+, section 3.1), whose offset is `-zero_point * scale`.
 
     Args:
         x: float tensor.
         scale: broadcasts against x.
         zero_point: of scale's shape, whole numbers in x's dtype.
-        lo: smallest grid value.
-        hi: largest grid value.
-        gain: factor on the scale's gradient (LSQ section 2.2: `1 / sqrt(elements * hi)`).
+        grid: its ends, and what else happens on the way.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
-        return _FakeQuantize.apply(x, scale, zero_point, lo, hi, gain)  # type: ignore[no-any-return, no-untyped-call]
-    return _on_grid(x, scale, zero_point, lo, hi)
+    one = runs_as_one_scale(x, scale)
+    if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad or zero_point.requires_grad):
+        function = OneScale if one else _ManyScales
+        return function.apply(x, scale, zero_point, grid)  # type: ignore[no-any-return, no-untyped-call]
+    return on_one_grid(x, scale, zero_point, grid) if one else _on_grid(x, scale, zero_point, grid)
 
 
-def _on_grid(x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-    return (x / scale).round_().add_(zero_point).clamp_(lo, hi).sub_(zero_point).mul_(scale)
+class _Through(torch.autograd.Function):
+    """Fake quantization on a grid that is never left, straight-through; the scales are not learned by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor:
+        return _between(x, scale, (lo, hi))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None, None
+
+
+def quantize_through(x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor:
+    """Give a bias on its grid, whose zero point is 0; the gradient of x passes straight through, the scale has none."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Through.apply(x, scale, lo, hi)  # type: ignore[no-any-return, no-untyped-call]
+    return _between(x, scale, (lo, hi))
+
+
+def _on_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    return _between(x, scale, _numbers(x, zero_point, grid) or _ends(zero_point, grid))
+
+
+def _between(x: Tensor, scale: Tensor, ends: tuple[Any, Any]) -> Tensor:
+    return (x / scale).round_().clamp_(*ends).mul_(scale).add_(0.0)  # the runtimes have no -0.0
+
+
+def _ends(zero_point: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The least and largest level."""
+    return grid.lo - zero_point, grid.hi - zero_point
+
+
+def _numbers(x: Tensor, zero_point: Tensor, grid: Grid) -> tuple[float, float] | None:
+    """The same as numbers, where all zero points are the same: tensors are slow bounds on a CPU."""
+    if x.device.type != "cpu" or not zero_point.numel() or torch.compiler.is_compiling():
+        return None
+    least, most = (float(bound) for bound in zero_point.detach().aminmax())
+    return (grid.lo - least, grid.hi - least) if least == most else None
 
 
 class _Cast(torch.autograd.Function):

@@ -38,7 +38,7 @@ def _fold_or_reason(
     maker = op.partition("/")[0]  # of `conv/conv2d.0`, a function that a layer's own forward calls: the layer
     reason = "no Linear or convolution stands directly before or after it"
     if source is not None and isinstance(modules.get(maker), _LINEAR):
-        fold = describe(path, norm, maker, modules[maker], before=False)
+        fold = describe(path, norm, op, modules[maker], before=False)
         reason = _not_alone(maker, op, modules, wiring, wiring.readers[id(source)])
         reason = reason or _other_axis(maker, modules[maker], source)
         reason = reason or obstacle(norm, modules[maker], before=False) or ""

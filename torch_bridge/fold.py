@@ -17,6 +17,7 @@ class Fold:
     Attributes:
         norm: path of the BatchNorm, now an Identity.
         layer: path of the layer that took it.
+        op: what makes the layer's result: the layer, or `conv/conv2d.0` inside a forward of its own.
         before: whether the BatchNorm stands before the layer.
         eps: of the BatchNorm.
         kind: `linear`, `conv` or `conv_transpose`: where the layer's channels are.
@@ -26,6 +27,7 @@ class Fold:
 
     norm: str
     layer: str
+    op: str
     before: bool
     eps: float
     kind: str
@@ -33,15 +35,16 @@ class Fold:
     had_bias: bool
 
 
-def describe(norm_path: str, norm: nn.Module, layer_path: str, layer: nn.Module, *, before: bool) -> Fold:
-    """Say how a BatchNorm goes into a layer."""
+def describe(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
+    """Say how a BatchNorm goes into a layer, of which `op` is the path, or the op inside of it."""
+    layer_path = op.partition("/")[0]
     kind = "linear" if isinstance(layer, nn.Linear) else "conv"
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
         kind = "conv_transpose"
     groups = int(getattr(layer, "groups", 1))
     eps = norm.eps
     assert isinstance(eps, float)
-    return Fold(norm_path, layer_path, before, eps, kind, groups, layer.bias is not None)
+    return Fold(norm_path, layer_path, op, before, eps, kind, groups, layer.bias is not None)
 
 
 def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
@@ -59,6 +62,14 @@ def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
     return None
 
 
+def factor_of(statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
+    """What a BatchNorm multiplies each channel with, in float64."""
+    var, gamma = statistics["running_var"], statistics.get("weight")
+    assert var is not None
+    factor = torch.rsqrt(var.double() + fold.eps)
+    return factor if gamma is None else factor * gamma.double()
+
+
 def folded(
     weight: Tensor, bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold
 ) -> tuple[Tensor, Tensor]:
@@ -66,26 +77,34 @@ def folded(
 
     `statistics` holds running_mean, running_var and, where affine, weight and bias.
     """
-    mean, var = statistics["running_mean"], statistics["running_var"]
-    assert mean is not None
-    assert var is not None
-    factor = torch.rsqrt(var.double() + fold.eps)
-    gamma, beta = statistics.get("weight"), statistics.get("bias")
-    if gamma is not None:
-        factor = factor * gamma.double()
-    shift = -mean.double() * factor
-    if beta is not None:
-        shift = shift + beta.double()
+    if not fold.before:
+        return folded_weight(weight, statistics, fold), folded_bias(bias, statistics, fold, weight.dtype)
     wide = weight.double()
     old_bias = wide.new_zeros(1) if bias is None else bias.double()
-    if fold.before:
-        return _fold_before(wide, old_bias, factor, shift, fold, weight.dtype)
-    grouped = _channel_view(factor, wide, fold)
-    new_bias = old_bias * factor + shift
-    return (wide * grouped).to(weight.dtype), new_bias.to(weight.dtype)
+    factor = factor_of(statistics, fold)
+    return _fold_before(wide, old_bias, factor, _shift(statistics, factor), fold, weight.dtype)
 
 
-def _channel_view(factor: Tensor, weight: Tensor, fold: Fold) -> Tensor:
+def folded_weight(weight: Tensor, statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
+    """The weight of `folded` where the BatchNorm stands behind the layer."""
+    return (weight * channel_view(factor_of(statistics, fold), weight, fold)).to(weight.dtype)
+
+
+def folded_bias(bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold, dtype: torch.dtype) -> Tensor:
+    """The bias of `folded` where the BatchNorm stands behind the layer."""
+    factor = factor_of(statistics, fold)
+    shift = _shift(statistics, factor)
+    return (shift if bias is None else bias.double() * factor + shift).to(dtype)
+
+
+def _shift(statistics: Mapping[str, Tensor | None], factor: Tensor) -> Tensor:
+    mean, beta = statistics["running_mean"], statistics.get("bias")
+    assert mean is not None
+    shift = -mean.double() * factor
+    return shift if beta is None else shift + beta.double()
+
+
+def channel_view(factor: Tensor, weight: Tensor, fold: Fold) -> Tensor:
     """Shape one factor per output channel so that it multiplies the stored weight."""
     if fold.kind != "conv_transpose":
         return factor.reshape(-1, *[1] * (weight.ndim - 1))
@@ -171,7 +190,7 @@ def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, f
 
     One that is already folded stays, and says nothing.
     """
-    norms, layers = (_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
+    norms, layers = (key_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
     if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
         return None
     names = ("running_mean", "running_var", "weight", "bias")
@@ -185,7 +204,7 @@ def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, f
     return said_by(statistics, before=fold.before)
 
 
-def _prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
+def key_prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
     """The beginnings of a module's keys in a state_dict, under all its paths in the model."""
     module = model.get_submodule(path)
     found = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]

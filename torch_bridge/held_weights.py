@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
+from torch_bridge.clock import STEPS
 from torch_bridge.wrapper import state_of
 
 Key = tuple[str, str]
@@ -13,7 +14,10 @@ Key = tuple[str, str]
 
 @torch.no_grad()
 def hold(model: nn.Module) -> dict[Key, Tensor]:
-    """Copy every parameter and buffer but those of encodings: (path of the module, name) -> value."""
+    """Copy every parameter and buffer but those of encodings: (path of the module, name) -> value.
+
+    BatchNorms that were folded away and can come back are held as well.
+    """
     return {key: tensor.detach().clone() for key, tensor in _tensors(model)}
 
 
@@ -40,10 +44,14 @@ def put_back(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """Each tensor of the state once, also where several modules hold it."""
     seen = set()
-    for path, module in model.named_modules():
+    away = [kept for kept in state_of(model).kept if not kept.live]
+    for kept in away:
+        if kept.own_bias is not None:
+            yield (kept.fold.layer, "bias before folding"), kept.own_bias
+    for path, module in (*model.named_modules(), *((f"folded {kept.fold.norm}", kept.norm) for kept in away)):
         quantizers = state_of(module).quantizers
-        own = {name for q in quantizers for name in (*q.buffer_names, q.log_scale_name)}
+        own = {name for q in quantizers for name in (*q.buffer_names, *q.learned_names)}
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in own and id(tensor) not in seen:
+            if tensor is not None and name not in own and name != STEPS and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (path, name), tensor

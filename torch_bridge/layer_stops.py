@@ -16,11 +16,11 @@ from qsdk.core.layer_problem import PatchGeometry
 from qsdk.core.layer_walk import Layer
 from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.attention import multi_head_attention_forward
+from torch_bridge.frames import Frame
 from torch_bridge.functional import op_name
 from torch_bridge.gates import is_recurrent, suffixes
 from torch_bridge.recurrent import hidden_inputs, run_recurrent
 from torch_bridge.relu6 import graph_as_it_runs
-from torch_bridge.runtime import Frame
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored import find_stored, third_of
 from torch_bridge.suspended import same_input

@@ -11,6 +11,7 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ModelError
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.gates import arranged_weight, restored, suffixes
+from torch_bridge.live_training import require_folded
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored import stored_tensor, third_of
@@ -20,7 +21,12 @@ class LayerWeights:
     """Reads and writes stored tensors; what was written can be taken back."""
 
     def __init__(self, sim: QuantSim) -> None:
-        """Nothing has been written."""
+        """Nothing has been written.
+
+        Raises:
+            ConfigError: inside of a training block in which BatchNorms are trained.
+        """
+        require_folded(sim.model)
         self._sim = sim
         self._modules = dict(sim.model.named_modules())
         self._held: set[str] = set()

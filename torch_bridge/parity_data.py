@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_bridge.batches import Forward, feed, progress_over
 from torch_bridge.sim import QuantSim
 from torch_bridge.structure import argument_leaves, by_flat_name, tensors_of
+from torch_bridge.training import eval_mode
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +31,7 @@ def captures(
     try:
         for number, batch in progress_over(data, "parity", progress):
             seen.clear()
-            with sim.captured() as found, torch.no_grad():
+            with eval_mode(sim.model), sim.captured() as found, torch.no_grad():
                 outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
             yield {**seen, **found}, [_array(tensor) for tensor in tensors_of(outputs)]
     finally:

@@ -15,12 +15,14 @@ from torch_bridge.batches import Example, as_example
 from torch_bridge.computed import Computed, fold_computed
 from torch_bridge.find_folds import find_folds
 from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
+from torch_bridge.live_norms import KeptNorm, keep
+from torch_bridge.places import ambiguous
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
-from torch_bridge.structure import leaves_of
+from torch_bridge.structure import input_names, leaves_of, tensors_of
 from torch_bridge.training import restore_modes
 from torch_bridge.wiring import watch
-from torch_bridge.wrapper import is_wrapped, state_of, unwrap_model, wrap_model
+from torch_bridge.wrapper import is_wrapped, keep_norms, state_of, unwrap_model, wrap_model
 
 
 @dataclass(frozen=True)
@@ -109,24 +111,32 @@ def _wrap_and_fold(
     if fold_batch_norm:
         folds, unfolded = find_folds(own, wiring, config)
     said = {f.layer: said_by(statistics_of(own.get_submodule(f.norm)), before=f.before) for f in folds}
+    kept: list[KeptNorm] = []
     if folds:
         unwrap_model(own)
         for fold in folds:
+            if not fold.before:
+                kept.append(keep(own, fold))
             take_back = apply_fold(own, fold)
             if undone is not None:
                 undone.append(take_back)
         runtime = wrap_model(own, declared)
     root = state_of(own)
     root.folds, root.computed, root.norms = tuple(folds), tuple(computed), said
-    runtime.write_back = frozenset(wiring.read_again)
+    keep_norms(own, tuple(kept))
+    runtime.write_back, runtime.overwritten = frozenset(wiring.read_again), frozenset(wiring.overwritten)
+    names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
+    runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     sites: list[str] = []
 
     def note(site: str, x: Tensor) -> Tensor:
         sites.append(site)
         return x
 
+    runtime.notes_places = True
     with runtime.in_phase("visit", note), torch.no_grad():
         outputs = forms_of(leaves_of(run_example(own, given)))
+    runtime.notes_places, runtime.places = False, ambiguous(runtime.places)
     folded = tuple(fold.norm for fold in folds)
     notes = {
         f"{c.path}.{c.name}" if c.path else c.name: f"{c.how} is folded into its value, which is a plain tensor now"

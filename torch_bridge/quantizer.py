@@ -1,17 +1,37 @@
 """Quantizers: what stands at a site of a wrapped module."""
 
+import math
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from qsdk.core import affine
+from qsdk.core.dtypes import DType
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
 from qsdk.core.planning.plan import Decision
 from qsdk.core.spec import axis_of, block_size_of
-from torch_bridge.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat
+from torch_bridge.compiled import Kernels
+from torch_bridge.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat, quantize_through
+from torch_bridge.finer_grid import FinerGrid
+from torch_bridge.learned import can_learn_scales, learned_scale, learned_zero_point
+from torch_bridge.one_scale import Grid, runs_as_one_scale
+from torch_bridge.parallel import whole
 
-_LOG2_FACTORS = (-20.0, 20.0)
+
+class Watch(Protocol):
+    """Stands at a site while ranges are observed."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a range to quantize with."""
+        ...
+
+    def __call__(self, x: Tensor) -> bool:
+        """See what comes, and tell whether to quantize it."""
+        ...
 
 
 class Quantizer:
@@ -27,6 +47,11 @@ class Quantizer:
         home: the quantizer whose encoding this one shares, or None.
         factors: for a bias, the quantizers of its input and its weight.
         frozen: neither calibrated nor trained nor searched.
+        clipped_only: its gradients come from clipped elements alone (`fake_quant.Grid`).
+        kernels: what it computes with while it is trained (`fake_quant.Grid.kernels`).
+        keeps_result: nothing writes over what it gives (`fake_quant.Grid.keeps`).
+        watch: sees what is to be quantized, and says whether to (`observed_ranges`).
+        finer: the grid it trains on for now, in place of its own.
     """
 
     def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
@@ -35,7 +60,13 @@ class Quantizer:
         self.model = model
         self.home: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
-        self.frozen = False
+        self.frozen = self.clipped_only = self.keeps_result = False
+        self.kernels: Kernels | None = None
+        self.watch: Watch | None = None
+        self.finer: FinerGrid | None = None
+        shape = None if decision.kind in ("weight", "bias") else decision.shape
+        # as the sim's example has it, because not every activation has the batch in front
+        self._features = None if shape is None else math.prod([n for n in shape[1:] if isinstance(n, int)])
         self._scale_name, self._zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
         if self.owns_encoding:
             owner.register_buffer(self._scale_name, None)
@@ -53,8 +84,20 @@ class Quantizer:
 
     @property
     def scales_are_free(self) -> bool:
-        """Whether training can move its scales: none of a narrow type, none with few digits."""
+        """Whether any positive float32 can be its scale: none of a narrow type, none with few digits."""
         return self.decision.spec is not None and self.decision.spec.scales_are_free
+
+    @property
+    def can_learn_scale(self) -> bool:
+        """Whether training may move its scales."""
+        spec = self.decision.spec
+        return self.owns_encoding and not self.frozen and spec is not None and can_learn_scales(spec)
+
+    @property
+    def can_learn_zero_point(self) -> bool:
+        """Whether training may move its zero points."""
+        spec = self.decision.spec
+        return self.owns_encoding and not self.frozen and spec is not None and not spec.symmetric and not spec.dynamic
 
     @property
     def buffer_names(self) -> tuple[str, str]:
@@ -67,6 +110,16 @@ class Quantizer:
         return f"{self._scale_name}_log2"
 
     @property
+    def shift_name(self) -> str:
+        """The name of the owner's parameter that holds how many ranges a learned zero point has moved."""
+        return f"{self._zero_name}_shift"
+
+    @property
+    def learned_names(self) -> tuple[str, ...]:
+        """The names of the owner's parameters that are learned for this site now."""
+        return tuple(name for name in (self.log_scale_name, self.shift_name) if name in self.owner._parameters)
+
+    @property
     def calibrated(self) -> bool:
         """Whether there is an encoding to quantize with."""
         if not self.decision.quantized:
@@ -75,7 +128,7 @@ class Quantizer:
             return all(factor.calibrated for factor in self.factors)
         if self.home is not None:
             return self.home.calibrated
-        return self.owner._buffers[self._scale_name] is not None
+        return self.owner._buffers[self._scale_name] is not None and (self.watch is None or self.watch.known)
 
     def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
         """Give scale and zero point as float tensors of the encoding's shape.
@@ -86,15 +139,18 @@ class Quantizer:
         if self.home is not None:
             return self.home.scale_and_zero_point()
         if self.factors is not None:
-            scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
-            return scale.detach(), torch.zeros_like(scale)
+            with torch.no_grad():  # a bias moves no scale
+                scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
+                return scale, torch.zeros_like(scale)
         scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
         if scale_or_none is None or zero_point is None:
             raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
-        factor = self.owner._parameters.get(self.log_scale_name)
-        if factor is not None:
-            # the clamp keeps scales, and the product that a bias has, positive and finite whatever an optimizer did
-            scale_or_none = scale_or_none * torch.exp2(factor.clamp(*_LOG2_FACTORS))
+        spec, stored = self.decision.spec, self.owner._parameters
+        assert spec is not None
+        if (factor := stored.get(self.log_scale_name)) is not None:
+            scale_or_none = learned_scale(scale_or_none, whole(factor), spec)
+        if (shift := stored.get(self.shift_name)) is not None:
+            zero_point = learned_zero_point(zero_point, whole(shift), spec.dtype.lo, spec.dtype.hi)
         return scale_or_none, zero_point
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -109,12 +165,46 @@ class Quantizer:
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
             return _on_its_own_grid(x)
+        if self.watch is not None and not self.watch(x):
+            return x
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
             return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
-        gain = 1.0 / float(max(x.numel() / scale.numel() * spec.dtype.hi, 1.0)) ** 0.5
-        aligned = self._aligned(scale, x), self._aligned(zero_point, x)
-        return fake_quantize(x, *aligned, spec.dtype.lo, spec.dtype.hi, gain)
+        dtype = spec.dtype
+        if self.finer is not None:
+            scale, zero_point, dtype = *self.finer(scale, zero_point), self.finer.dtype
+        if self.factors is not None:
+            return quantize_through(x, self._aligned(scale, x), dtype.lo, dtype.hi)
+        grid = self._grid(self._elements(x) / scale.numel(), dtype)
+        if runs_as_one_scale(x, scale):
+            return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
+        return fake_quantize(x, self._aligned(scale, x), self._aligned(zero_point, x), grid)
+
+    def rectified(self, x: Tensor, ceiling: float) -> Tensor | None:
+        """Give `x.clamp(0, ceiling)` on the site's grid in one operation; None where that takes two.
+
+        Only while gradients are computed, where it saves the backward pass of the ReLU as well.
+        """
+        spec = self.decision.spec
+        if spec is None or spec.dynamic or not spec.dtype.is_integer:
+            return None
+        if self.decision.passes_through or x.dtype not in (torch.float32, torch.float64) or not x.requires_grad:
+            return None
+        if self.watch is not None or self.finer is not None:
+            return None
+        scale, zero_point = self.scale_and_zero_point()
+        if not torch.is_grad_enabled() or not runs_as_one_scale(x, scale) or zero_point.requires_grad:
+            return None  # what a zero point moves would have to be told from what the ReLU cuts
+        grid = self._grid(self._elements(x), spec.dtype)._replace(rectifies=True, ceiling=ceiling)
+        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
+
+    def _elements(self, x: Tensor) -> int:
+        """The elements of a weight, and of one example of an activation: parts of a batch add up to the whole."""
+        return x.numel() if self._features is None else self._features
+
+    def _grid(self, elements_per_scale: float, dtype: DType) -> Grid:
+        gain = 1.0 / max(elements_per_scale * dtype.hi, 1.0) ** 0.5
+        return Grid(dtype.lo, dtype.hi, gain, self.clipped_only, self.keeps_result, kernels=self.kernels)
 
     def encoding(self) -> Encoding:
         """Give what was found for this site (the shared or derived one where it has none of its own)."""
@@ -177,4 +267,4 @@ def _on_its_own_grid(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return x
     low, high = x.detach().aminmax()
-    return fake_quantize(x, *affine.dynamic_parameters(low, high), 0, 255)
+    return fake_quantize(x, *affine.dynamic_parameters(low, high), Grid(0, 255))

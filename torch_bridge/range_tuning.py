@@ -17,32 +17,11 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.spec import PerTensor, Spec
 from torch_bridge.batches import Forward, feed
+from torch_bridge.fake_quant import fake_quantize
+from torch_bridge.one_scale import Grid
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.structure import tensors_of
-
-
-class _FakeQuantize(torch.autograd.Function):
-    """The exact formula; straight-through in x, and what it does to the scale and the zero point."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-        ctx.save_for_backward(x, scale, zero_point)
-        ctx.grid = (lo, hi)
-        return (x / scale).round_().add_(zero_point).clamp_(lo, hi).sub_(zero_point).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point = ctx.saved_tensors
-        ratio = x / scale
-        levels = ratio.round()
-        clipped = (levels + zero_point).clamp_(*ctx.grid).sub_(zero_point)
-        inside = levels == clipped
-        passed = grads[0] * inside
-        # inside: round(x/s) - x/s; clipped: the end of the grid
-        by_scale = (grads[0] * clipped).sum() - (passed * ratio).sum()
-        by_zero_point = (passed.sum() - grads[0].sum()) * scale
-        return passed, by_scale.reshape_as(scale), by_zero_point.reshape_as(zero_point), None, None
 
 
 class LearnedRange:
@@ -71,10 +50,7 @@ class LearnedRange:
             scale = (high - low) / (spec.dtype.hi - spec.dtype.lo)
             exact = spec.dtype.lo - low / scale
             zero_point = exact + (exact.round() - exact).detach()
-        found: Tensor = _FakeQuantize.apply(  # type: ignore[no-untyped-call]
-            x, scale.to(x.dtype), zero_point.to(x.dtype), spec.dtype.lo, spec.dtype.hi
-        )
-        return found
+        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), Grid(spec.dtype.lo, spec.dtype.hi))
 
     def encoding(self) -> Encoding:
         """The encoding of the range as it is now; the one from before where nothing was learned."""

@@ -93,7 +93,7 @@ def _eager_layer(
         runtime.recurrent(module, layer, x, states)
     result, *last = _run_kernel(module, runtime, layer, x, states)
     length, batch, width = result.shape
-    apart = result.view(length, batch, -1, module.hidden_size).transpose(1, 2)
+    apart = result.view(length, batch, width // module.hidden_size, module.hidden_size).transpose(1, 2)
     apart = _at(runtime, f"output_l{layer}", apart)
     return apart.transpose(1, 2).reshape(length, batch, width), last
 
@@ -127,7 +127,7 @@ def hidden_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, s
         [T, N, directions * H].
     """
     after = _run_kernel(module, runtime, layer, x, states)[0]
-    after = after.view(*after.shape[:2], -1, module.hidden_size)
+    after = after.view(*after.shape[:2], after.shape[2] // module.hidden_size, module.hidden_size)
     first = states[0]
     before = [torch.cat([first[:1], after[:-1, :, 0]])]
     if module.bidirectional:

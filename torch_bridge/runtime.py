@@ -1,8 +1,8 @@
 """The runtime of a sim: where the forward pass is, what its sites are called and what happens at them."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,40 +12,18 @@ from torch.overrides import TorchFunctionMode
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.attention import stand_in
+from torch_bridge.frames import Frame, name_of_call
 from torch_bridge.functional import makes_value, op_name
+from torch_bridge.later_inputs import LaterInputs, only_moves
+from torch_bridge.places import place, require_place
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.recomputation import records_gradients, refuse_lost_sites, refuse_reused, saving_hook
+from torch_bridge.rectifiers import ceiling_of_call
 from torch_bridge.stored import third_of
+from torch_bridge.structure import tensors_of
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
-
-
-@dataclass
-class Frame:
-    """One call of a wrapped module.
-
-    Attributes:
-        path: of the module in the model, the same for every call.
-        name: how this call is called in sites: the path it was reached by, with call marks.
-        leaf: whether the module is one op.
-        counts: how often each op and child was called in it.
-    """
-
-    path: str
-    name: str
-    leaf: bool
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def next(self, name: str) -> int:
-        """Count a call and give its number, from 0."""
-        number = self.counts.get(name, 0)
-        self.counts[name] = number + 1
-        return number
-
-    def next_op(self, name: str) -> str:
-        """Count a call of an op in this frame and give it as owner of a site."""
-        owner = f"{self.name}/{name}" if self.name else name
-        return f"{owner}.{self.next(name)}"
 
 
 class Watcher(Protocol):
@@ -69,10 +47,18 @@ class Runtime:
         visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
         watcher: told of every torch function and in-place result while the model's wiring is learned.
         write_back: sites of in-place ops whose tensor is read again by its old name.
+        overwritten: sites whose tensor something is written over after they were quantized.
         marked: the sites written into the graph by the last `mark` phase.
         reused: paths of the modules that one forward pass calls more than once.
         attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
         recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
+        told: is given the values of every site that is simulated, with its name.
+        ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
+        places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
+        notes_places: whether the places of all calls are being noted.
+        inputs: names of those that the example had.
+        later: what comes from others while a forward pass has them.
+        course: what schedules have changed, while the model is trained (`course.Course`).
     """
 
     def __init__(self) -> None:
@@ -81,11 +67,19 @@ class Runtime:
         self.visitor: Visitor | None = None
         self.watcher: Watcher | None = None
         self.write_back: frozenset[str] = frozenset()
+        self.overwritten: frozenset[str] = frozenset()
         self.marked: list[str] = []
         self.reused: frozenset[str] = frozenset()
         self.attention: frozenset[str] = frozenset()
         self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
         self.frame: Frame | None = None
+        self.told: Callable[[str, Tensor], None] | None = None
+        self.ddp: int | None = None
+        self.course: object | None = None
+        self.inputs: frozenset[str] = frozenset()
+        self.places: dict[str, str] = {}
+        self.notes_places = False
+        self.later: LaterInputs | None = None
 
     @contextmanager
     def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
@@ -97,6 +91,31 @@ class Runtime:
         finally:
             self.phase, self.visitor = before
 
+    @contextmanager
+    def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Tell of the values of every site for a while."""
+        self.told = told
+        try:
+            yield
+        finally:
+            self.told = None
+
+    def at_its_place(self, call: str) -> str:
+        """Note the place of a call, or hold it against that of the example; gives the call.
+
+        Raises:
+            ModelError: it is another.
+        """
+        if self.notes_places:
+            self.places[call] = place()
+        elif self.phase == "quantize" and call in self.places and not torch.compiler.is_compiling():
+            require_place(call, self.places[call])
+        return call
+
+    def is_later(self, name: str, value: Any) -> bool:
+        """Whether an input holds tensors, and the example did not have it."""
+        return self.phase == "quantize" and name.partition(".")[0] not in self.inputs and bool(tensors_of(value))
+
     def call(
         self,
         paths: tuple[str, ...],
@@ -105,6 +124,7 @@ class Runtime:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        ceiling: float | None = None,
     ) -> Any:
         """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
 
@@ -115,20 +135,29 @@ class Runtime:
             forward: the module's own forward.
             args: what it is called with.
             kwargs: and by keyword.
+            ceiling: upper bound of a ReLU.
         """
         parent = self.frame
-        if self.phase == "float" or (parent is not None and parent.leaf):
+        if self.phase == "float" or (parent is not None and parent.leaf and not parent.guest):
             return forward(*args, **kwargs)
         if parent is None and paths[0] in self.reused:
-            _refuse_recomputation(paths[0])
-        frame = Frame(paths[0], _name_of_call(parent, paths), leaf)
+            refuse_reused(paths[0])
+        frame = Frame(paths[0], name_of_call(parent, paths), leaf)
+        if self.places or self.notes_places:
+            self.at_its_place(frame.name)
+        if records_gradients():
+            frame.recording, frame.hook = True, saving_hook()
         self.frame = frame
         try:
+            if leaf and self.later is not None and self.later.read_by(args, kwargs):
+                return self.later.make(forward(*args, **kwargs), site_name(frame.name, "output"), self.quantizers)
+            if ceiling is not None and (made := self.rectified(frame.name, ceiling, args)) is not None:
+                return made
             if parent is None:
                 with SiteMode(self):
                     result = forward(*args, **kwargs)
-            elif leaf and self.phase == "visit" and self.watcher is None:
-                # nothing inside one op is a site, and calibration feels each detour through the mode
+            elif leaf and self._off_the_mode():
+                # nothing inside one op is a site, and each detour through the mode is felt
                 with torch._C.DisableTorchFunction():
                     result = forward(*args, **kwargs)
             else:
@@ -138,6 +167,20 @@ class Runtime:
         finally:
             self.frame = parent
         return result
+
+    def as_guest(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a module that was put into the model later, as adapters are: it computes in float.
+
+        The modules of the model in it are called as if by its caller.
+        """
+        caller = self.frame
+        if caller is None or caller.leaf:
+            return forward(*args, **kwargs)
+        self.frame = Frame(caller.path, caller.name, True, True, caller.recording, caller.hook, caller.counts)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.frame = caller
 
     def emit_result(self, owner: str, result: Any, args: tuple[Any, ...] = ()) -> Any:
         """Pass every floating-point tensor of a result through its site: `output`, `output1`, ...
@@ -169,14 +212,25 @@ class Runtime:
             if self.phase == "mark":
                 self.marked.append(site)
                 return mark(x, site)
-            if self.phase == "visit":
-                assert self.visitor is not None
-                # the visitor's own arithmetic need not pass through the mode call by call
-                with torch._C.DisableTorchFunction():
-                    return self.visitor(site, x)
-            return self.quantized(site, x)
+            if frame is not None and frame.recording and self.quantizers.get(site) is not None:
+                refuse_lost_sites(frame.path, frame.hook, site)
+            if not self._off_the_mode():
+                return self._at(site, x)
+            # the arithmetic of a site need not pass through the mode call by call
+            with torch._C.DisableTorchFunction():
+                return self._at(site, x)
         finally:
             self.frame = frame
+
+    def _at(self, site: str, x: Tensor) -> Tensor:
+        if self.phase == "visit":
+            assert self.visitor is not None
+            return self.visitor(site, x)
+        return self.quantized(site, x)
+
+    def _off_the_mode(self) -> bool:
+        """Whether what is no site's business may bypass the mode: not while wiring or graphs are read from it."""
+        return self.phase != "mark" and self.watcher is None and not torch.compiler.is_compiling()
 
     def read_packed(self, name: str, packed: Tensor, part: str) -> Tensor:
         """Pass the packed projection of the calling attention module, or a part of it, through its site.
@@ -200,6 +254,24 @@ class Runtime:
         finally:
             self.frame = frame
         return self.emit(site_name(frame.next_op(name), "output"), result)
+
+    def rectified(self, owner: str, ceiling: float, args: tuple[Any, ...]) -> Tensor | None:
+        """What a ReLU gives at its site, where its quantizer does its work too."""
+        site = site_name(owner, "output")
+        quantizer = self.quantizers.get(site) if self.phase == "quantize" else None
+        if quantizer is None or len(args) != 1 or site in self.write_back or not self._off_the_mode():
+            return None
+        frame, self.frame = self.frame, None
+        try:
+            if frame is not None and frame.recording:
+                refuse_lost_sites(frame.path, frame.hook, site)
+            with torch._C.DisableTorchFunction():
+                made = quantizer.rectified(args[0], ceiling)
+            if made is not None and self.told is not None:
+                self.told(site, made)
+            return made
+        finally:
+            self.frame = frame
 
     def _emit_in_place(self, site: str, x: Tensor) -> Tensor:
         """Write the site's values into a tensor that others read by its old name (`self.relu(x)` without `x =`)."""
@@ -226,12 +298,18 @@ class Runtime:
             ModelError: the plan does not know the site.
         """
         if site not in self.quantizers:
+            if self.later is not None and only_moves(site):
+                return x
+            has = "" if self.later is None else f" and has {self.later.names}"
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "
-                "that takes the same path through the model"
+                f"that takes the same path through the model{has}"
             )
         quantizer = self.quantizers[site]
-        return x if quantizer is None else quantizer(x)
+        made = x if quantizer is None else quantizer(x)
+        if self.told is not None:
+            self.told(site, made)
+        return made
 
 
 class SiteMode(TorchFunctionMode):
@@ -250,52 +328,49 @@ class SiteMode(TorchFunctionMode):
     ) -> Any:
         """Run the function and quantize what it gives; a fused one as the ops that it is made of."""
         frame = self.runtime.frame
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the same op; torch.compile does not trace the method's super() under a mode
+        if getattr(func, "__name__", "") == "tag_activation_checkpoint":  # torch.compile calls what is checkpointed
+            return func(functools.partial(self._inside, args[0]), *args[1:], **(kwargs or {}))
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
+            if self.runtime.later is not None and self.runtime.later.read_by(args, kwargs):
+                return self._after_later_inputs(self.runtime.later, frame, func, args, kwargs)
             parts = stand_in(func, self.runtime.read_packed, self.runtime.run_whole)
             if parts is not None:
                 with self:
                     return parts(*args, **(kwargs or {}))
+            name = op_name(func)
+            ceiling = ceiling_of_call(name, args, kwargs) if name else None
+            if name and ceiling is not None and self.runtime.phase == "quantize":
+                return self._rectified(self.runtime.at_its_place(frame.next_op(name)), func, ceiling, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if frame is not None and self.runtime.watcher is not None:
             self.runtime.watcher.read(frame, (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
-        name = op_name(func)
         if name is None or not makes_value(name, args, kwargs):
             return result
-        return self.runtime.emit_result(frame.next_op(name), result, args)
+        return self.runtime.emit_result(self.runtime.at_its_place(frame.next_op(name)), result, args)
 
+    def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
 
-def _name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
-    """Name a call of a module by the path that its caller knows it under, numbered from the second call on."""
-    if parent is None:
-        return paths[0]
-    prefix = f"{parent.path}." if parent.path else ""
-    if len(paths) == 1 and parent.name == parent.path and paths[0].startswith(prefix):
-        return _numbered(parent, paths[0])  # the common case, kept short because it runs at every call
-    inside = [path[len(prefix) :] for path in paths if path.startswith(prefix)]
-    if inside:
-        nearest = inside[0]
-        for path in inside[1:]:  # written out because torch.compile does not trace min() with a key
-            nearest = path if path.count(".") < nearest.count(".") else nearest
-        name = f"{parent.name}.{nearest}" if parent.name else nearest
-    else:
-        name = f"{parent.name}/{paths[0]}"  # the caller holds it outside its own modules
-    return _numbered(parent, name)
+    def _after_later_inputs(
+        self, later: LaterInputs, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), op_name(func)
+        computes = isinstance(result, Tensor) and result.is_floating_point() and name is not None
+        site = site_name(frame.next_op(name), "output") if computes and name is not None else None
+        return later.make(result, site, self.runtime.quantizers)
 
-
-def _numbered(parent: Frame, name: str) -> str:
-    number = parent.next(f"module {name}")
-    return f"{name}@{number}" if number else name
-
-
-def _refuse_recomputation(path: str) -> None:
-    """Activation checkpointing calls a module again in the backward pass, where nothing says which call it repeats."""
-    if torch._C._current_graph_task_id() != -1:
-        raise ModelError(
-            f"{path} is called several times in one forward pass, so its recomputation cannot tell its sites apart; "
-            "checkpoint the module that calls it instead"
-        )
+    def _rectified(
+        self, owner: str, func: Callable[..., Any], ceiling: float, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        made = self.runtime.rectified(owner, ceiling, args)
+        if made is None:
+            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), args)
+        return made
 
 
 def mark(x: Tensor, site: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.batches import Example
+from torch_bridge.clock import STEPS
 from torch_bridge.sim import QuantSim
 from torch_bridge.wrapper import FOLDED, state_of
 
@@ -98,10 +99,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _encoding_keys(model: nn.Module) -> set[str]:
-    found: set[str] = set()
+    """The keys of encodings, and of what there is beside them while they are learned."""
+    found = {STEPS}
     for path, module in model.named_modules(remove_duplicate=False):
         for quantizer in state_of(module).quantizers:
-            found.update(f"{path}.{name}" if path else name for name in quantizer.buffer_names)
+            names = (*quantizer.buffer_names, *quantizer.learned_names)
+            found.update(f"{path}.{name}" if path else name for name in names)
     return found
 
 

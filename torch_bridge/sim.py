@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.errors import ConfigError, ExportError, ModelError
 from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
@@ -27,16 +27,19 @@ from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
 from torch_bridge.batches import Example, as_example
+from torch_bridge.compiled import compiled_kernels
+from torch_bridge.course import Course
 from torch_bridge.fingerprint import fingerprint
 from torch_bridge.held_weights import hold, put_back
+from torch_bridge.live_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
 from torch_bridge.prepare import Prepared
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.relu6 import bounds, set_bounds
 from torch_bridge.runtime import Runtime
 from torch_bridge.stored import find_stored, stored_tensor
 from torch_bridge.trace import Traced, marked_onnx
-from torch_bridge.training import eval_mode, parameter_groups, training
-from torch_bridge.wrapper import state_of, unwrap_model
+from torch_bridge.training import Learning, eval_mode, leave_training, parameter_groups, training
+from torch_bridge.wrapper import float_class, guests_of, state_of, unwrap_model
 
 
 class QuantSim(StatefulSim):
@@ -107,13 +110,24 @@ class QuantSim(StatefulSim):
         report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead)
         report = with_reasons(report, self.bias_remarks())
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
+        staying = stays_folded(self.model)
+        notes |= {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
+        came = guests_of(self.model).items()
+        notes |= {
+            f"{path} ({what})": "float, because it came into the model after that was quantized" for path, what in came
+        }
         return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        leave(self.model)  # a copy has left the training that the original is in
+        leave_training(self.model, list(self.quantizers.values()))
 
     def __repr__(self) -> str:
         counts = self.coverage().summary
         calibrated = sum(q.calibrated for q in self.quantizers.values())
         return (
-            f"QuantSim({type(self.model).__mro__[2].__name__}: {counts['quantized']} quantized, {counts['tied']} tied, "
+            f"QuantSim({float_class(self.model).__name__}: {counts['quantized']} quantized, {counts['tied']} tied, "
             f"{counts['float']} float; {calibrated} of {len(self.quantizers)} quantizers ready)"
         )
 
@@ -123,13 +137,21 @@ class QuantSim(StatefulSim):
         It is traced anew only where more than the values of its parameters and buffers has changed since the last time.
 
         Raises:
-            ExportError: torch cannot trace the model any more.
+            ExportError: torch cannot trace the model any more, or something was put into it.
         """
-        if self._traced_as != fingerprint(self.model):
-            with eval_mode(self.model):
-                self._trace = marked_onnx(self.model, self.runtime, self.example)
-            self._traced_as = fingerprint(self.model)
-        return self._trace.model, self._trace.stored.of(self.model)
+        for path, what in guests_of(self.model).items():
+            raise ExportError(
+                f"{path} ({what}) came into the model after that was quantized, so it has no encodings; take it out "
+                "again (merge_and_unload() of adapters does), or quantize the model that has it"
+            )
+        live = bool(live_in(self.model))
+        with folded_for_now(self.model):
+            if self._traced_as != fingerprint(self.model):
+                with eval_mode(self.model):
+                    self._trace = marked_onnx(self.model, self.runtime, self.example)
+                self._traced_as = fingerprint(self.model)
+            stored = self._trace.stored.of(self.model)
+            return self._trace.model, {name: x.copy() for name, x in stored.items()} if live else stored
 
     def ready(self) -> dict[str, bool]:
         """Site -> whether its encoding has been found, for every quantized site."""
@@ -148,24 +170,29 @@ class QuantSim(StatefulSim):
         own = {site: q.encoding() for site, q in quantizers if q.owns_encoding and q.calibrated}
         held: Any = None
         if weights:
-            held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
+            with folded_for_now(self.model):
+                held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
         return SimState(self.config, self.plan, own, held, self.methods)
 
     def restore(self, state: SimState) -> None:
         """Be again what a snapshot says; weights that it holds are copied into the parameters there are.
 
         Raises:
-            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer.
+            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer, or another plan
+                where schedules are at work.
             ModelError: it holds the weights of another model.
         """
-        if any(q.log_scale_name in q.owner._parameters for q in self.quantizers.values()):
+        if any(q.learned_names for q in self.quantizers.values()):
             raise ConfigError("scales are being learned; leave the training block before you change the sim")
+        if state.plan is not self.plan and isinstance(self.runtime.course, Course) and self.runtime.course.busy:
+            raise ConfigError("schedules are at work; leave the training block before you change the plan")
         assert state.config is not None
         if state.stored is not None:
             held, norms, relu6, biases = state.stored
-            put_back(self.model, held)
-            set_bounds(self.model, relu6)
-            state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
+            with folded_for_now(self.model, changes=True):
+                put_back(self.model, held)
+                set_bounds(self.model, relu6)
+                state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
         before, self.config, self.plan = self.plan, state.config, state.plan
         self.methods = state.methods or self.methods
         if state.plan is not before:
@@ -230,16 +257,46 @@ class QuantSim(StatefulSim):
 
     @contextmanager
     def training(
-        self, *, learn_scales: bool = False, schedules: Sequence[Callable[["QuantSim", int], None]] = ()
+        self,
+        *,
+        learn_scales: bool = False,
+        learn_zero_points: bool = False,
+        gradient: Literal["lsq", "pact"] = "lsq",
+        freeze_bn_after: float | None = None,
+        compile_kernels: bool = False,
+        schedules: Sequence[Callable[["QuantSim", int], None]] = (),
     ) -> Iterator[nn.Module]:
         """Train: inside the block `sim.model` is in train mode; afterwards in eval mode with ranges fixed.
 
+        Weights are trained straight-through. A learned scale is 2**p times the calibrated one, so it stays positive.
+
         Args:
-            learn_scales: scales are parameters inside the block (`parameter_groups`).
+            learn_scales: scales are learned, see `parameter_groups`.
+            learn_zero_points: zero points of asymmetric ranges are learned; they stay whole numbers on the grid.
+            gradient: of scales and zero points: `lsq` counts rounding errors too (Esser et al. 2020; LSQ+, Bhalgat et
+                al. 2020), `pact` clipped elements alone (Choi et al. 2018), so that only the ends of the range matter.
+            freeze_bn_after: optimizer steps for which BatchNorms use batch statistics, 0 and `math.inf` allowed;
+                afterwards their running ones. Folded ones are trained with the folding simulated and folded again at
+                the end. None leaves these folded, and the others as `model.train()` has them.
+            compile_kernels: one flat kernel each for the forward and the backward pass of activations on a CPU, by
+                torch.compile (seconds, once per process); where that does not work, a warning, and training goes on
+                without. Forward passes are bit-identical. Of no use to a model that is compiled whole.
             schedules: called with the sim and the optimizer steps so far: 0 at the start, and after every step.
+
+        Raises:
+            CalibrationError: a scale or zero point that is to be learned has not been calibrated.
+            ConfigError: an unknown gradient, or no number of steps.
         """
+        if gradient not in ("lsq", "pact"):
+            raise ConfigError(f"gradient={gradient!r} is unknown; choose lsq or pact")
+        kernels = compiled_kernels() if compile_kernels else None
+        learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]
-        with training(self.model, list(self.quantizers.values()), learn_scales=learn_scales, schedules=called) as model:
+        with (
+            live_norms(self.model, freeze_bn_after) as freezing,
+            training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,
+        ):
+            remember(self.model)
             self.folded_norms.clear()  # what they said of a layer's values will be true no more
             yield model
 
@@ -272,6 +329,7 @@ class QuantSim(StatefulSim):
     def unwrap(self) -> nn.Module:
         """Give the current float model: a copy in plain classes."""
         copied = copy.deepcopy(self.model)
+        leave(copied)
         unwrap_model(copied)
         return copied
 

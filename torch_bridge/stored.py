@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from qsdk.core.errors import ModelError
 from torch_bridge.gates import arranged_weight, is_recurrent
 
+STATE = "_qsdk_state"  # where a wrapped module has its state, in its __dict__
 # Thirds of a packed projection: the first and the one past the last.
 _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}
 
@@ -31,6 +32,9 @@ def find_stored(model: nn.Module, site: str) -> Tensor | None:
     if is_recurrent(module):
         arranged = arranged_weight(module, port)
         return module._parameters.get(port) if arranged is None else arranged
+    state = module.__dict__.get(STATE)
+    if state is not None and state.live is not None and port in ("weight", "bias"):
+        return state.live.parameter(module, port)  # type: ignore[no-any-return]
     found = {**module._parameters, **module._buffers}.get(port)
     if found is None and isinstance(module, nn.MultiheadAttention):
         name, _, part = port.rpartition("_")

@@ -11,6 +11,7 @@ from torch import Tensor
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.scaling.looks import Look
 from torch_bridge.batches import Forward, feed, progress_over
+from torch_bridge.live_training import require_folded
 from torch_bridge.sim import QuantSim
 from torch_bridge.training import eval_mode
 
@@ -49,6 +50,7 @@ def look(
 
 
 def _tensors(sim: QuantSim) -> dict[str, Tensor]:
+    require_folded(sim.model)
     paths = sim.stored_paths()
     state = {
         path: tensor

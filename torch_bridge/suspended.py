@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _push_mode
 
 from qsdk.core.errors import DataError
-from torch_bridge.runtime import Frame, Phase, Runtime, Visitor
+from torch_bridge.frames import Frame
+from torch_bridge.runtime import Phase, Runtime, Visitor
 
 
 class AbandonedError(BaseException):

@@ -1,14 +1,19 @@
-"""Quantization-aware training: scales become parameters for a while, positive by construction."""
+"""Quantization-aware training: what is learned becomes a parameter for a while."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_bridge.clock import Schedule, counting
+from torch_bridge.clock import STEPS, Schedule, counting
+from torch_bridge.compiled import Kernels
+from torch_bridge.course import Course, on_course
+from torch_bridge.parallel import shard_again, without_effect
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.wrapper import state_of
 
 
 @contextmanager
@@ -28,42 +33,96 @@ def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
         module.training = mode
 
 
+@dataclass(frozen=True)
+class Learning:
+    """What is learned besides the weights.
+
+    Attributes:
+        scales: every scale that may move.
+        zero_points: the zero points of asymmetric ranges.
+        clipped_only: from clipped elements alone, as PACT does.
+        kernels: what quantizers compute with; None for eager operations.
+    """
+
+    scales: bool = False
+    zero_points: bool = False
+    clipped_only: bool = False
+    kernels: Kernels | None = None
+
+
 @contextmanager
 def training(
-    model: nn.Module, quantizers: Sequence[Quantizer], *, learn_scales: bool, schedules: Sequence[Schedule] = ()
+    model: nn.Module, quantizers: Sequence[Quantizer], learning: Learning, *, schedules: Sequence[Schedule] = ()
 ) -> Iterator[nn.Module]:
-    """Put a wrapped model in train mode; with `learn_scales` each scale of its own gets a factor 2**p inside.
+    """Put a wrapped model in train mode; scales and zero points that are learned have a parameter each inside.
 
-    The parameters p start at 0. Their gradients are those of LSQ (Esser et al. 2020) through log2, so that no step can
-    make a scale negative, and a scale that is not trained stays bit for bit. Scales that are
-    confined (`scale_bits`, narrow types of block scales) are not trained.
-    Afterwards the model is in eval mode and the scales are fixed, also when the block raises.
+    The parameters start at 0, where nothing has moved by a bit. Afterwards the model is in eval mode and the encodings
+    are fixed, also when the block raises.
     """
-    learned = [q for q in quantizers if learn_scales and q.owns_encoding and not q.frozen and q.scales_are_free]
-    scales = [q.scale_and_zero_point()[0] for q in learned]  # names the site that has none, before anything changes
-    for quantizer, scale in zip(learned, scales, strict=True):
-        quantizer.owner.register_parameter(quantizer.log_scale_name, nn.Parameter(torch.zeros_like(scale)))
-    model.train()
-    try:
-        with counting(model, schedules):
-            yield model
-    finally:
-        for quantizer in learned:
-            scale, _ = quantizer.scale_and_zero_point()
-            quantizer.owner._buffers[quantizer.buffer_names[0]] = scale.detach().clone()
-            del quantizer.owner._parameters[quantizer.log_scale_name]
+    scales = [q for q in quantizers if learning.scales and q.can_learn_scale]
+    shifted = [q for q in quantizers if learning.zero_points and q.can_learn_zero_point]
+    learned = list(dict.fromkeys([*scales, *shifted]))
+    runtime = state_of(model).runtime
+    runtime.ddp = None
+    with on_course(runtime, quantizers) as course:
+        model.train()
+        try:
+            with counting(model, schedules):
+                found = {q: q.scale_and_zero_point() for q in learned}  # names the site that has none
+                for quantizer in scales:
+                    quantizer.owner.register_parameter(
+                        quantizer.log_scale_name, nn.Parameter(torch.zeros_like(found[quantizer][0]))
+                    )
+                for quantizer in shifted:
+                    quantizer.owner.register_parameter(
+                        quantizer.shift_name, nn.Parameter(torch.zeros_like(found[quantizer][1]))
+                    )
+                for quantizer in learned:
+                    quantizer.clipped_only = learning.clipped_only
+                    course.guard(quantizer)
+                for quantizer in quantizers:
+                    quantizer.kernels = learning.kernels
+                yield model
+        finally:
+            shard_again(model)
+            for quantizer in quantizers:
+                _fix(quantizer)
+            model.eval()
+
+
+def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
+    """Have a copy that was made inside of a training block be as if that had ended."""
+    runtime = state_of(model).runtime
+    if isinstance(runtime.course, Course):
+        for quantizer in quantizers:
+            _fix(quantizer)
+        runtime.course.close()
+        runtime.course = None
+        model._buffers.pop(STEPS, None)
         model.eval()
+
+
+def _fix(quantizer: Quantizer) -> None:
+    """Write what was learned into the encoding."""
+    if quantizer.learned_names:
+        encoding = quantizer.scale_and_zero_point()
+        for name, value in zip(quantizer.buffer_names, encoding, strict=True):
+            quantizer.owner._buffers[name] = value.detach().clone()
+    for name in quantizer.learned_names:
+        parameter = quantizer.owner._parameters.pop(name)
+        assert parameter is not None
+        without_effect(parameter)
+    quantizer.clipped_only, quantizer.kernels = False, None
 
 
 def parameter_groups(
     model: nn.Module, quantizers: Sequence[Quantizer], *, lr: float, scale_lr: float | None
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: weights at `lr`, learned scales at `scale_lr` (default `lr`) without weight decay."""
-    named = [(q.owner._parameters.get(q.log_scale_name)) for q in quantizers]
-    scales = [parameter for parameter in named if parameter is not None]
-    identities = {id(parameter) for parameter in scales}
+    """Optimizer groups: weights at `lr`; learned scales and zero points at `scale_lr` (default `lr`) without decay."""
+    learned = [q.owner._parameters[name] for q in quantizers for name in q.learned_names]
+    identities = {id(parameter) for parameter in learned}
     weights = [parameter for parameter in model.parameters() if id(parameter) not in identities]
     groups: list[dict[str, Any]] = [{"params": weights, "lr": lr}]
-    if scales:
-        groups.append({"params": scales, "lr": lr if scale_lr is None else scale_lr, "weight_decay": 0.0})
+    if learned:
+        groups.append({"params": learned, "lr": lr if scale_lr is None else scale_lr, "weight_decay": 0.0})
     return groups

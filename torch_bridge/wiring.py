@@ -1,7 +1,7 @@
 """Watching one forward pass: who made which tensor, who read it, and which in-place results are read by old names."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qsdk.core.site import owner_of, port_of, without_calls
-from torch_bridge.runtime import Frame, Runtime
+from torch_bridge.frames import Frame
+from torch_bridge.runtime import Runtime
 from torch_bridge.wrapper import state_of
 
 
@@ -27,14 +28,17 @@ class Wiring:
         self.result_of: dict[str, Tensor] = {}
         self.written_over: dict[int, str] = {}
         self.read_again: set[str] = set()
+        self.versions: dict[int, tuple[str, int]] = {}  # what is emitted -> its site, and how often it was written then
+        self.overwritten: set[str] = set()
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Note which owner made a tensor."""
+        self.kept.append(x)
+        self.versions[id(x)] = site, x._version
         if port_of(site) == "output":
             owner = without_calls(owner_of(site))
             # a module that its caller holds outside its own modules is `caller/path`
             owner = self.first_path.get(owner) or self.first_path.get(owner.partition("/")[2]) or owner
-            self.kept.append(x)
             self.maker[id(x)] = owner
             self.calls[owner] += 1
             self.result_of[owner] = x
@@ -48,6 +52,7 @@ class Wiring:
 
     def read(self, frame: Frame, arguments: Any, result: Any) -> None:
         """Note who read which tensors to compute another."""
+        self._note_in_place(*arguments)
         if not _tensors(result):
             return  # a shape or a number
         given = _tensors(arguments)
@@ -60,6 +65,22 @@ class Wiring:
                 self.read_again.add(self.written_over[id(tensor)])
             self.readers.setdefault(id(tensor), []).append(frame.path)
 
+    def _note_in_place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+        """An op that writes over its argument when it is trained; a Dropout does not do it in eval mode."""
+        if (kwargs or {}).get("inplace") and args and id(args[0]) in self.versions:
+            self.overwritten.add(self.versions[id(args[0])][0])
+
+    def finish(self, result: Any) -> None:
+        """Note what the model gives away, and what was written over."""
+        for leaf in _tensors(result):
+            if id(leaf) in self.written_over:
+                self.read_again.add(self.written_over[id(leaf)])
+            self.readers.setdefault(id(leaf), []).append("")
+            if id(leaf) in self.versions:
+                self.overwritten.add(self.versions[id(leaf)][0])  # its owner may write over it
+        versions = {id(x): x._version for x in self.kept}
+        self.overwritten |= {site for key, (site, version) in self.versions.items() if versions[key] != version}
+
 
 def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
     """Run the model once and note its wiring."""
@@ -70,10 +91,7 @@ def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
             result = run()
     finally:
         runtime.watcher = None
-    for leaf in _tensors(result):
-        if id(leaf) in wiring.written_over:
-            wiring.read_again.add(wiring.written_over[id(leaf)])
-        wiring.readers.setdefault(id(leaf), []).append("")
+    wiring.finish(result)
     return wiring
 
 

@@ -14,25 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.errors import ModelError
 from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.site import site_name
 from torch_bridge.cells import is_cell, run_cell
+from torch_bridge.clock import STEPS
 from torch_bridge.computed import Computed, fold_computed_checkpoint
+from torch_bridge.course import RANGES
 from torch_bridge.fold import Fold, fold_checkpoint
 from torch_bridge.gates import is_recurrent
+from torch_bridge.later_inputs import LaterInputs
 from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
+from torch_bridge.learned_state import keep_float32, meet_learned
+from torch_bridge.live_norms import KeptNorm, meet_checkpoint
+from torch_bridge.parallel import of_the_sharding, require_synchronized
 from torch_bridge.quantizer import Quantizer
+from torch_bridge.recomputation import records_gradients
+from torch_bridge.rectifiers import ceiling_of
 from torch_bridge.recurrent import run_recurrent
 from torch_bridge.runtime import Runtime
+from torch_bridge.stored import STATE
 from torch_bridge.structure import Path, input_names, mapped
 
-STATE = "_qsdk_state"
 FOLDED = "qsdk_folded"  # in the metadata of a state_dict
 
 
 @dataclass
 class ModuleState:
-    """What a wrapped module knows of itself: its paths, its place in the sim, and its own quantizers."""
+    """What a wrapped module knows of itself: its paths, its place in the sim, and its own quantizers.
+
+    A layer and a BatchNorm that are trained together both have this one as `live`; `holds_eval` keeps a BatchNorm in
+    eval mode. A `guest` was put into the model after that was wrapped. The root knows the `kept` BatchNorms that were
+    folded into the layers before them.
+    """
 
     paths: tuple[str, ...]
     leaf: bool
@@ -42,6 +56,10 @@ class ModuleState:
     folds: tuple[Fold, ...] = ()
     computed: tuple[Computed, ...] = ()
     norms: dict[str, FoldedNorm] = field(default_factory=dict)
+    kept: tuple[KeptNorm, ...] = ()
+    live: KeptNorm | None = None
+    holds_eval: bool = False
+    guest: bool = False
 
     @property
     def path(self) -> str:
@@ -61,6 +79,13 @@ def is_wrapped(module: nn.Module) -> bool:
     return STATE in module.__dict__
 
 
+def float_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a wrapped module had before; FSDP and others may have put one of theirs in front of ours."""
+    order = type(module).__mro__
+    found: type[nn.Module] = order[order.index(_Quantized) + 1]
+    return found
+
+
 def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Runtime:
     """Wrap every module of a model in place and give the runtime they share."""
     runtime = Runtime()
@@ -77,20 +102,34 @@ def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Run
     return runtime
 
 
+def keep_norms(model: nn.Module, kept: tuple[KeptNorm, ...]) -> None:
+    """Wrap BatchNorms that were folded, so that they can take the places of the Identities that stand for them."""
+    root = state_of(model)
+    root.kept = kept
+    for one in kept:
+        paths = state_of(model.get_submodule(one.fold.norm)).paths
+        one.norm.__dict__[STATE] = ModuleState(paths, leaf=True, has_output=False, runtime=root.runtime, quantizers=[])
+        one.norm.__class__ = quantized_class(type(one.norm), ())  # type: ignore[arg-type]
+
+
 def unwrap_model(model: nn.Module) -> None:
     """Give every module its own class back and drop its quantizers, in place."""
-    for module in model.modules():
+    kept = [one.norm for one in state_of(model).kept] if is_wrapped(model) else []
+    for module in (*model.modules(), *kept):
         if not is_wrapped(module):
             continue
         drop_quantizers(module)
+        module._buffers.pop(STEPS, None)
         del module.__dict__[STATE]
-        module.__class__ = type(module).__mro__[2]
+        module.__class__ = float_class(module)
 
 
 def drop_quantizers(module: nn.Module) -> None:
     """Take the quantizers of a wrapped module away, with their buffers."""
     state = state_of(module)
     for quantizer in state.quantizers:
+        for name in quantizer.learned_names:
+            del module._parameters[name]
         for name in quantizer.buffer_names:
             module._buffers.pop(name, None)
             module._non_persistent_buffers_set.discard(name)
@@ -103,23 +142,43 @@ class _Quantized(nn.Module):
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
         runtime = state.runtime
+        if state.guest:
+            return runtime.as_guest(inner, args, kwargs)
+        if state.live is not None and runtime.phase != "float":
+            if state.live.norm is not self:
+                inner = functools.partial(state.live.run, runtime, inner)
+            elif runtime.frame is None or not runtime.frame.leaf:
+                return args[0] if args else kwargs["input"]  # its layer has done it
         if runtime.phase != "float" and isinstance(self, nn.RNNBase) and is_recurrent(self):
             inner = functools.partial(run_recurrent, self, runtime)
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             return self._root_forward(runtime, inner, args, kwargs)
-        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
+        ceiling = ceiling_of(self) if state.leaf else None
+        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs, ceiling)
 
     def _root_forward(
         self, runtime: Runtime, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if records_gradients():
+            runtime.ddp = require_synchronized(self, runtime.ddp)
         names = input_names(inner, args)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        later = {name: value for name, value in given.items() if runtime.is_later(name, value)}
+        given |= {name: quantize_input(runtime, name, x) for name, x in given.items() if name not in later}
         # surplus arguments go on as they are: the model's own error is the best one
-        args = (*(quantize_input(runtime, *pair) for pair in zip(names, args, strict=False)), *args[len(names) :])
-        kwargs = {name: quantize_input(runtime, name, value) for name, value in kwargs.items()}
+        args, kwargs = (*(given[name] for name in names), *args[len(names) :]), {name: given[name] for name in kwargs}
         state = state_of(self)
-        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
+        runtime.later = LaterInputs(later) if later else None
+        try:
+            return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
+        finally:
+            runtime.later = None
+
+    def train(self, mode: bool = True) -> Any:
+        """As ever, but for a BatchNorm that is held in eval mode."""
+        return super().train(mode and not state_of(self).holds_eval)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Note in the metadata that weights are folded: the keys and shapes of some say nothing of it."""
@@ -143,35 +202,124 @@ class _Quantized(nn.Module):
         ours = FOLDED in local_metadata or any(key.startswith(prefix) and "qsdk_" in key for key in state_dict)
         for computed in state.computed:
             fold_computed_checkpoint(state_dict, prefix, computed, ours=ours)
+        for kept in state.kept:
+            meet_checkpoint(self, state_dict, prefix, kept)
+        live = {kept.fold for kept in state.kept if kept.live}
         for fold in state.folds:
+            if fold in live:
+                continue
             said = fold_checkpoint(self, state_dict, prefix, fold)
             if said is not None:
                 state.norms[fold.layer] = said
             elif f"{prefix}{fold.layer}.weight" in state_dict:  # folded before, and nobody knows of what
                 state.norms.pop(fold.layer, None)
+        for name in (STEPS, RANGES):
+            if name not in self._buffers:
+                state_dict.pop(prefix + name, None)  # saved inside of a training, and loaded outside
+        if (averages := self._buffers.get(RANGES)) is not None and prefix + RANGES not in state_dict:
+            state_dict[prefix + RANGES] = torch.full_like(averages, -torch.inf)  # they start from the encodings
         for quantizer in state.quantizers:
+            meet_learned(quantizer, state_dict, prefix)
             _prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        own = {prefix + name for quantizer in state.quantizers for name in quantizer.buffer_names}
+        own = {
+            prefix + n for quantizer in state.quantizers for n in (*quantizer.buffer_names, *quantizer.learned_names)
+        }
+        own.add(prefix + STEPS)
         missing_keys.extend(key for key in missing if key not in own)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move encodings with the module, but keep their type: `half()` would break scales and zero points."""
-        names = [name for quantizer in state_of(self).quantizers for name in quantizer.buffer_names]
-        before = {name: self._buffers.get(name) for name in names}
+        before: dict[str, Tensor] = {}
+        for quantizer in state_of(self).quantizers:
+            before |= keep_float32(quantizer)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
-            moved = self._buffers.get(name)
-            if old is not None and moved is not None and moved.dtype != old.dtype:
-                self._buffers[name] = old.to(moved.device)
+            moved = self._buffers.get(name, self._parameters.get(name))
+            assert moved is not None
+            if moved.dtype != old.dtype:
+                moved.data, moved.grad = old.to(moved.device), None
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            _receive(self, name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As ever; a module that is not of the sim is its guest."""
+        if module is not None:
+            _receive(self, name, module)
+        super().add_module(name, module)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """As ever, but FSDP's are no part of the caller's forward."""
+        return super().register_forward_pre_hook(_aside(self, hook), **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        """As ever, but FSDP's are no part of the caller's forward."""
+        return super().register_forward_hook(_aside(self, hook), **options)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refuse copies whose sites would share one state between threads.
+
+        Raises:
+            ModelError: says what to use instead.
+        """
+        raise ModelError(
+            "nn.DataParallel copies a module in every forward pass, and the copies of a simulated one would share "
+            "their sites; train with torch.nn.parallel.DistributedDataParallel, one process for each GPU"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, which does not take forwards with *args.
+
+        Raises:
+            ModelError: says what to use instead.
+        """
+        raise ModelError(
+            "torch.jit.script cannot compile a simulated module; use torch.compile(sim.model), or script sim.unwrap()"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         names = type(self)._qsdk_parameters
-        return _rebuild, (type(self).__mro__[2], names), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _rebuild, (float_class(self), names), self.__getstate__()  # type: ignore[no-untyped-call]
 
     _qsdk_parameters: tuple[str, ...] = ()
+
+
+def _receive(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Make guests of modules that come into a wrapped model, such as adapters around its layers."""
+    if not is_wrapped(owner):
+        return
+    state = state_of(owner)
+    for path, one in module.named_modules(prefix=f"{state.path}.{name}" if state.path else name):
+        if not is_wrapped(one):
+            one.__dict__[STATE] = ModuleState((path,), False, False, state.runtime, [], guest=True)
+            one.__class__ = quantized_class(type(one), ())  # type: ignore[arg-type]
+
+
+def guests_of(model: nn.Module) -> dict[str, str]:
+    """Path -> class name of the modules that were put into a wrapped model later."""
+    named = model.named_modules()
+    return {path: float_class(m).__name__ for path, m in named if is_wrapped(m) and state_of(m).guest}
+
+
+def _aside(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook whose ops are no sites, if it is FSDP's."""
+    if not of_the_sharding(hook):
+        return hook
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        runtime = state_of(module).runtime
+        frame, runtime.frame = runtime.frame, None
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            runtime.frame = frame
+
+    return called
 
 
 def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
@@ -207,6 +355,8 @@ def _through_quantizer(name: str) -> property:
         if raw is None and name not in self._parameters and name not in self._buffers:
             raise AttributeError(name)  # deleted; nn.Module.__getattr__ says it in full
         state = self.__dict__.get(STATE)
+        if state is not None and state.live is not None and state.runtime.frame is not None:
+            return state.live.read(self, name, state.path, state.runtime)
         if raw is None or state is None or state.runtime.frame is None:
             return raw
         return state.runtime.emit(site_name(state.path, name), raw)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
@@ -67,10 +68,10 @@ def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Gener
 def _range(quantize: NodeProto, source: ModelProto) -> tuple[float, float]:
     stored = initializers(source.graph)
     scale = float(numpy_helper.to_array(stored[quantize.input[1]]).reshape(-1)[0])
-    zero_point, bounds = 0, np.iinfo(np.uint8)
+    zero_point, bounds = 0, ml_dtypes.iinfo(np.dtype(np.uint8))  # type: ignore[no-untyped-call]
     if len(quantize.input) > 2 and quantize.input[2]:
         point = numpy_helper.to_array(stored[quantize.input[2]])
-        zero_point, bounds = int(point.reshape(-1)[0]), np.iinfo(point.dtype)
+        zero_point, bounds = int(point.reshape(-1)[0]), ml_dtypes.iinfo(point.dtype)  # type: ignore[no-untyped-call]
     return (int(bounds.min) - zero_point) * scale, (int(bounds.max) - zero_point) * scale
 
 

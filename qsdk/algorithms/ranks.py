@@ -32,6 +32,12 @@ def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(whole)
 
 
+def all_reduce_max(tensor: Tensor) -> None:
+    """Replace a contiguous tensor, in place, by its largest values over the ranks."""
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+
+
 def gathered(value: Any) -> list[Any]:
     """What each rank gives, in the order of the ranks; any picklable object."""
     if world_size() == 1:

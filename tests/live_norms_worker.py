@@ -1,0 +1,66 @@
+"""One of two processes that train a sim with live BatchNorms: `python live_norms_worker.py rank store out`."""
+
+import io
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from test_live_norms import fresh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch_models import seeded
+
+import qsdk
+from torch_bridge.sim import QuantSim
+
+BATCHES = [seeded(8, 2, 6, 6, seed=k) for k in range(4)]
+
+
+def stepped(model: nn.Module, sim: QuantSim, batches: list[Tensor]) -> None:
+    """An ordinary loop."""
+    optimizer = torch.optim.SGD(sim.parameter_groups(lr=0.05, scale_lr=0.01))
+    for x in batches:
+        optimizer.zero_grad()
+        (model(x) - 0.3).square().mean().backward()
+        optimizer.step()
+
+
+def result(sim: QuantSim) -> dict[str, Any]:
+    """What a trained sim is."""
+    return {"state": {name: x.clone() for name, x in sim.model.state_dict().items()}, "output": sim(BATCHES[0])}
+
+
+def main() -> None:
+    """Train with statistics frozen from the start, after two steps, and never but re-estimated at the end; sharded."""
+    rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    mine = [x[rank::2] for x in BATCHES]
+    found = {}
+    for name, after in (("frozen", 0), ("half", 2), ("estimated", 100)):
+        sim = fresh()
+        with sim.training(learn_scales=True, freeze_bn_after=after) as live:
+            stepped(nn.parallel.DistributedDataParallel(live), sim, mine)
+            if name == "estimated":
+                qsdk.reestimate_batch_norm(sim, mine, progress=False)
+        found[name] = result(sim)
+    sim = fresh()
+    with sim.training(learn_scales=True, freeze_bn_after=0) as live:
+        for layer in (live.conv1, live.conv2, live.fc):
+            fully_shard(layer)
+        stepped(fully_shard(live), sim, mine)
+        inside = live.eval()(BATCHES[0])
+    found["sharded"] = {"output": sim(BATCHES[0]), "inside": inside}
+    stream = io.BytesIO()
+    torch.save(found, stream)
+    Path(out).write_bytes(stream.getvalue())
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Frames: one call of a wrapped module each, and how calls and their ops are called in sites."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Frame:
+    """One call of a wrapped module.
+
+    Attributes:
+        path: of the module in the model, the same for every call.
+        name: how this call is called in sites: the path it was reached by, with call marks.
+        leaf: whether the module is one op.
+        guest: whether this is the call of a guest (`as_guest`): a leaf whose modules are called by its caller.
+        recording: whether gradients were recorded when it was called.
+        hook: what then decided how tensors are saved (`recomputation.saving_hook`).
+        counts: how often each op and child was called in it.
+    """
+
+    path: str
+    name: str
+    leaf: bool
+    guest: bool = False
+    recording: bool = False
+    hook: Any = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def next(self, name: str) -> int:
+        """Count a call and give its number, from 0."""
+        number = self.counts.get(name, 0)
+        self.counts[name] = number + 1
+        return number
+
+    def next_op(self, name: str) -> str:
+        """Count a call of an op in this frame and give it as owner of a site."""
+        owner = f"{self.name}/{name}" if self.name else name
+        return f"{owner}.{self.next(name)}"
+
+
+def name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
+    """Name a call of a module by the path that its caller knows it under, numbered from the second call on."""
+    if parent is None:
+        return paths[0]
+    prefix = f"{parent.path}." if parent.path else ""
+    if len(paths) == 1 and parent.name == parent.path and paths[0].startswith(prefix):
+        return _numbered(parent, paths[0])  # the common case, kept short because it runs at every call
+    inside = [path[len(prefix) :] for path in paths if path.startswith(prefix)]
+    if inside:
+        nearest = inside[0]
+        for path in inside[1:]:  # written out because torch.compile does not trace min() with a key
+            nearest = path if path.count(".") < nearest.count(".") else nearest
+        name = f"{parent.name}.{nearest}" if parent.name else nearest
+    else:
+        name = f"{parent.name}/{paths[0]}"  # the caller holds it outside its own modules
+    return _numbered(parent, name)
+
+
+def _numbered(parent: Frame, name: str) -> str:
+    number = parent.next(f"module {name}")
+    return f"{name}@{number}" if number else name

@@ -1,0 +1,95 @@
+"""Training on several ranks: parameters that are sharded (FSDP2), hooks that are no part of the model, and DDP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsdk.core.errors import ModelError
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Give a parameter as an ordinary tensor, together with the other ranks where it is sharded now.
+
+    A tied site or a bias reads the scale of another module, which FSDP may have sharded again by then. The gradient is
+    the mean over the ranks, as that of all that FSDP shards.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    found: Tensor = _Whole.apply(parameter)  # type: ignore[no-untyped-call]
+    return found
+
+
+def write_whole(parameter: Tensor, value: Tensor) -> None:
+    """Copy an ordinary tensor into a parameter, of which each rank may hold a part."""
+    sharded: Any = parameter
+    if hasattr(sharded, "full_tensor"):
+        everywhere = type(sharded).from_local(value, sharded.device_mesh, run_check=False)
+        value = everywhere.redistribute(placements=sharded.placements)
+    parameter.copy_(value)
+
+
+def shard_again(model: nn.Module) -> None:
+    """Have FSDP put the parameters that it has gathered out of the way, so that modules have the sharded ones."""
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None and hasattr(module, "unshard"):
+            reshard()
+
+
+def without_effect(parameter: Tensor) -> None:
+    """Set a learned parameter that is taken away to 0 if it is sharded: FSDP brings it back when it gathers next."""
+    if hasattr(parameter, "full_tensor"):
+        with torch.no_grad():
+            parameter.zero_()
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sharded: Any) -> Tensor:
+        ctx.kind, ctx.mesh, ctx.placements = type(sharded), sharded.device_mesh, sharded.placements
+        found: Tensor = sharded.full_tensor()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0] / ctx.mesh.size()
+        for group in ctx.mesh.get_all_groups():
+            torch.distributed.all_reduce(total, group=group)
+        found: Tensor = ctx.kind.from_local(total, ctx.mesh, run_check=False).redistribute(placements=ctx.placements)
+        return found
+
+
+def of_the_sharding(hook: Callable[..., Any]) -> bool:
+    """Whether a hook of a module is FSDP's, which gathers parameters and computes nothing of the model."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+
+
+def require_synchronized(model: nn.Module, accepted: int | None) -> int | None:
+    """Refuse the DistributedDataParallel that is calling a model if it does not know all that is trained.
+
+    Args:
+        model: the whole model.
+        accepted: id of one that was found to know it.
+
+    Returns:
+        The id of the one that is accepted now.
+
+    Raises:
+        ModelError: it was made before the training block, so each rank would learn scales of its own.
+    """
+    active = DistributedDataParallel._active_ddp_module
+    if active is None or id(active) == accepted:
+        return accepted
+    named = active.module.named_parameters()
+    known = {id(parameter) for parameter in active._module_parameters}
+    known |= {id(parameter) for name, parameter in named if name in active.parameters_to_ignore}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if lost:
+        raise ModelError(
+            f"DistributedDataParallel was made before sim.training and does not know {lost[0]} (and {len(lost) - 1} "
+            "others), which would differ from rank to rank; make it inside the block"
+        )
+    return id(active)
