@@ -1,8 +1,8 @@
-"""Peak memory of a process that trains a simulated network, in units of one that trains the float network.
+"""Memory of a training step of a simulated network, in units of the float network's.
 
-`python benchmarks/qat_memory.py [network ...]`: networks `resnet14` and `mobile` of `ptq_networks.py`, batch 64, W8A8, five
-steps, one process each. One JSON line: `process` compares whole processes, as peers are measured, `step` what the steps
-add to a process that is ready to train.
+`python benchmarks/qat_memory.py [network ...]`: networks `resnet14` and `mobile` of `ptq_networks.py`, batch 64, W8A8,
+five steps, one process each. One JSON line: `process` compares the peaks of whole processes, as peers are measured;
+`kept` what the forward pass keeps for the backward pass (BatchNorms folded on both sides).
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from ptq_networks import NETWORKS, calibration, trained
 from qat_step import BATCH, stepper
+from torch import Tensor
 
 import qsdk
 
@@ -20,7 +21,7 @@ STEPS = 5
 
 
 def resident(field: str) -> int:
-    """KiB that this process has (`VmRSS`) or had at most (`VmHWM`)."""
+    """KiB that this process had at most (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
@@ -36,10 +37,19 @@ def measure(name: str, kind: str) -> dict[str, int]:
         groups = network.parameters() if kind == "float" else sim.parameter_groups(lr=1e-3)
         step = stepper(network, groups, x, y)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before = resident("VmRSS")
         for _ in range(STEPS):
             step()
-    return {"process": resident("VmHWM"), "step": resident("VmHWM") - before}
+        peak = resident("VmHWM")
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = network(x).sum()
+        del loss
+    return {"process": peak, "kept": sum(kept.values())}
 
 
 def child(name: str, kind: str) -> dict[str, int]:

@@ -358,3 +358,38 @@ def test_without_a_compiler_training_goes_on(monkeypatch: pytest.MonkeyPatch):
         block.__exit__(None, None, None)
     finally:
         compiled_kernels.cache_clear()
+
+
+class InPlaceResidual(nn.Module):
+    """`out += identity` behind a BatchNorm, as torchvision writes it, and a gradient penalty's smooth part."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("freeze_bn_after", [None, 10])
+def test_a_residual_sum_in_place_behind_a_folded_batch_norm_can_be_trained(freeze_bn_after: int | None):
+    sim = calibrated(randomized(InPlaceResidual()), seeded(4, 4, 6, 6))
+    with sim.training(learn_scales=True, freeze_bn_after=freeze_bn_after) as model:
+        model(seeded(4, 4, 6, 6)).square().sum().backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_a_gradient_can_be_differentiated_again():
+    """A gradient penalty trains the weights through the gradient of the input."""
+    sim = calibrated(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), seeded(16, 6))
+    with sim.training(learn_scales=True) as model:
+        x = seeded(16, 6).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (slope.square().sum(1).sqrt() - 1).square().mean().backward()
+        assert model[0].weight.grad.abs().sum() > 0
+        assert torch.isfinite(model[0].weight.grad).all()

@@ -658,7 +658,7 @@ def test_a_path_that_the_example_did_not_take_is_named():
             return x * 2 if extra is None else torch.sigmoid(x * 2) + extra
 
     sim = calibrated(Model(), (seeded(2, 4),))
-    with pytest.raises(ModelError, match=r"sigmoid.0:output was not reached when the model was quantized.* and has extra"):
+    with pytest.raises(ModelError, match=r"sigmoid.0:output was not reached when .* and has extra"):
         sim(seeded(2, 4), extra=seeded(2, 4))
 
 

@@ -60,9 +60,10 @@ class OneScale(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Give the gradients of x, the scale and the zero point."""
         x, scale, zero_point, *kept = ctx.saved_tensors
-        grid, gradient, step, zero = ctx.grid, grads[0], float(scale), float(zero_point)
-        kernels = _worthwhile(grid, x)
+        grid, gradient, step, zero = ctx.grid, grads[0], float(scale.detach()), float(zero_point.detach())
         bounds = _passing(x.dtype, step, zero, grid)
+        # only the gradient of x can be differentiated again, and only by eager operations
+        kernels = None if torch.is_grad_enabled() else _worthwhile(grid, x)
         if kernels is not None and ctx.needs_input_grad[1] and not ctx.needs_input_grad[2]:
             levels = _levels(step, zero, x.dtype, grid)
             passed, (inside, clipped, beyond) = kernels.backward(gradient, x, scale, levels, bounds, grid.ceiling)
@@ -70,13 +71,14 @@ class OneScale(torch.autograd.Function):
             return passed, torch.full_like(scale, total / step * grid.gain), None, None
         passed = torch.ops.aten.hardtanh_backward(gradient, x, *bounds)
         scale_grad = zero_grad = None
-        if ctx.needs_input_grad[1]:
-            result = kept[0] if kept else on_one_grid(x, scale, zero_point, grid)
-            total = _times_scale(gradient, passed, x, result, step, zero, grid)
-            scale_grad = torch.full_like(scale, total / step * grid.gain)
-        if ctx.needs_input_grad[2]:
-            clipped = float(gradient.sum()) - float(passed.sum())
-            zero_grad = torch.full_like(zero_point, -step * clipped * grid.gain)
+        with torch.no_grad():
+            if ctx.needs_input_grad[1]:
+                result = kept[0] if kept else on_one_grid(x, scale, zero_point, grid)
+                total = _times_scale(gradient, passed, x, result, step, zero, grid)
+                scale_grad = torch.full_like(scale, total / step * grid.gain)
+            if ctx.needs_input_grad[2]:
+                clipped = float(gradient.sum()) - float(passed.sum())
+                zero_grad = torch.full_like(zero_point, -step * clipped * grid.gain)
         return passed, scale_grad, zero_grad, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ModelError
+from qsdk.core.site import site_name
 from torch_bridge.axes import plain_shapes
 from torch_bridge.batches import Example, as_example
 from torch_bridge.computed import Computed, fold_computed
@@ -124,7 +125,10 @@ def _wrap_and_fold(
     root = state_of(own)
     root.folds, root.computed, root.norms = tuple(folds), tuple(computed), said
     keep_norms(own, tuple(kept))
-    runtime.write_back, runtime.overwritten = frozenset(wiring.read_again), frozenset(wiring.overwritten)
+    runtime.write_back = frozenset(wiring.read_again)
+    # what was written over a BatchNorm's result is written over that of the layer that took it
+    layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
+    runtime.overwritten = frozenset(layers.get(site, site) for site in wiring.overwritten)
     names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     sites: list[str] = []
