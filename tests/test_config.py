@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
-from qsdk.core.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, uint8, uint16
+from qsdk.core.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, mxfp4, uint8, uint16
 from qsdk.core.errors import ConfigError
 from qsdk.core.planning.choices import Resolver
 from qsdk.core.rules import CHOICES, Place, Rule
@@ -81,6 +81,14 @@ def test_an_unknown_dtype_is_answered_with_the_known_ones(field: str):
         w8a8().override("fc", **{field: "int77"})
     with pytest.raises(ConfigError, match="unknown dtype 'half'"):
         w8a8().skip("fc", "half")
+
+
+def test_a_config_takes_names_for_dtypes():
+    named = QuantConfig(weight="int4", activation="uint16", bias="float32", input="uint8", output="float16")
+    assert named == QuantConfig(weight=int4, activation=uint16, bias=float32, input=uint8, output=float16)
+    assert QuantConfig(weight="mxfp4").weight == mxfp4
+    with pytest.raises(ConfigError, match="unknown dtype 'int77'"):
+        QuantConfig(weight="int77")
 
 
 def test_a_rule_that_says_nothing_is_refused():

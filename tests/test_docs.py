@@ -84,3 +84,15 @@ def test_the_guide_to_export_runs(names: dict):
     assert names["parity"].summary["passed"]
     assert names["parity"].summary["sqnr_db"] == np.inf
     assert names["options"] == {"session.qdq_matmulnbits_accuracy_level": "0"}
+
+
+def test_the_guide_to_training_runs(names: dict):
+    images, labels = names["batches"][0], torch.arange(64) % 10
+    names["loader"] = list(zip(images.split(8), labels.split(8), strict=True))
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "qat.md").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "qat.md", "exec"), names)
+    assert names["sim"].encodings == names["again"].encodings
+    assert torch.equal(names["sim"](images), names["again"](images))
+    assert Path("trained.onnx").exists()

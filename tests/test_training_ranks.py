@@ -16,19 +16,12 @@ WORKER = Path(__file__).parent / "training_rank_worker.py"
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(folder / "store"), str(out)],
-            cwd=WORKER.parent,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
-    said = [worker.communicate(timeout=240)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
-    return [json.loads(out.read_text()) for out in outs]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*torchrun, str(WORKER), str(folder)], cwd=WORKER.parent, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(out.read_text()) for out in (folder / f"{rank}.json" for rank in range(2))]
 
 
 def furthest(one: dict[str, list[float]], other: dict[str, list[float]], *, logarithms: bool = False) -> float:

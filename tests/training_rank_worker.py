@@ -1,4 +1,4 @@
-"""One of two processes that train together: `python training_rank_worker.py rank store out`."""
+"""One of two processes that train together: `torchrun --nproc-per-node=2 training_rank_worker.py folder`."""
 
 import copy
 import functools
@@ -140,11 +140,10 @@ def made_too_early(half: slice) -> str:
 
 def main() -> None:
     """Write down what was found each way."""
-    rank, store, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = torch.distributed.get_rank()
+    out = Path(sys.argv[1]) / f"{rank}.json"
     half = slice(rank * 4, rank * 4 + 4)
     found: dict[str, Any] = {"ddp": ddp(half, out.parent), "static": ddp(half, out.parent, static_graph=True)}
     found["fsdp"] = fsdp(half, out.parent)

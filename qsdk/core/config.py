@@ -87,6 +87,13 @@ class QuantConfig:
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Take names of dtypes for dtypes, as `override` does."""
+        object.__setattr__(self, "weight", weight_type_named(self.weight))
+        for choice in ("activation", "bias", "input", "output"):
+            named = getattr(self, choice)
+            object.__setattr__(self, choice, None if named is None else dtype_named(named))
+
     def override(
         self,
         pattern: str = "*",
