@@ -52,6 +52,17 @@ def test_behaviour_44_on_v73_a_16_bit_second_operand_is_symmetric_beside_a_16_bi
     assert not spec_of(plan, "product:output").symmetric
 
 
+def test_behaviour_44_a_tensor_times_itself_moved_has_one_symmetric_encoding():
+    """Both operands share it, so what the first one has is what the second one asks for."""
+    b = GraphBuilder()
+    x = b.conv(b.input(), "made")
+    moved = b.op("Transpose", [b.op("Reshape", [x], "reshape:output")], "moved:output")
+    plan = make_plan(b.graph(b.op("MatMul", [x, moved], "product:output")), wide("made", "reshape", "moved"))
+    assert dtypes(plan, "made", "moved") == ["uint16", "uint16"]
+    assert spec_of(plan, "made:output").symmetric
+    assert spec_of(plan, "moved:output") == spec_of(plan, "made:output")
+
+
 def test_behaviour_44_on_v73_an_8_bit_second_operand_asks_for_nothing():
     for names in ((), ("left",)):
         plan = make_plan(product(), wide(*names))

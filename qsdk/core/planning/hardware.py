@@ -91,8 +91,8 @@ def _constrain(
         wanted = [(homes[1], replace(second, dtype=_of_bits(second.dtype, 8), symmetric=True))]
     elif second.dtype.bits == 16:
         wanted = [(homes[1], replace(second, symmetric=True))]
-        if homes[0] == homes[1]:
-            first = wanted[0][1]
+        if len({found[home].encoding_site for home in homes if home is not None}) == 1:
+            first = wanted[0][1]  # one encoding for both
         wanted.append((homes[0], replace(first, dtype=_of_bits(first.dtype, 16))))
     else:
         return False
