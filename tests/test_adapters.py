@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,6 @@ import qsdk
 from qsdk.core.config import w4a8
 from qsdk.core.errors import ExportError
 from torch_bridge.sim import QuantSim
-
-peft = pytest.importorskip("peft")
 
 
 class Tower(nn.Module):

@@ -23,8 +23,6 @@ from torch_bridge.compiled import Kernels, _backward, _forward, compiled_kernels
 from torch_bridge.fake_quant import fake_quantize
 from torch_bridge.one_scale import Grid
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile imports it
-
 EAGER = Kernels(_forward, _backward)  # what is compiled, without the compiler
 
 
