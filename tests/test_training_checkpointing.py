@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 from torch_models import calibrated, seeded
@@ -194,7 +195,6 @@ def test_selective_checkpointing():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_transformers(reentrant: bool):
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=20,
         hidden_size=8,

@@ -317,3 +317,16 @@ def test_an_error_in_the_loop_leaves_a_sim_that_can_be_used(sim: QuantSim):
     assert sim.encodings == before
     assert torch.equal(sim(X), out)
     assert not any("log2" in name or "steps" in name for name in sim.model.state_dict())
+
+
+def test_neither_a_second_optimizer_nor_that_of_another_model_is_counted(sim: QuantSim):
+    other, told = nn.Linear(2, 2), []
+    with sim.training(learn_scales=True, schedules=[lambda _, step: told.append(step)]) as model:
+        optimizers = [torch.optim.SGD([group], lr=1e-3) for group in sim.parameter_groups(lr=1e-3)]
+        optimizers.insert(0, torch.optim.SGD(other.parameters(), lr=1e-3))
+        assert len(optimizers) == 3
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.step()
+        assert int(model.qsdk_steps) == 4
+    assert told == [0, 1, 2, 3, 4]

@@ -47,9 +47,9 @@ class Quantizer:
         home: the quantizer whose encoding this one shares, or None.
         factors: for a bias, the quantizers of its input and its weight.
         frozen: neither calibrated nor trained nor searched.
-        clipped_only: its gradients come from clipped elements alone (`fake_quant.Grid`).
-        kernels: what it computes with while it is trained (`fake_quant.Grid.kernels`).
-        keeps_result: nothing writes over what it gives (`fake_quant.Grid.keeps`).
+        clipped_only: its gradients come from clipped elements alone (`one_scale.Grid`).
+        kernels: what it computes with while it is trained (`one_scale.Grid.kernels`).
+        keeps_result: nothing writes over what it gives (`one_scale.Grid.keeps`).
         watch: sees what is to be quantized, and says whether to (`observed_ranges`).
         finer: the grid it trains on for now, in place of its own.
     """
