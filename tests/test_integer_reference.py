@@ -211,7 +211,7 @@ def test_ops_outside_integer_models_are_named():
 
 
 @pytest.mark.parametrize("dtype", [UINT8, INT8])
-@pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away"])
+@pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away", "gemmlowp"])
 def test_every_inner_tensor_of_a_network_equals_the_runtime(dtype, rounding):
     model = convert(small_cnn(3, dtype=dtype), rounding=rounding).model
     x = np.random.default_rng(0).normal(0, 1, (3, 3, 12, 12)).astype(np.float32)

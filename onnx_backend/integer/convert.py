@@ -16,6 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, inliner
 from onnx_backend.integer.check import integer_findings, require_integer_only
 from onnx_backend.integer.context import Context, edge_dtype, label, leave, surroundings
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.expand import expand
 from onnx_backend.integer.ops import INTEGER_TYPES, LOWERINGS, copied, stored
 from onnx_backend.integer.values import Codes, Failed, FloatInput, Integers, Lookup, Refused, Value
 from qsdk.core.errors import ConfigError, IntegerError
@@ -195,7 +196,7 @@ def _assembled(model: ModelProto, ctx: Context, outputs: dict[str, Codes | None]
                 scale, point = _edge_encoding(codes)
                 metadata[f"qsdk.{kind}.{info.name}.scale"] = repr(scale)
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
-    graph.node.extend(_live(ctx.builder.nodes, {info.name for info in graph.output}))
+    graph.node.extend(expand(ctx.builder, {info.name for info in graph.output}))
     used = {name for node in graph.node for name in node.input}
     graph.initializer.extend(tensor for tensor in ctx.builder.initializers if tensor.name in used)
     written = max(opset, _WRITTEN_OPSET)
@@ -213,16 +214,6 @@ def _edge_encoding(codes: Codes) -> tuple[float, int]:
     signed = edge_dtype(codes.encoding) == TensorProto.INT8
     half = (codes.encoding.hi + 1) // 2
     return codes.encoding.scale, codes.encoding.zero_point - (half if signed else 0)
-
-
-def _live(nodes: Sequence[NodeProto], outputs: set[str]) -> list[NodeProto]:
-    """Drop nodes whose outputs nobody reads."""
-    needed, kept = set(outputs), []
-    for node in reversed(nodes):
-        if needed.intersection(node.output):
-            kept.append(node)
-            needed.update(node.input)
-    return kept[::-1]
 
 
 def _certificate(

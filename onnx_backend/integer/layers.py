@@ -7,11 +7,11 @@ times slower with int8 weights. Weights of 4 bits stay packed and are widened by
 from collections.abc import Sequence
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.operations import Accumulation, Operand, Product
 from onnx_backend.integer.values import (
     Array,
     CodedConstant,
@@ -43,25 +43,21 @@ def coded_weight(value: Value | None, axis: int | None) -> CodedConstant:
     return value.coded
 
 
-def stored_weight(ctx: Context, coded: CodedConstant, integers: Array, stem: str) -> tuple[str, str]:
-    """Write a weight as uint8 (packed uint4 for 4-bit dtypes) and give its name and its zero point's.
+def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple[int, bool]:
+    """Give what is added to a weight to store it unsigned, and whether it is stored in 4 bits.
 
     Raises:
         Refused: zero points per channel spread the values over more than 8 bits.
     """
-    b = ctx.builder
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
     four = coded.dtype in (TensorProto.INT4, TensorProto.UINT4) and high - low <= 15
     top = 15 if four else 255
     if high - low > top:
         raise Refused("its weight's zero points differ too much between channels for 8 bits", "use symmetric weights")
     zero = min(max((top + 1) // 2, -low), top - high)
-    zero_point = b.constant(zero, np.uint8)
+    b = ctx.builder
     b.facts[b.label].update(weight_bits=4 if four else 8, weight_zero_point=zero)
-    if not four:
-        return b.constant(integers + zero, np.uint8, stem), zero_point
-    packed = b.constant((integers + zero).astype(np.uint8).astype(ml_dtypes.uint4), stem=stem)
-    return b.cast(packed, TensorProto.UINT8), zero_point
+    return zero, four
 
 
 def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
@@ -88,12 +84,9 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
     codes, encoding = encoded(args[0])
     coded = coded_weight(args[1], 0)
     require_positive(coded.scale)
-    weight, zero_point = stored_weight(ctx, coded, coded.integers, node.input[1])
     rank = coded.integers.ndim
     low, high = accumulator_bounds(coded.integers, encoding, tuple(range(1, rank)))
-    b = ctx.builder
-    inputs = [codes, weight, b.constant(encoding.zero_point, np.uint8), zero_point]
-    accumulator = b.node("ConvInteger", inputs, name=f"{node.output[0]}.accumulator", **attributes(node))
+    accumulator = _recorded(ctx, node, coded, coded.integers, 1, (codes, encoding), attributes(node))
     channels = (-1, *(1 for _ in range(rank - 2)))
     scale = np.broadcast_to(coded.scale, low.shape) if coded.axis is not None else coded.scale
     value = accumulated(
@@ -102,6 +95,26 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
+
+
+def _recorded(
+    ctx: Context,
+    node: NodeProto,
+    coded: CodedConstant,
+    integers: Array,
+    index: int,
+    activation: tuple[str, Encoding],
+    attrs: dict[str, object] | None = None,
+) -> str:
+    """Record the sum of products of a layer whose weight is input `index` of its node; give the accumulator."""
+    zero, four = weight_storage(ctx, coded, integers)
+    b = ctx.builder
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    op_type = "MatMul" if attrs is None else "Conv"
+    stem, first = node.input[index], attrs is None and index == 0
+    layer = (*activation, integers, zero, four, coded.scale, attrs or {}, first, stem, result, b.label)
+    b.nodes.append(Accumulation(op_type, *layer))
+    return result
 
 
 def require_positive(scale: Array) -> None:
@@ -206,13 +219,10 @@ def _matmul(
     ctx: Context, node: NodeProto, codes: str, encoding: Encoding, coded: CodedConstant, integers: Array
 ) -> Linear:
     require_positive(coded.scale)
-    weight, zero_point = stored_weight(ctx, coded, integers, node.input[1])
     low, high = accumulator_bounds(integers, encoding, (integers.ndim - 2,))
     leading = tuple(range(low.ndim - 1))
     low, high = low.min(axis=leading), high.max(axis=leading)
-    b = ctx.builder
-    inputs = [codes, weight, b.constant(encoding.zero_point, np.uint8), zero_point]
-    accumulator = b.node("MatMulInteger", inputs, name=f"{node.output[0]}.accumulator")
+    accumulator = _recorded(ctx, node, coded, integers, 1, (codes, encoding))
     scale = encoding.scale * (coded.scale if coded.axis is not None else coded.scale.reshape(()))
     return accumulated(accumulator, scale, low, high, node)
 
@@ -220,12 +230,18 @@ def _matmul(
 def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
     (a, first), (c, second) = encoded(left, "its first input"), encoded(right, "its second input")
     depth = ctx.sizes(node.input[0], [-1])[0]
-    b = ctx.builder
-    zeros = [b.constant(encoding.zero_point, np.uint8) for encoding in (first, second)]
-    accumulator = b.node("MatMulInteger", [a, c, *zeros], name=f"{node.output[0]}.accumulator")
+    accumulator = product_of(ctx, node, "MatMul", Operand(a, first), Operand(c, second))
     low, high = product_bounds(first, second)
     scale = np.asarray(first.scale * second.scale, np.float64)
     return accumulated(accumulator, scale, low * depth, high * depth, node)
+
+
+def product_of(ctx: Context, node: NodeProto, op_type: str, left: Operand, right: Operand) -> str:
+    """Record the product of two activations and give the accumulator."""
+    b = ctx.builder
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    b.nodes.append(Product(op_type, left, right, result, b.label))
+    return result
 
 
 def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
@@ -240,10 +256,7 @@ def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: 
     require_positive(coded.scale)
     if coded.integers.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one row")
-    weight, zero_point = stored_weight(ctx, coded, coded.integers, node.input[0])
     low, high = accumulator_bounds(coded.integers, encoding, (coded.integers.ndim - 1,))
-    b = ctx.builder
-    inputs = [weight, codes, zero_point, b.constant(encoding.zero_point, np.uint8)]
-    accumulator = b.node("MatMulInteger", inputs, name=f"{node.output[0]}.accumulator")
+    accumulator = _recorded(ctx, node, coded, coded.integers, 0, (codes, encoding))
     scale = np.asarray(encoding.scale * coded.scale.reshape(()), np.float64)
     return accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node)

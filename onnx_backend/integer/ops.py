@@ -19,6 +19,7 @@ from onnx_backend.integer.context import (
     integer_name,
     settled,
 )
+from onnx_backend.integer.conv_transpose import conv_transpose
 from onnx_backend.integer.factors import as_sum, factor
 from onnx_backend.integer.layers import (
     accumulated,
@@ -26,14 +27,18 @@ from onnx_backend.integer.layers import (
     gemm,
     matmul,
     plus_constant,
+    product_bounds,
+    product_of,
 )
 from onnx_backend.integer.moves import MOVES, argmax, pad
+from onnx_backend.integer.operations import Operand
 from onnx_backend.integer.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
 from onnx_backend.integer.qdq import dequantize, quantize
 from onnx_backend.integer.values import (
     Array,
     Bent,
     Constant,
+    Function,
     Integers,
     Joined,
     Linear,
@@ -152,6 +157,11 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 
 def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
+    if isinstance(left, Lookup) and isinstance(right, Lookup) and left.encoding and right.encoding:
+        sides = Operand(left.name, left.encoding), Operand(right.name, right.encoding)
+        low, high = product_bounds(left.encoding, right.encoding)
+        scale = np.asarray(left.encoding.scale * right.encoding.scale, np.float64)
+        return accumulated(product_of(ctx, node, "Mul", *sides), scale, low, high, node)
     first, second = factor(ctx, left, "its first input"), factor(ctx, right, "its second input")
     product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
     ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
@@ -288,7 +298,8 @@ def _table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
                 values = function(value.values.astype(np.float64), attributes(node)).astype(np.float32)
             if not np.all(np.isfinite(values)):
                 raise Refused("it is not finite on some code of its input", "clip its input away from the pole")
-            return Lookup(value.name, values, None)
+            made_by = Function(node.op_type, value.encoding, attributes(node)) if value.encoding else None
+            return Lookup(value.name, values, None, made_by)
         if isinstance(value, Constant):
             return Constant(function(value.values.astype(np.float64), attributes(node)).astype(np.float32))
         raise Refused("its input is a float tensor", _BETWEEN)
@@ -349,6 +360,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "Concat": concat,
         "Constant": constant,
         "Conv": conv,
+        "ConvTranspose": conv_transpose,
         "DequantizeLinear": dequantize,
         "Div": div,
         "Gemm": gemm,

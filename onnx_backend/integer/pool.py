@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto
 
 from onnx_backend.integer.context import Args, Context, attributes, constant_integers, encoded
 from onnx_backend.integer.layers import accumulated
-from onnx_backend.integer.values import Array, Encoding, Refused, Value
+from onnx_backend.integer.operations import WindowSum
+from onnx_backend.integer.values import Array, Refused, Value
 
 
 def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -59,20 +60,17 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")
     b = ctx.builder
-    wide = b.cast(codes, TensorProto.INT32)
-    total = b.node(
-        "ReduceSum",
-        [wide, b.constant(list(axes), np.int64)],
-        name=f"{node.output[0]}.accumulator",
-        keepdims=keepdims,
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    along = tuple(axes)
+    whole = WindowSum(
+        "ReduceSum", node, codes, encoding, {"keepdims": keepdims}, result, b.label, axes=along, count=count
     )
-    # the sum keeps count zero points: centring it first keeps the accumulator's meaning plain
-    centred = b.node("Sub", [total, b.constant(count * encoding.zero_point, np.int32)])
+    b.nodes.append(whole)
     low, high = count * -encoding.zero_point, count * (encoding.hi - encoding.zero_point)
     scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
     if count * encoding.hi >= 1 << 31:
         raise Refused(f"the sum of {count} codes can leave int32", "split the reduction")
-    return accumulated(centred, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    return accumulated(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
 
 
 def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -92,39 +90,18 @@ def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
     if attrs.get("ceil_mode", 0):
         _require_no_ceiling(ctx, node, window)
     divisor = _divisor(ctx, node, window, padded=bool(attrs.get("count_include_pad", 0)))
-    accumulator = _window_sum(ctx, node, codes, encoding, (kernel, strides, dilations, pads))
+    b = ctx.builder
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    geometry = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
+    channels = ctx.sizes(node.input[0], [1])[0]
+    pooled = WindowSum("AveragePool", node, codes, encoding, geometry, result, b.label, channels=channels)
+    b.nodes.append(pooled)
     size = math.prod(kernel)
     low, high = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
-    return accumulated(
-        accumulator, encoding.scale / divisor, np.asarray(low, np.int64), np.asarray(high, np.int64), node
-    )
+    return accumulated(result, encoding.scale / divisor, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
 
 
 Window = tuple[tuple[int, int, int, int, int], ...]
-
-
-def _window_sum(
-    ctx: Context,
-    node: NodeProto,
-    codes: str,
-    encoding: Encoding,
-    how: tuple[list[int], list[int], list[int], list[int]],
-) -> str:
-    kernel, strides, dilations, pads = how
-    channels = ctx.sizes(node.input[0], [1])[0]
-    b = ctx.builder
-    ones = b.constant(np.ones((channels, 1, *kernel)), np.uint8)
-    inputs = [codes, ones, b.constant(encoding.zero_point, np.uint8), b.constant(0, np.uint8)]
-    return b.node(
-        "ConvInteger",
-        inputs,
-        name=f"{node.output[0]}.accumulator",
-        group=channels,
-        kernel_shape=kernel,
-        strides=strides,
-        dilations=dilations,
-        pads=pads,
-    )
 
 
 def _same_pads(

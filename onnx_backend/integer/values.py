@@ -5,6 +5,7 @@ zero point moved up by half the grid (int8 by 128), which is the same encoding b
 fast unsigned kernels.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,6 +149,15 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Function:
+    """One ONNX op applied to the values of codes in an encoding."""
+
+    op_type: str
+    encoding: Encoding
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Lookup:
     """Any function of one uint8 tensor: `value = values[code]`.
 
@@ -155,11 +165,13 @@ class Lookup:
         name: the uint8 tensor.
         values: float32, one per code.
         encoding: what the values follow straight behind a DequantizeLinear, else None.
+        function: the one op that made the values from such a tensor, else None.
     """
 
     name: str
     values: Array
     encoding: Encoding | None
+    function: Function | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,7 @@ class Linear:
         hi: upper clip of the real value.
         after: moves to apply to the codes after requantization.
         source: name of the node that made the accumulator, for the certificate.
+        error: bound of what the terms differ from the real values they stand for, absolute, in real units.
     """
 
     terms: tuple[Term, ...]
@@ -200,6 +213,7 @@ class Linear:
     hi: float = np.inf
     after: tuple[Step, ...] = ()
     source: str = ""
+    error: float = 0.0
 
     @property
     def open(self) -> bool:

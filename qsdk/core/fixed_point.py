@@ -13,10 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from qsdk.core.errors import ConfigError
 
 Integers = NDArray[np.int64]
-Rounding = Literal["half_even", "half_up", "half_away"]
+Rounding = Literal["half_even", "half_up", "half_away", "gemmlowp"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 MANTISSA_BITS = 31
+#: Bits that gemmlowp's doubling high multiplication shifts out.
+HIGH_MUL = 31
 #: With a larger shift |accumulator * mantissa| <= 2**31 * (2**31 - 1) is below half a unit: everything rounds to 0.
 MAX_SHIFT = 62
 
@@ -56,7 +58,8 @@ def requantize(
         accumulator: integers in [-2**31, 2**31).
         mantissa: integers in [0, 2**31), broadcast against the accumulator.
         shift: integers >= 1, broadcast against the accumulator.
-        rounding: what happens to exact ties; everything else goes to the nearest integer.
+        rounding: what happens to exact ties; everything else goes to the nearest integer, except with `gemmlowp`,
+            which rounds twice (see `round_shift`).
 
     Raises:
         ConfigError: an argument is out of its range, or `rounding` is unknown.
@@ -73,6 +76,10 @@ def requantize(
 def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "half_even") -> Integers:
     """Give `round(product / 2**shift)` exactly, for |product| <= 2**62 and 1 <= shift <= `MAX_SHIFT`.
 
+    `gemmlowp` rounds as that library's fixed point does, for chips that follow it: first to 31 bits, ties up
+    (SaturatingRoundingDoublingHighMul), then by the rest of the shift, ties away from zero
+    (RoundingDivideByPOT); a shift of 31 or less is its first step alone.
+
     Raises:
         ConfigError: an argument is out of its range, or `rounding` is unknown.
     """
@@ -81,6 +88,10 @@ def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "h
     p, n = np.broadcast_arrays(np.asarray(product, np.int64), np.asarray(shift, np.int64))
     if np.any((n < 1) | (n > MAX_SHIFT)) or np.any((p < -(1 << 62)) | (p > 1 << 62)):
         raise ConfigError("round_shift needs 1 <= shift <= 62 and |product| <= 2**62")
+    if rounding == "gemmlowp":
+        first = round_shift(p, np.minimum(n, HIGH_MUL), rounding="half_up")
+        second = round_shift(first, np.maximum(n - HIGH_MUL, 1), rounding="half_away")
+        return np.where(n > HIGH_MUL, second, first)
     floor = p >> n  # arithmetic, hence floor also for negatives
     rest = p - (floor << n)
     half = np.left_shift(np.int64(1), n - 1)

@@ -1,0 +1,198 @@
+"""The operations of an integer program above single ONNX nodes: what a target writes in its own way.
+
+A lowering records what is computed (the accumulator of a layer, a requantization, a table); `expand` then writes the
+nodes that the chosen target has for it. Everything that needs no choice is recorded as the ONNX node it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onnx import NodeProto
+
+from onnx_backend.integer.fixed import Plan
+from onnx_backend.integer.values import Array, Encoding, Function, Linear
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The int32 sum of products of a layer with a constant weight.
+
+    Attributes:
+        op_type: `Conv` or `MatMul`.
+        codes: the uint8 activation.
+        encoding: of the activation.
+        weight: int64, its zero point subtracted.
+        zero: what is added to the weight to store it unsigned.
+        four: whether it is stored in 4 bits.
+        scale: float64, of the weight: shape () or (channels,).
+        attributes: of the Conv.
+        weight_first: whether the weight is the left operand of the MatMul.
+        stem: name of the weight in the Q/DQ model.
+        result: name of the accumulator.
+        label: the node it was made from.
+    """
+
+    op_type: str
+    codes: str
+    encoding: Encoding
+    weight: Array
+    zero: int
+    four: bool
+    scale: Array
+    attributes: Mapping[str, Any]
+    weight_first: bool
+    stem: str
+    result: str
+    label: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.codes,)
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A uint8 tensor with `value = (codes - zero) * scale`."""
+
+    codes: str
+    encoding: Encoding
+
+
+@dataclass(frozen=True)
+class Product:
+    """The int32 product of two activations, elementwise (`Mul`) or of matrices (`MatMul`)."""
+
+    op_type: str
+    left: Operand
+    right: Operand
+    result: str
+    label: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.left.codes, self.right.codes)
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class WindowSum:
+    """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes.
+
+    Attributes:
+        op_type: `AveragePool` or `ReduceSum`.
+        source: the ONNX node it was made from, so that a target with a kernel for it can use that.
+        codes: the uint8 activation.
+        encoding: of the activation.
+        attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
+        result: name of the sum.
+        label: the node it was made from.
+        channels: of the activation, for windows.
+        axes: reduced axes, for whole axes.
+        count: number of summed elements along the axes.
+    """
+
+    op_type: str
+    source: NodeProto
+    codes: str
+    encoding: Encoding
+    attributes: Mapping[str, Any]
+    result: str
+    label: str
+    channels: int = 0
+    axes: tuple[int, ...] = ()
+    count: int = 0
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.codes,)
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class Requantization:
+    """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
+
+    Attributes:
+        value: the accumulators; moves in `value.after` are not part of it.
+        encoding: of the result.
+        plan: the fixed-point constants.
+        rounding: of exact ties; `half_up` wherever none can occur.
+        bounds: smallest and largest code (a Relu or Clip folded in).
+        result: name of the codes.
+        label: the node it was made from.
+        row: its row of the certificate.
+    """
+
+    value: Linear
+    encoding: Encoding
+    plan: Plan
+    rounding: str
+    bounds: tuple[int, int]
+    result: str
+    label: str
+    row: dict[str, Any] = field(compare=False)
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return tuple(term.name for term in self.value.terms)
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Codes to codes by a table with one entry per code.
+
+    Attributes:
+        codes: the uint8 tensor that indexes it.
+        table: int64, one code of the result per code.
+        encoding: of the result.
+        plain: the encoding of the codes where the table only takes them to another encoding, else None.
+        function: the one ONNX op that it computes, else None.
+        result: name of the codes.
+        label: the node it was made from.
+        row: its row of the certificate.
+    """
+
+    codes: str
+    table: Array
+    encoding: Encoding
+    plain: Encoding | None
+    function: Function | None
+    result: str
+    label: str
+    row: dict[str, Any] = field(compare=False)
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.codes,)
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+Operation = NodeProto | Accumulation | Product | WindowSum | Requantization | Table

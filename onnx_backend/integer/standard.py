@@ -1,0 +1,156 @@
+"""Writing the operations with standard ONNX operators on integers.
+
+The recipes use only operators whose integer kernels are right on every operand: ONNX Runtime's int64 Sign, Clip, Max
+and Min are wrong for operands in [2**31, 2**32) on x86, so the shift is done on uint64 and the clip on int32.
+"""
+
+import ml_dtypes
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.fixed import Plan
+from onnx_backend.integer.operations import Accumulation, Product, Requantization, Table, WindowSum
+from onnx_backend.integer.values import Array, Encoding
+from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT
+
+
+def accumulate(b: Builder, op: Accumulation) -> None:
+    """Write a layer's sum of products; weights of 4 bits stay packed and are widened by a Cast."""
+    weight, zero = _stored_weight(b, op), b.constant(op.zero, np.uint8)
+    codes, point = op.codes, b.constant(op.encoding.zero_point, np.uint8)
+    inputs = [weight, codes, zero, point] if op.weight_first else [codes, weight, point, zero]
+    b.write(f"{op.op_type}Integer", inputs, op.result, **op.attributes)
+
+
+def _stored_weight(b: Builder, op: Accumulation) -> str:
+    raised = (op.weight + op.zero).astype(np.uint8)
+    if not op.four:
+        return b.constant(raised, stem=op.stem)
+    return b.cast(b.constant(raised.astype(ml_dtypes.uint4), stem=op.stem), TensorProto.UINT8)
+
+
+def multiply(b: Builder, op: Product) -> None:
+    """Write the product of two activations."""
+    points = [b.constant(side.encoding.zero_point, np.uint8) for side in (op.left, op.right)]
+    if op.op_type == "MatMul":
+        b.write("MatMulInteger", [op.left.codes, op.right.codes, *points], op.result)
+        return
+    centred = [centre(b, side.codes, side.encoding) for side in (op.left, op.right)]
+    b.write("Mul", centred, op.result)
+
+
+def centre(b: Builder, codes: str, encoding: Encoding) -> str:
+    """Write `codes - zero point` as int32 and give its name."""
+    wide = b.cast(codes, TensorProto.INT32)
+    return b.node("Sub", [wide, b.constant(encoding.zero_point, np.int32)])
+
+
+def window_sum(b: Builder, op: WindowSum) -> None:
+    """Write sums over windows as a depthwise ConvInteger with ones, over whole axes as a ReduceSum."""
+    if op.op_type == "AveragePool":
+        ones = b.constant(np.ones((op.channels, 1, *op.attributes["kernel_shape"])), np.uint8)
+        inputs = [op.codes, ones, b.constant(op.encoding.zero_point, np.uint8), b.constant(0, np.uint8)]
+        b.write("ConvInteger", inputs, op.result, group=op.channels, **op.attributes)
+        return
+    wide = b.cast(op.codes, TensorProto.INT32)
+    total = b.node("ReduceSum", [wide, b.constant(list(op.axes), np.int64)], **op.attributes)
+    # the sum keeps `count` zero points: centring it keeps the accumulator's meaning plain
+    b.write("Sub", [total, b.constant(op.count * op.encoding.zero_point, np.int32)], op.result)
+
+
+def requantize(b: Builder, op: Requantization) -> None:
+    """Write products in int64, one rounding, zero point and saturation."""
+    products = []
+    for term, mantissa in zip(op.value.terms, op.plan.mantissas, strict=True):
+        wide = b.cast(term.name, TensorProto.INT64)
+        products.append(b.node("Mul", [wide, b.constant(mantissa, np.int64)]))
+    total = products[0]
+    for product in products[1:]:
+        total = b.node("Add", [total, product])
+    if op.rounding == "gemmlowp":
+        rounded, lift, narrow = _twice_rounded(b, op.plan, total), np.zeros((), np.int64), False
+    else:
+        rounded, lift, narrow = _shifted(b, op.plan, total, op.rounding)
+    _saturated(b, rounded, op.encoding.zero_point - lift, op.bounds, narrow, op.result)
+
+
+def look_up(b: Builder, op: Table) -> None:
+    """Write a table as a Clip where it is one, else as a gather."""
+    lo, hi = int(op.table.min()), int(op.table.max())
+    if np.array_equal(op.table, np.arange(op.table.size).clip(lo, hi)):
+        op.row["form"] = "clip"
+        b.write("Clip", [op.codes, b.constant(lo, np.uint8), b.constant(hi, np.uint8)], op.result)
+        return
+    # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime
+    flat = b.node("Reshape", [b.cast(op.codes, TensorProto.INT32), b.constant([-1], np.int64)])
+    found = b.node("GatherElements", [b.constant(op.table, np.uint8, "table"), flat], axis=0)
+    b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result)
+
+
+def _shifted(b: Builder, fixed: Plan, total: str, rounding: str) -> tuple[str, Array, bool]:
+    """Write the rounding shift; give the tensor, what it is too large by, and whether it is int32 (else int64)."""
+    n = fixed.shift
+    u, lift = _halved(b, fixed, total, n)
+    quotient = b.node("BitShift", [u, b.constant(n, np.uint64)], direction="RIGHT")
+    reach = np.maximum(np.abs(fixed.high >> n), np.abs(fixed.low >> n)) + 1
+    narrow = bool(np.max(lift + reach) < (1 << 31) - 1024)
+    dtype = TensorProto.INT32 if narrow else TensorProto.INT64
+    if rounding == "half_up":
+        return b.cast(quotient, dtype), lift, narrow
+    mask = b.constant((np.uint64(1) << n.astype(np.uint64)) - np.uint64(1), np.uint64)
+    tie = b.node("Equal", [b.node("BitwiseAnd", [u, mask]), b.constant(0, np.uint64)])
+    if rounding == "half_even":
+        odd = b.node("BitwiseAnd", [b.cast(tie, TensorProto.UINT64), quotient])
+        return b.cast(b.node("Sub", [quotient, odd]), dtype), lift, narrow
+    signed = b.cast(quotient, dtype)  # half away: half-up, minus one where a tie is negative
+    kind = np.int32 if narrow else np.int64
+    down = b.node("And", [tie, b.node("LessOrEqual", [signed, b.constant(lift, kind)])])
+    return b.node("Sub", [signed, b.cast(down, dtype)]), lift, narrow
+
+
+def _halved(b: Builder, fixed: Plan, total: str, n: Array) -> tuple[str, Array]:
+    """Write `total + addend + half a unit of 2**n + lift * 2**n` as uint64; give it and the lift, an even number."""
+    half = np.left_shift(np.int64(1), n - 1)
+    lift = np.maximum(0, -(fixed.low >> n))
+    lift = lift + (lift & 1)  # even, so that the parity of the quotient is its own
+    peak = np.maximum(fixed.high, 0).astype(np.float64) + np.ldexp(lift.astype(np.float64), n) + half
+    if np.max(peak) < 2.0**62.9 and np.max(np.abs(fixed.addend.astype(np.float64))) < 2.0**61:
+        biased = b.node("Add", [total, b.constant(fixed.addend + (lift << n) + half, np.int64)])
+        return b.cast(biased, TensorProto.UINT64), lift
+    # the sum may leave int64: make it non-negative first and finish in uint64
+    lift = np.maximum(2, np.left_shift(np.int64(1), MAX_SHIFT - n))
+    biased = b.node("Add", [total, b.constant(fixed.addend + (1 << 62), np.int64)])
+    rest = (lift.astype(np.uint64) << n.astype(np.uint64)) + half.astype(np.uint64) - np.uint64(1 << 62)
+    return b.node("Add", [b.cast(biased, TensorProto.UINT64), b.constant(rest, np.uint64)]), lift
+
+
+def _twice_rounded(b: Builder, fixed: Plan, total: str) -> str:
+    """Write gemmlowp's two roundings: by up to 31 bits with ties up, by the rest with ties away from zero (int64)."""
+    first = np.minimum(fixed.shift, HIGH_MUL)
+    u, lift = _halved(b, fixed, total, first)
+    high = b.cast(b.node("BitShift", [u, b.constant(first, np.uint64)], direction="RIGHT"), TensorProto.INT64)
+    high = b.node("Sub", [high, b.constant(lift, np.int64)])
+    rest = fixed.shift - first
+    if not np.any(rest):
+        return high
+    # half away: half a unit up, and for negatives one less than that; channels without a rest keep their value
+    negative = b.cast(b.node("Less", [high, b.constant(0, np.int64)]), TensorProto.INT64)
+    less = b.node("Mul", [negative, b.constant(np.minimum(rest, 1), np.int64)])
+    half = np.where(rest > 0, np.left_shift(np.int64(1), np.maximum(rest, 1) - 1), 0)
+    raised = b.node("Add", [high, b.constant(half + (np.int64(1) << 60), np.int64)])
+    biased = b.cast(b.node("Sub", [raised, less]), TensorProto.UINT64)
+    shifted = b.cast(b.node("BitShift", [biased, b.constant(rest, np.uint64)], direction="RIGHT"), TensorProto.INT64)
+    return b.node("Sub", [shifted, b.constant((np.int64(1) << 60) >> rest, np.int64)])
+
+
+def _saturated(b: Builder, rounded: str, addend: Array, bounds: tuple[int, int], narrow: bool, name: str) -> None:
+    kind = np.int32 if narrow else np.int64
+    shifted = b.node("Add", [rounded, b.constant(addend, kind)])
+    lo, hi = (b.constant(bound, kind) for bound in bounds)
+    if narrow:
+        inside = b.node("Clip", [shifted, lo, hi])
+    else:  # int64 Clip is wrong in ONNX Runtime beyond 2**31
+        above = b.node("Where", [b.node("Less", [shifted, lo]), lo, shifted])
+        inside = b.node("Where", [b.node("Greater", [above, hi]), hi, above])
+    b.write("Cast", [inside], name, to=TensorProto.UINT8)
