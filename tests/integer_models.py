@@ -8,8 +8,10 @@ from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
 
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
 UINT8, INT8, UINT4, INT4 = TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT4, TensorProto.INT4
-NUMPY = {UINT8: np.uint8, INT8: np.int8}
+UINT16, INT16 = TensorProto.UINT16, TensorProto.INT16
+NUMPY = {UINT8: np.uint8, INT8: np.int8, UINT16: np.uint16, INT16: np.int16}
 GRID = {UINT8: (0, 255), INT8: (-128, 127), UINT4: (0, 15), INT4: (-8, 7)}
+GRID |= {UINT16: (0, 65535), INT16: (-32768, 32767)}
 
 
 class Net:

@@ -1,7 +1,8 @@
 """The check that a model computes on integers only between its quantized edges, in the standard domain."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, checker, helper
 from onnx.shape_inference import InferenceError, infer_shapes
@@ -17,6 +18,24 @@ _INTEGER = frozenset(
     }
 )
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
+_CONTRIB = "com.microsoft"
+_TWO, _BINARY = (1, 3), (1, 4, 6)
+#: Kernels with their own requantization -> which inputs are float constants: scales (every third of a Concat's).
+_SCALES: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "QLinearConv": _BINARY,
+        "QLinearMatMul": _BINARY,
+        "QLinearAdd": _BINARY,
+        "QLinearMul": _BINARY,
+        "QGemm": (1, 4, 7),
+        "QLinearSigmoid": _TWO,
+        "QLinearLeakyRelu": _TWO,
+        "QLinearSoftmax": _TWO,
+        "QLinearAveragePool": _TWO,
+        "QLinearGlobalAveragePool": _TWO,
+        "QLinearConcat": (),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +53,11 @@ class Finding:
     reason: str
 
 
-def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding]:
+def integer_findings(model: ModelProto, *, edges: str = "float", kernels: str = "") -> list[Finding]:
     """List everything in a model that is not integer-only; an empty list means that it is.
+
+    `kernels` names what may requantize with constant float scales besides integer operators: `qlinear` QLinearConv and
+    QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the edges is float.
 
     With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
     output, with their float scales, and an input may be float that nothing reads; with `edges="integer"` there is no
@@ -44,7 +66,7 @@ def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding
     findings = [
         Finding("domain", entry.domain, "the model imports a domain outside the standard")
         for entry in model.opset_import
-        if entry.domain not in _STANDARD
+        if entry.domain not in _STANDARD and not (kernels == "onnxruntime" and entry.domain == _CONTRIB)
     ]
     findings += [Finding("domain", f.name, "a model-local function hides its body") for f in model.functions]
     try:
@@ -57,17 +79,17 @@ def integer_findings(model: ModelProto, *, edges: str = "float") -> list[Finding
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     at_edge = _edge_nodes(graph, inputs, outputs) if edges == "float" else set()
     read = {name for node in graph.node if node.op_type != "Shape" for name in node.input} | outputs
-    findings += _graph_findings(graph, at_edge, inputs - read if edges == "float" else set())
+    findings += _graph_findings(graph, at_edge, inputs - read if edges == "float" else set(), kernels)
     return findings
 
 
-def require_integer_only(model: ModelProto, *, edges: str = "float") -> None:
+def require_integer_only(model: ModelProto, *, edges: str = "float", kernels: str = "") -> None:
     """Raise unless the model is integer-only between its edges.
 
     Raises:
         IntegerError: naming every offending node and tensor.
     """
-    findings = integer_findings(model, edges=edges)
+    findings = integer_findings(model, edges=edges, kernels=kernels)
     if findings:
         lines = [f"  {finding.kind} {finding.where!r}: {finding.reason}" for finding in findings]
         raise IntegerError("the model is not integer-only; convert it with to_integer()\n" + "\n".join(lines))
@@ -87,21 +109,36 @@ def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[i
     }
 
 
-def _graph_findings(graph: GraphProto, at_edge: set[int], unread: set[str]) -> Iterator[Finding]:
+def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
+    """Give the inputs of a node that may be float constants: the scales of a kernel that is allowed."""
+    allowed = node.domain in _STANDARD if kernels == "qlinear" else kernels == "onnxruntime"
+    if not allowed or node.op_type not in _SCALES:
+        return []
+    if node.op_type == "QLinearConcat":
+        return list(node.input[::3])
+    return [node.input[i] for i in _SCALES[node.op_type]]
+
+
+def _graph_findings(graph: GraphProto, at_edge: set[int], unread: set[str], kernels: str) -> Iterator[Finding]:
     types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
     edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
     free = unread | {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
     free |= {node.output[0] for node in edge_nodes if node.op_type == "DequantizeLinear"}
     scales = {node.input[1] for node in edge_nodes}
+    scales.update(name for node in graph.node for name in _scale_inputs(node, kernels))
+    constants = {tensor.name for tensor in graph.initializer}
     yield from _tensor_findings(graph, types, free, scales)
     for index, node in enumerate(graph.node):
-        if node.domain not in _STANDARD:
+        if node.domain not in _STANDARD and not (kernels == "onnxruntime" and node.op_type in _SCALES):
             yield Finding("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
         if index in at_edge:
             continue
         if node.op_type in _QDQ:
             yield Finding("quantize node", _name(node), f"{node.op_type} stands between the edges")
+        own = _scale_inputs(node, kernels)
         for name in node.input:
+            if name in own and name in constants:
+                continue
             if name in free and node.op_type != "Shape":
                 yield Finding("float tensor", _name(node), f"{node.op_type} reads the float edge {name!r}")
             if name in scales:
@@ -144,7 +181,7 @@ def _attribute_findings(node: NodeProto) -> Iterator[Finding]:
             yield Finding("float tensor", _name(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
-                yield from _graph_findings(graph, set(), set())
+                yield from _graph_findings(graph, set(), set(), "")
 
 
 def _name(node: NodeProto) -> str:

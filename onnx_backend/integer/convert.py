@@ -10,20 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, inliner
 
+from onnx_backend.fold_constants import fold
 from onnx_backend.integer.check import integer_findings, require_integer_only
-from onnx_backend.integer.context import Context, edge_dtype, label, leave, surroundings
+from onnx_backend.integer.context import Context, label, surroundings
+from onnx_backend.integer.edges import edge_dtype, leave
 from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.expand import expand
-from onnx_backend.integer.ops import INTEGER_TYPES, LOWERINGS, copied, stored
-from onnx_backend.integer.values import Codes, Failed, FloatInput, Integers, Lookup, Refused, Value
+from onnx_backend.integer.lowerings import LOWERINGS, copied
+from onnx_backend.integer.ops import INTEGER_TYPES, stored
+from onnx_backend.integer.runtime import CONTRIB, Kernels
+from onnx_backend.integer.values import Array, Codes, Constant, Failed, FloatInput, Integers, Lookup, Refused, Value
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
+_LARGEST_FOLDED = 1 << 22  # elements of a constant that is computed at conversion time
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
 
 
@@ -59,25 +65,30 @@ def convert(
     edges: str = "float",
     rounding: Rounding = "half_even",
     requantize: str = "integer",
+    weights: str = "unsigned",
     allow_float: Sequence[str] = (),
 ) -> IntegerResult:
-    """Convert a Q/DQ model to standard ONNX operators on integers; `model` is left as it is.
+    """Convert a Q/DQ model to one that computes on integers; `model` is left as it is.
 
     Args:
         model: a model of opset 13 or later whose activations pass QuantizeLinear/DequantizeLinear of at most 8 bits,
             per tensor, and whose weights are integers behind a DequantizeLinear.
-        target: `standard`, the only one in this version.
+        target: `standard` writes standard ONNX operators, `onnxruntime` the quantized kernels of that runtime too.
         edges: `float` keeps float inputs and outputs behind one QuantizeLinear/DequantizeLinear each; `integer` takes
             and gives integers, with scale and zero point in the model's metadata.
-        rounding: of exact ties in the requantization.
-        requantize: `integer`, the only one in this version.
+        rounding: of exact ties in the requantization; `gemmlowp` rounds twice. Kernels round ties to even.
+        requantize: `integer` on integers alone, `qlinear` with QLinearConv and QLinearMatMul, whose scales are float
+            constants, wherever they fit. The target `onnxruntime` uses those in any case.
+        weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
+            VNNI the kernels for uint8 x int8 saturate sums of two products.
         allow_float: must be empty in this version.
 
     Raises:
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, allow_float)
+    _require_options(target, edges, rounding, requantize, weights, allow_float)
+    kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = max((entry.version for entry in source.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _FIRST_OPSET:
@@ -88,17 +99,23 @@ def convert(
     outputs = _leave(source, context, values, refusals)
     if refusals:
         raise IntegerError(_message(refusals))
-    integer = _assembled(source, context, outputs, opset)
-    require_integer_only(integer, edges=edges)
-    certificate = _certificate(model, integer, context, outputs, edges, rounding)
-    return IntegerResult(integer, certificate, _report(integer, certificate, edges))
+    used = Kernels(contrib=kernels == "onnxruntime", signed=weights == "signed") if kernels else None
+    integer = _assembled(source, context, outputs, opset, used)
+    require_integer_only(integer, edges=edges, kernels=kernels)
+    options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
+    certificate = _certificate(model, integer, context, outputs, options)
+    return IntegerResult(integer, certificate, _report(integer, certificate, edges, kernels))
 
 
-def _require_options(target: str, edges: str, rounding: str, requantize: str, allow_float: Sequence[str]) -> None:
-    if target != "standard":
-        raise ConfigError(f'target={target!r} does not exist in this version; only target="standard" does')
-    if requantize != "integer":
-        raise ConfigError(f'requantize={requantize!r} does not exist in this version; only requantize="integer" does')
+def _require_options(
+    target: str, edges: str, rounding: str, requantize: str, weights: str, allow_float: Sequence[str]
+) -> None:
+    if target not in ("standard", "onnxruntime"):
+        raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
+    if requantize not in ("integer", "qlinear"):
+        raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
+    if weights not in ("unsigned", "signed"):
+        raise ConfigError(f'weights={weights!r} is unknown; choose "unsigned" or "signed"')
     if edges not in ("float", "integer"):
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:
@@ -141,6 +158,9 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
     standard = node.domain in ("", "ai.onnx") or (node.domain == "com.microsoft" and node.op_type in _QDQ)
     if not standard:
         raise Refused(f"it is of domain {node.domain!r}", "write it with standard operators")
+    folded = _folded(ctx, node, args)
+    if folded is not None:
+        return folded
     lowering = LOWERINGS.get(node.op_type)
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
@@ -150,6 +170,26 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
     if lowering is None:
         raise Refused("it has no integer form in this version", "replace it, or keep it outside the model")
     return lowering(ctx, node, args)
+
+
+def _folded(ctx: Context, node: NodeProto, args: list[Value | None]) -> tuple[Value, ...] | None:
+    """Compute a node on plain constants (shape arithmetic, anchor grids) at conversion time; None if it is not one."""
+    known = {
+        name: arg.values if isinstance(arg, Constant) else arg.array
+        for name, arg in zip(node.input, args, strict=True)
+        if (isinstance(arg, Constant) and arg.coded is None) or (isinstance(arg, Integers) and arg.array is not None)
+    }
+    small = {name: array for name, array in known.items() if array is not None}
+    found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
+    if found is None:
+        return None
+    return tuple(_plain(found[name]) if name else Failed() for name in node.output)
+
+
+def _plain(array: Array) -> Value:
+    if array.dtype.kind == "f":
+        return Constant(array.astype(np.float32))
+    return Integers("", array, helper.np_dtype_to_tensor_dtype(array.dtype))
 
 
 def _leave(
@@ -179,7 +219,9 @@ def _message(refusals: Sequence[Refusal]) -> str:
     return f"{count} cannot be made integer-only:\n" + "\n".join(rows)
 
 
-def _assembled(model: ModelProto, ctx: Context, outputs: dict[str, Codes | None], opset: int) -> ModelProto:
+def _assembled(
+    model: ModelProto, ctx: Context, outputs: dict[str, Codes | None], opset: int, kernels: Kernels | None
+) -> ModelProto:
     graph = onnx.GraphProto()
     graph.name = f"{model.graph.name or 'model'}.integer"
     stored_names = {tensor.name for tensor in model.graph.initializer}
@@ -196,13 +238,18 @@ def _assembled(model: ModelProto, ctx: Context, outputs: dict[str, Codes | None]
                 scale, point = _edge_encoding(codes)
                 metadata[f"qsdk.{kind}.{info.name}.scale"] = repr(scale)
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
-    graph.node.extend(expand(ctx.builder, {info.name for info in graph.output}))
+    graph.node.extend(expand(ctx.builder, {info.name for info in graph.output}, kernels))
     used = {name for node in graph.node for name in node.input}
     graph.initializer.extend(tensor for tensor in ctx.builder.initializers if tensor.name in used)
     written = max(opset, _WRITTEN_OPSET)
     imports = [helper.make_opsetid("", written)]
+    foreign = [name for node in graph.node if node.domain for name in node.output]
+    if foreign:
+        imports.append(helper.make_opsetid(CONTRIB, 1))
+        # the checker does not know what these make: codes, all of them
+        graph.value_info.extend(helper.make_tensor_value_info(name, TensorProto.UINT8, None) for name in foreign)
     made = helper.make_model(
-        graph, opset_imports=imports, ir_version=max(_WRITTEN_IR, helper.find_min_ir_version_for(imports))
+        graph, opset_imports=imports, ir_version=max(_WRITTEN_IR, helper.find_min_ir_version_for(imports[:1]))
     )
     made.producer_name = "qsdk"
     helper.set_model_props(made, metadata)
@@ -211,18 +258,13 @@ def _assembled(model: ModelProto, ctx: Context, outputs: dict[str, Codes | None]
 
 def _edge_encoding(codes: Codes) -> tuple[float, int]:
     """Give scale and zero point as the edge's own dtype has them."""
-    signed = edge_dtype(codes.encoding) == TensorProto.INT8
+    signed = edge_dtype(codes.encoding) in (TensorProto.INT8, TensorProto.INT16)
     half = (codes.encoding.hi + 1) // 2
     return codes.encoding.scale, codes.encoding.zero_point - (half if signed else 0)
 
 
 def _certificate(
-    source: ModelProto,
-    integer: ModelProto,
-    ctx: Context,
-    outputs: dict[str, Codes | None],
-    edges: str,
-    rounding: str,
+    source: ModelProto, integer: ModelProto, ctx: Context, outputs: dict[str, Codes | None], options: dict[str, str]
 ) -> dict[str, Any]:
     edge = {
         "inputs": {name: _edge_row(codes[0]) for name, codes in ctx.inputs.items()},
@@ -230,13 +272,9 @@ def _certificate(
     }
     return {
         "version": 1,
-        "target": "standard",
-        "requantize": "integer",
-        "edges": edges,
-        "rounding": rounding,
+        **options,
         "source_sha256": hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest(),
         "model_sha256": hashlib.sha256(integer.SerializeToString(deterministic=True)).hexdigest(),
-        "findings": [finding.reason for finding in integer_findings(integer, edges=edges)],
         **edge,
         "requantizations": ctx.builder.certificate,
     }
@@ -248,8 +286,8 @@ def _edge_row(codes: Codes) -> dict[str, Any]:
     return {"tensor": codes.name, "scale": scale, "zero_point": zero_point, "dtype": dtype}
 
 
-def _report(integer: ModelProto, certificate: dict[str, Any], edges: str) -> Report:
-    findings = integer_findings(integer, edges=edges)
+def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernels: str) -> Report:
+    findings = integer_findings(integer, edges=edges, kernels=kernels)
     rows = [
         {
             "node": row["node"],

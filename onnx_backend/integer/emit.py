@@ -62,7 +62,7 @@ class Builder:
 
 
 def requantize(b: Builder, value: Linear, encoding: Encoding, name: str) -> str:
-    """Record the requantization of accumulators to uint8 codes and give their name; `value.after` is not applied.
+    """Record the requantization of accumulators to codes and give their name; `value.after` is not applied.
 
     The clip of a Relu or Clip is folded into the saturation, and ties are rounded up wherever no accumulator within
     the static bounds can tie, which every rounding then agrees with.
@@ -100,12 +100,12 @@ def _row(b: Builder, value: Linear, encoding: Encoding, fixed: Plan, rounding: s
 
 
 def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
-    """Record the uint8 codes of any function of one uint8 tensor: nothing, a Clip, or a 256-entry table.
+    """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
     The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction.
     """
     table = encoding.quantize(value.values)
-    if np.array_equal(table, np.arange(table.size)):
+    if np.array_equal(table, np.arange(table.size)) and encoding.wide == (table.size > 256):
         return value.name
     result = b.fresh(name)
     row = {

@@ -4,13 +4,15 @@ Weights are stored unsigned: ONNX Runtime's integer kernels have no per-channel 
 times slower with int8 weights. Weights of 4 bits stay packed and are widened by a Cast.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.context import Args, Context, attributes, label
+from onnx_backend.integer.halves import Bytes, bytes_of, together
 from onnx_backend.integer.operations import Accumulation, Operand, Product
 from onnx_backend.integer.values import (
     Array,
@@ -81,17 +83,19 @@ def require_int32(low: Array, high: Array, what: str = "its accumulator") -> Non
 
 def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower Conv: ConvInteger pads with the input's zero point, which is real zero."""
-    codes, encoding = encoded(args[0])
+    activation = bytes_of(ctx, args[0])
     coded = coded_weight(args[1], 0)
     require_positive(coded.scale)
     rank = coded.integers.ndim
-    low, high = accumulator_bounds(coded.integers, encoding, tuple(range(1, rank)))
-    accumulator = _recorded(ctx, node, coded, coded.integers, 1, (codes, encoding), attributes(node))
     channels = (-1, *(1 for _ in range(rank - 2)))
-    scale = np.broadcast_to(coded.scale, low.shape) if coded.axis is not None else coded.scale
-    value = accumulated(
-        accumulator, encoding.scale * scale.reshape(channels), low.reshape(channels), high.reshape(channels), node
-    )
+    parts = []
+    for codes, encoding in activation:
+        low, high = accumulator_bounds(coded.integers, encoding, tuple(range(1, rank)))
+        result = _recorded(ctx, node, coded, coded.integers, 1, (codes, encoding), attributes(node))
+        scale = encoding.scale * (np.broadcast_to(coded.scale, low.shape) if coded.axis is not None else coded.scale)
+        ends = low.reshape(channels), high.reshape(channels)
+        parts.append(accumulated(result, scale.reshape(channels), *ends, node))
+    value = together(parts)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
@@ -112,7 +116,9 @@ def _recorded(
     result = b.fresh(f"{node.output[0]}.accumulator")
     op_type = "MatMul" if attrs is None else "Conv"
     stem, first = node.input[index], attrs is None and index == 0
-    layer = (*activation, integers, zero, four, coded.scale, attrs or {}, first, stem, result, b.label)
+    shape = ctx.shapes.get(node.input[1 - index])
+    rank = None if shape is None else len(shape)
+    layer = (*activation, integers, zero, four, coded.scale, attrs or {}, first, stem, result, b.label, rank)
     b.nodes.append(Accumulation(op_type, *layer))
     return result
 
@@ -185,10 +191,10 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     if attrs.get("transA", 0):
         raise Refused("transA=1", "transpose the activation in front of the Gemm")
     transposed = bool(attrs.get("transB", 0))
-    codes, encoding = encoded(args[0])
+    activation = bytes_of(ctx, args[0])
     coded = coded_weight(args[1], 0 if transposed else 1)
     integers = coded.integers.T if transposed else coded.integers
-    value = _matmul(ctx, node, codes, encoding, coded, integers)
+    value = _matmul(ctx, node, activation, coded, integers)
     alpha, beta = (float(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
     if alpha != 1.0:
         value = replace(value, terms=tuple(replace(t, scale=t.scale * alpha) for t in value.terms))
@@ -207,41 +213,47 @@ def matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
         return _matmul_activations(ctx, node, left, right)
     if isinstance(left, Constant):
         return _matmul_constant_left(ctx, node, left, right)
-    codes, encoding = encoded(left)
+    activation = bytes_of(ctx, left)
     if isinstance(right, Constant) and right.values.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one column")
     axis = right.values.ndim - 1 if isinstance(right, Constant) else None
     coded = coded_weight(right, axis)
-    return _matmul(ctx, node, codes, encoding, coded, coded.integers)
+    return _matmul(ctx, node, activation, coded, coded.integers)
 
 
 def _matmul(
-    ctx: Context, node: NodeProto, codes: str, encoding: Encoding, coded: CodedConstant, integers: Array
+    ctx: Context, node: NodeProto, activation: Sequence[Bytes], coded: CodedConstant, integers: Array
 ) -> Linear:
     require_positive(coded.scale)
-    low, high = accumulator_bounds(integers, encoding, (integers.ndim - 2,))
-    leading = tuple(range(low.ndim - 1))
-    low, high = low.min(axis=leading), high.max(axis=leading)
-    accumulator = _recorded(ctx, node, coded, integers, 1, (codes, encoding))
-    scale = encoding.scale * (coded.scale if coded.axis is not None else coded.scale.reshape(()))
-    return accumulated(accumulator, scale, low, high, node)
+    parts = []
+    for codes, encoding in activation:
+        low, high = accumulator_bounds(integers, encoding, (integers.ndim - 2,))
+        leading = tuple(range(low.ndim - 1))
+        low, high = low.min(axis=leading), high.max(axis=leading)
+        accumulator = _recorded(ctx, node, coded, integers, 1, (codes, encoding))
+        scale = encoding.scale * (coded.scale if coded.axis is not None else coded.scale.reshape(()))
+        parts.append(accumulated(accumulator, scale, low, high, node))
+    return together(parts)
 
 
 def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
-    (a, first), (c, second) = encoded(left, "its first input"), encoded(right, "its second input")
-    depth = ctx.sizes(node.input[0], [-1])[0]
-    accumulator = product_of(ctx, node, "MatMul", Operand(a, first), Operand(c, second))
-    low, high = product_bounds(first, second)
-    scale = np.asarray(first.scale * second.scale, np.float64)
-    return accumulated(accumulator, scale, low * depth, high * depth, node)
+    first, second = bytes_of(ctx, left, "its first input"), bytes_of(ctx, right, "its second input")
+    return products(ctx, node, "MatMul", first, second, ctx.sizes(node.input[0], [-1])[0])
 
 
-def product_of(ctx: Context, node: NodeProto, op_type: str, left: Operand, right: Operand) -> str:
-    """Record the product of two activations and give the accumulator."""
+def products(
+    ctx: Context, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
+) -> Linear:
+    """Record the product of two activations, each of one or two bytes, summed over `depth`; give the accumulators."""
     b = ctx.builder
-    result = b.fresh(f"{node.output[0]}.accumulator")
-    b.nodes.append(Product(op_type, left, right, result, b.label))
-    return result
+    parts = []
+    for one, other in itertools.product(left, right):
+        result = b.fresh(f"{node.output[0]}.accumulator")
+        b.nodes.append(Product(op_type, Operand(*one), Operand(*other), result, b.label))
+        low, high = product_bounds(one[1], other[1])
+        scale = np.asarray(one[1].scale * other[1].scale, np.float64)
+        parts.append(accumulated(result, scale, low * depth, high * depth, node))
+    return together(parts)
 
 
 def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
@@ -251,12 +263,15 @@ def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
 
 
 def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: Value | None) -> Linear:
-    codes, encoding = encoded(right, "its second input")
+    activation = bytes_of(ctx, right, "its second input")
     coded = coded_weight(left, None)
     require_positive(coded.scale)
     if coded.integers.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one row")
-    low, high = accumulator_bounds(coded.integers, encoding, (coded.integers.ndim - 1,))
-    accumulator = _recorded(ctx, node, coded, coded.integers, 0, (codes, encoding))
-    scale = np.asarray(encoding.scale * coded.scale.reshape(()), np.float64)
-    return accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node)
+    parts = []
+    for codes, encoding in activation:
+        low, high = accumulator_bounds(coded.integers, encoding, (coded.integers.ndim - 1,))
+        accumulator = _recorded(ctx, node, coded, coded.integers, 0, (codes, encoding))
+        scale = np.asarray(encoding.scale * coded.scale.reshape(()), np.float64)
+        parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
+    return together(parts)

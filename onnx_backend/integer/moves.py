@@ -20,8 +20,10 @@ from onnx_backend.integer.values import (
     Refused,
     Step,
     Value,
+    Wide,
     moved,
 )
+from onnx_backend.integer.widen import moved as move_wide
 
 _ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 
@@ -36,15 +38,22 @@ def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args],
         if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
             raise Refused("a decreasing function stands directly in front of it", "quantize in front of it")
         rest = tuple(integer_name(ctx, arg) for arg in args[1:])
-        found = tuple(_applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
+        found = tuple(applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
         return found[0] if len(found) == 1 else found
 
     return lower
 
 
-def _applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
+def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
+    """Apply a movement to codes now, to a pending value once its codes exist.
+
+    Raises:
+        Refused: the value is neither.
+    """
     if isinstance(value, Lookup):
         return Lookup(move(ctx, step, value.name, value.encoding or _ANY, name), value.values, value.encoding)
+    if isinstance(value, Wide):
+        return move_wide(ctx, value, step)
     pending = None if value is None else moved(value, step)
     if pending is None:
         raise Refused("its input is not a quantized activation", "put a DequantizeLinear in front of it")
@@ -121,14 +130,20 @@ def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
 
 
 def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Lower Shape: the codes have the shape of the values."""
+    """Lower Shape: a constant where all sizes are static; else the codes have the shape of the values."""
     value = args[0]
+    sizes = ctx.shapes.get(node.input[0])
+    if sizes is not None and None not in sizes:
+        attrs = attributes(node)
+        return Integers("", np.asarray(sizes, np.int64)[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
     if isinstance(value, Lookup | Codes | Integers):
         name = integer_name(ctx, value) if isinstance(value, Integers) else value.name
     elif isinstance(value, FloatInput) and not value.after:
         name = value.name
     elif isinstance(value, Linear) and not value.after and len(value.terms) == 1:
         name = value.terms[0].name
+    elif isinstance(value, Wide):
+        name = value.name
     elif isinstance(value, Constant):
         whole = np.asarray(value.values.shape, np.int64)
         attrs = attributes(node)
@@ -147,48 +162,33 @@ def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, 
     return value
 
 
-def sum_of_one(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Drop a Sum of one operand, which keeps the runtime from fusing what it cannot run."""
-    if len(args) != 1:
-        raise Refused(f"it is a Sum of {len(args)} operands", "write it with Add")
-    return identity(ctx, node, args)
-
-
 def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Pad: a constant is filled in as its code, which must be exact."""
     value, pads = args[0], args[1] if len(args) > 1 else None
     mode = attributes(node).get("mode", "constant")
     axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
     if mode != "constant":
-        return _applied(ctx, value, Step(node, (integer_name(ctx, pads), "", axes)), node.output[0])
+        return applied(ctx, value, Step(node, (integer_name(ctx, pads), "", axes)), node.output[0])
     given = args[2] if len(args) > 2 else None
     if given is not None and not isinstance(given, Constant):
         raise Refused("its fill value is not a constant", "store the fill value as an initializer")
     fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
     step = Step(node, (integer_name(ctx, pads), axes), fill=fill)
     if not isinstance(value, Lookup):
-        return _applied(ctx, value, step, node.output[0])
+        return applied(ctx, value, step, node.output[0])
     if value.encoding is None:
         raise Refused("a function stands between the DequantizeLinear and it", "quantize in front of it")
     code = int(value.encoding.quantize(fill))
     if abs(float(value.values[code]) - fill) > 1e-6 * value.encoding.scale:
         raise Refused(f"its fill value {fill} is not on its input's grid", "quantize its output, not its input")
-    return _applied(ctx, value, step, node.output[0])
-
-
-def argmax(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Lower ArgMax, which needs only the order of its input."""
-    value = args[0]
-    if not isinstance(value, Lookup) or np.any(np.diff(value.values) < 0):
-        raise Refused("its input is not a quantized activation", "put a QuantizeLinear/DequantizeLinear pair before it")
-    name = ctx.builder.node("ArgMax", [value.name], name=node.output[0], **attributes(node))
-    return Integers(name, dtype=TensorProto.INT64)
+    return applied(ctx, value, step, node.output[0])
 
 
 #: Movements by op type; the data is the first input, all others are integers.
 MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
     {
         **{name: _movement() for name in ("Expand", "Flatten", "GatherND", "Reshape", "Slice", "Split", "Squeeze")},
+        **{name: _movement() for name in ("DepthToSpace", "GatherElements", "SpaceToDepth")},
         **{name: _movement() for name in ("Tile", "Transpose", "Unsqueeze")},
         "Dropout": identity,
         "Gather": gather,
@@ -196,7 +196,7 @@ MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyTyp
         "Identity": identity,
         "MaxPool": max_pool,
         "ReduceMax": _movement(monotone=True),
+        "ReduceMin": _movement(monotone=True),
         "Shape": shape,
-        "Sum": sum_of_one,
     }
 )

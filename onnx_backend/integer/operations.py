@@ -31,6 +31,7 @@ class Accumulation:
         stem: name of the weight in the Q/DQ model.
         result: name of the accumulator.
         label: the node it was made from.
+        rank: of the activation, None if it is not known.
     """
 
     op_type: str
@@ -45,6 +46,7 @@ class Accumulation:
     stem: str
     result: str
     label: str
+    rank: int | None = None
 
     @property
     def input(self) -> Sequence[str]:
@@ -98,6 +100,7 @@ class WindowSum:
         attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
         result: name of the sum.
         label: the node it was made from.
+        rank: of the activation.
         channels: of the activation, for windows.
         axes: reduced axes, for whole axes.
         count: number of summed elements along the axes.
@@ -110,6 +113,7 @@ class WindowSum:
     attributes: Mapping[str, Any]
     result: str
     label: str
+    rank: int
     channels: int = 0
     axes: tuple[int, ...] = ()
     count: int = 0
@@ -195,4 +199,26 @@ class Table:
         return (self.result,)
 
 
-Operation = NodeProto | Accumulation | Product | WindowSum | Requantization | Table
+@dataclass(frozen=True)
+class Join:
+    """A Concat of codes in one encoding."""
+
+    parts: tuple[str, ...]
+    encoding: Encoding
+    axis: int
+    result: str
+    label: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return self.parts
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+Recorded = Accumulation | Product | WindowSum | Requantization | Table | Join
+Operation = NodeProto | Recorded

@@ -21,19 +21,20 @@ from onnx_backend.integer.context import (
 )
 from onnx_backend.integer.conv_transpose import conv_transpose
 from onnx_backend.integer.factors import as_sum, factor
+from onnx_backend.integer.halves import bytes_of
 from onnx_backend.integer.layers import (
     accumulated,
     conv,
     gemm,
     matmul,
     plus_constant,
-    product_bounds,
-    product_of,
+    products,
 )
-from onnx_backend.integer.moves import MOVES, argmax, pad
-from onnx_backend.integer.operations import Operand
+from onnx_backend.integer.moves import MOVES, pad
 from onnx_backend.integer.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
 from onnx_backend.integer.qdq import dequantize, quantize
+from onnx_backend.integer.resize import resize
+from onnx_backend.integer.selection import SELECTIONS
 from onnx_backend.integer.values import (
     Array,
     Bent,
@@ -107,6 +108,22 @@ def _sum(node: NodeProto, args: Args, sign: int) -> Value:
     return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source)
 
 
+def total(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Sum to one fixed point; a Sum of one operand, which keeps a runtime from fusing, is dropped."""
+    value = args[0]
+    for other in args[1:]:
+        value = _sum(node, [value, other], 1)
+    assert value is not None  # the first input is required by the standard
+    return value
+
+
+def mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Mean to a Sum whose scales are divided by the number of operands."""
+    value = total(ctx, node, args)
+    mapped = _mapped(np.divide, value, Constant(np.asarray(len(args), np.float32)))
+    return _scaled(_summand(node, value), np.asarray(1.0 / len(args))) if mapped is None else mapped
+
+
 def _negated(constant: Constant) -> Constant:
     coded = constant.coded and replace(constant.coded, integers=-constant.coded.integers)
     return Constant(-constant.values, coded)
@@ -158,10 +175,9 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
     if isinstance(left, Lookup) and isinstance(right, Lookup) and left.encoding and right.encoding:
-        sides = Operand(left.name, left.encoding), Operand(right.name, right.encoding)
-        low, high = product_bounds(left.encoding, right.encoding)
-        scale = np.asarray(left.encoding.scale * right.encoding.scale, np.float64)
-        return accumulated(product_of(ctx, node, "Mul", *sides), scale, low, high, node)
+        both_wide = left.encoding.wide and right.encoding.wide  # one of them in bytes keeps the products in int32
+        sides = bytes_of(ctx, left) if both_wide else [(left.name, left.encoding)]
+        return products(ctx, node, "Mul", sides, [(right.name, right.encoding)])
     first, second = factor(ctx, left, "its first input"), factor(ctx, right, "its second input")
     product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
     ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
@@ -184,7 +200,7 @@ def leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value
     slope = float(attributes(node).get("alpha", 0.01))
     if isinstance(args[0], Linear):
         return _bent(args[0], np.asarray(slope))
-    return _table(TABLES["LeakyRelu"])(ctx, node, args)
+    return table(TABLES["LeakyRelu"])(ctx, node, args)
 
 
 def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -288,7 +304,7 @@ def stored(tensor: TensorProto) -> Value:
     return Integers("", array, tensor.data_type)
 
 
-def _table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
+def table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
     """Make the lowering of an elementwise function: its values at every code of a uint8 tensor."""
 
     def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -353,7 +369,6 @@ INTEGER_TYPES = frozenset(
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "Add": add,
-        "ArgMax": argmax,
         "AveragePool": average_pool,
         "BatchNormalization": batch_normalization,
         "Clip": clip,
@@ -367,6 +382,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "GlobalAveragePool": global_average_pool,
         "LeakyRelu": leaky_relu,
         "MatMul": matmul,
+        "Mean": mean,
         "Mul": mul,
         "PRelu": prelu,
         "Pad": pad,
@@ -375,8 +391,11 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "ReduceMean": reduce_mean,
         "ReduceSum": reduce_sum,
         "Relu": relu,
+        "Resize": resize,
         "Sub": sub,
+        "Sum": total,
         **MOVES,
-        **{name: _table(function) for name, function in TABLES.items() if name != "LeakyRelu"},
+        **SELECTIONS,
+        **{name: table(function) for name, function in TABLES.items() if name != "LeakyRelu"},
     }
 )

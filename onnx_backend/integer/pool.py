@@ -7,6 +7,7 @@ import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer.halves import bytes_of, together
 from onnx_backend.integer.layers import accumulated
 from onnx_backend.integer.operations import WindowSum
 from onnx_backend.integer.values import Array, Refused, Value
@@ -63,7 +64,16 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
     result = b.fresh(f"{node.output[0]}.accumulator")
     along = tuple(axes)
     whole = WindowSum(
-        "ReduceSum", node, codes, encoding, {"keepdims": keepdims}, result, b.label, axes=along, count=count
+        "ReduceSum",
+        node,
+        codes,
+        encoding,
+        {"keepdims": keepdims},
+        result,
+        b.label,
+        ctx.rank(node.input[0]),
+        axes=along,
+        count=count,
     )
     b.nodes.append(whole)
     low, high = count * -encoding.zero_point, count * (encoding.hi - encoding.zero_point)
@@ -75,7 +85,7 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
 
 def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower AveragePool to a depthwise ConvInteger with ones; the divisor may vary at the borders."""
-    codes, encoding = encoded(args[0])
+    activation = bytes_of(ctx, args[0])
     attrs = attributes(node)
     kernel = list(attrs["kernel_shape"])
     spatial = len(kernel)
@@ -87,18 +97,20 @@ def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
         attrs["pads"] = _same_pads(ctx, node, kernel, strides, dilations, upper=auto == "SAME_UPPER")
     pads = list(attrs.get("pads", [0] * 2 * spatial))
     window = tuple(zip(kernel, strides, dilations, pads[:spatial], pads[spatial:], strict=True))
-    if attrs.get("ceil_mode", 0):
-        _require_no_ceiling(ctx, node, window)
-    divisor = _divisor(ctx, node, window, padded=bool(attrs.get("count_include_pad", 0)))
-    b = ctx.builder
-    result = b.fresh(f"{node.output[0]}.accumulator")
+    overhang = _overhang(ctx, node, window) if attrs.get("ceil_mode", 0) else [0] * spatial
+    divisor = _divisor(ctx, node, window, overhang, padded=bool(attrs.get("count_include_pad", 0)))
+    pads[spatial:] = [end + more for end, more in zip(pads[spatial:], overhang, strict=True)]
     geometry = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
-    channels = ctx.sizes(node.input[0], [1])[0]
-    pooled = WindowSum("AveragePool", node, codes, encoding, geometry, result, b.label, channels=channels)
-    b.nodes.append(pooled)
-    size = math.prod(kernel)
-    low, high = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
-    return accumulated(result, encoding.scale / divisor, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    channels, size, b = ctx.sizes(node.input[0], [1])[0], math.prod(kernel), ctx.builder
+    parts = []
+    for codes, encoding in activation:
+        result = b.fresh(f"{node.output[0]}.accumulator")
+        pooled = WindowSum("AveragePool", node, codes, encoding, geometry, result, b.label, 2 + spatial, channels)
+        b.nodes.append(pooled)
+        ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
+        low, high = (np.asarray(end, np.int64) for end in ends)
+        parts.append(accumulated(result, encoding.scale / divisor, low, high, node))
+    return together(parts)
 
 
 Window = tuple[tuple[int, int, int, int, int], ...]
@@ -116,22 +128,28 @@ def _same_pads(
     return [*small, *large] if upper else [*large, *small]
 
 
-def _require_no_ceiling(ctx: Context, node: NodeProto, window: Window) -> None:
+def _overhang(ctx: Context, node: NodeProto, window: Window) -> list[int]:
+    """Give by how much the last window of ceil_mode reaches beyond the padding; one that starts there is dropped."""
     sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
+    found = []
     for size, (k, s, d, begin, end) in zip(sizes, window, strict=True):
-        if (size + begin + end - (k - 1) * d - 1) % s:
-            raise Refused("ceil_mode=1 with windows that overhang", "pad the input explicitly and use ceil_mode=0")
+        room = size + begin + end - (k - 1) * d - 1
+        last = -(-room // s) * s
+        found.append(max(last - room, 0) if last < size + begin else 0)
+    return found
 
 
-def _divisor(ctx: Context, node: NodeProto, window: Window, *, padded: bool) -> Array:
+def _divisor(ctx: Context, node: NodeProto, window: Window, overhang: Sequence[int], *, padded: bool) -> Array:
     """Give what each window's sum is divided by: scalar, or one number per output position."""
     size = math.prod(k for k, *_ in window)
-    if padded or not any(begin or end for *_, begin, end in window):
+    if not any(overhang) and (padded or not any(begin or end for *_, begin, end in window)):
         return np.asarray(float(size))
     sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
     counts = np.ones(())
-    for length, (k, s, d, begin, end) in zip(sizes, window, strict=True):
-        starts = np.arange((length + begin + end - (k - 1) * d - 1) // s + 1) * s - begin
+    for length, (k, s, d, begin, end), more in zip(sizes, window, overhang, strict=True):
+        starts = np.arange((length + begin + end + more - (k - 1) * d - 1) // s + 1) * s - begin
         taps = starts[:, None] + np.arange(k) * d
-        counts = counts[..., None] * ((taps >= 0) & (taps < length)).sum(1)
+        # padding counts where it is asked for, what overhangs it never does
+        low, high = (-begin, length + end) if padded else (0, length)
+        counts = counts[..., None] * ((taps >= low) & (taps < high)).sum(1)
     return counts

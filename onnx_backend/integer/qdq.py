@@ -3,7 +3,9 @@
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.context import Args, Context, attributes, to_codes
+from onnx_backend.integer.codes import to_codes
+from onnx_backend.integer.context import Args, Context, attributes
+from onnx_backend.integer.edges import raised
 from onnx_backend.integer.values import (
     GRIDS,
     Array,
@@ -17,6 +19,7 @@ from onnx_backend.integer.values import (
     Value,
     dequantized,
 )
+from onnx_backend.integer.wide_ops import ready
 from qsdk.core import affine
 
 _ASSOCIATED: dict[int, tuple[int, int]] = {
@@ -27,10 +30,11 @@ _ASSOCIATED: dict[int, tuple[int, int]] = {
     TensorProto.UINT16: (0, 65535),
     TensorProto.INT16: (-32768, 32767),
 }
+_WHOLE = frozenset({TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT16, TensorProto.INT16})
 
 
 def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Lower QuantizeLinear: requantize whatever stands before it to uint8 codes."""
+    """Lower QuantizeLinear: requantize whatever stands before it to codes."""
     value = args[0]
     scale = _scale(args[1])
     zero = args[2] if len(args) > 2 else None
@@ -45,18 +49,21 @@ def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     name = node.output[0]
     if value is None or isinstance(value, Failed):
         return Codes(name, encoding)  # reported already; what follows is still examined
-    return Codes(to_codes(ctx, value, encoding, name), encoding)
+    return Codes(to_codes(ctx, ready(ctx, value, encoding), encoding, name), encoding)
 
 
 def activation_encoding(scale: Array, points: Array, dtype: int) -> Encoding:
     """Give the encoding of an activation.
 
     Raises:
-        Refused: it is not one positive scale on a grid of at most 8 bits.
+        Refused: it is not one positive scale on an integer grid of at most 16 bits.
     """
     if dtype not in GRIDS:
         name = TensorProto.DataType.Name(dtype)
-        raise Refused(f"activations of {name} have no integer-only form in this version", "use an 8-bit activation")
+        raise Refused(
+            f"activations of {name} have no integer-only form in this version",
+            "use an integer dtype of 4, 8 or 16 bits",
+        )
     if scale.size != 1:
         raise Refused("its activation has more than one scale", "quantize activations per tensor")
     if not np.isfinite(scale).all() or not (scale > 0).all():
@@ -75,19 +82,14 @@ def dequantize(ctx: Context, node: NodeProto, args: Args) -> Value:
         return dequantized(value.name, encoding)
     if isinstance(value, Integers) and value.array is not None:
         return _dequantized_constant(value, scale, points, attributes(node))
-    if isinstance(value, Integers) and value.dtype in (TensorProto.UINT8, TensorProto.INT8):
+    if isinstance(value, Integers) and value.dtype in _WHOLE:
         return _dequantized_tensor(ctx, node, value, activation_encoding(scale, points, value.dtype))
     raise Refused("its input is neither quantized nor a stored integer tensor", "quantize its input")
 
 
 def _dequantized_tensor(ctx: Context, node: NodeProto, value: Integers, encoding: Encoding) -> Value:
-    """Take an 8-bit tensor that enters as such (an integer graph input, a gathered table) as codes."""
-    codes, up = value.name, GRIDS[encoding.dtype][0]
-    if up:
-        b = ctx.builder
-        raised = b.node("Add", [b.cast(codes, TensorProto.INT32), b.constant(up, np.int32)])
-        codes = b.cast(raised, TensorProto.UINT8, name=f"{node.output[0]}.codes")
-    return dequantized(codes, encoding)
+    """Take an 8-bit or 16-bit tensor that enters as such (an integer graph input, a gathered table) as codes."""
+    return dequantized(raised(ctx.builder, value.name, encoding, f"{node.output[0]}.codes"), encoding)
 
 
 def _scale(value: Value | None) -> Array:

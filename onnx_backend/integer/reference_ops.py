@@ -3,6 +3,7 @@
 Sums of products are computed in float64 by BLAS, which is exact as long as they stay below 2**53, or in int64.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
+from onnx_backend.integer.reference_selection import SELECTION_OPS
 from onnx_backend.integer.values import Array
 from qsdk.core import affine
 
@@ -45,6 +47,14 @@ def _centred(values: Array, zero_point: Array | None) -> Array:
 
 def _matmul_integer(attrs: Attributes, a: Array, b: Array, za: Array | None = None, zb: Array | None = None) -> Array:
     return _product(_centred(a, za), _centred(b, zb))
+
+
+def _matmul(attrs: Attributes, a: Array, b: Array) -> Array:
+    """Give the product of matrices of int32 or int64, refusing one that could leave its type on the way."""
+    reach = float(np.abs(a).max(initial=0)) * float(np.abs(b).max(initial=0)) * a.shape[-1]
+    if reach >= 2.0 ** (8 * a.dtype.itemsize - 1):
+        raise OverflowError(f"sums of products can reach {reach:.4g}, beyond {a.dtype}")
+    return np.asarray(np.matmul(a, b))
 
 
 def _geometry(attrs: Attributes, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[list[int], ...]:
@@ -247,6 +257,15 @@ def _arg_max(attrs: Attributes, x: Array) -> Array:
     return np.asarray(np.expand_dims(found, axis) if attrs.get("keepdims", 1) else found, np.int64)
 
 
+def _resize(attrs: Attributes, x: Array, _roi: None, _scales: None, sizes: Array) -> Array:
+    how = (attrs.get("mode"), attrs.get("coordinate_transformation_mode"), attrs.get("nearest_mode"))
+    if how != (b"nearest", b"asymmetric", b"floor"):
+        raise OverflowError(f"Resize with {how} is not an op of integer-only models")
+    for axis, size in zip(attrs.get("axes", range(x.ndim)), sizes.tolist(), strict=True):
+        x = np.take(x, np.arange(size) * x.shape[axis] // size, axis)
+    return x
+
+
 def _quantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) -> Array:
     info = np.iinfo(zero_point.dtype)
     with np.errstate(over="ignore"):
@@ -262,6 +281,8 @@ def _dequantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) ->
 
 OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
+        **SELECTION_OPS,
+        "Abs": lambda a, x: np.abs(x),
         "Add": _arithmetic(np.add),
         "And": lambda a, x, y: x & y,
         "ArgMax": _arg_max,
@@ -283,7 +304,9 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "Identity": lambda a, x: x,
         "Less": lambda a, x, y: x < y,
         "LessOrEqual": lambda a, x, y: x <= y,
+        "MatMul": _matmul,
         "MatMulInteger": _matmul_integer,
+        "Max": lambda a, *parts: functools.reduce(np.maximum, parts),
         "MaxPool": _max_pool,
         "Mod": lambda a, x, y: np.mod(x, y),
         "Mul": _arithmetic(np.multiply),
@@ -293,6 +316,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "ReduceMax": _reduce(np.max),
         "ReduceSum": _reduce(np.sum),
         "Reshape": _reshape,
+        "Resize": _resize,
         "Shape": _shape,
         "Slice": _slice,
         "Split": _split,

@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.fixed import Plan
-from onnx_backend.integer.operations import Accumulation, Product, Requantization, Table, WindowSum
+from onnx_backend.integer.operations import Accumulation, Join, Product, Requantization, Table, WindowSum
 from onnx_backend.integer.values import Array, Encoding
 from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT
 
@@ -32,8 +32,8 @@ def _stored_weight(b: Builder, op: Accumulation) -> str:
 
 def multiply(b: Builder, op: Product) -> None:
     """Write the product of two activations."""
-    points = [b.constant(side.encoding.zero_point, np.uint8) for side in (op.left, op.right)]
     if op.op_type == "MatMul":
+        points = [b.constant(side.encoding.zero_point, np.uint8) for side in (op.left, op.right)]
         b.write("MatMulInteger", [op.left.codes, op.right.codes, *points], op.result)
         return
     centred = [centre(b, side.codes, side.encoding) for side in (op.left, op.right)]
@@ -72,20 +72,31 @@ def requantize(b: Builder, op: Requantization) -> None:
         rounded, lift, narrow = _twice_rounded(b, op.plan, total), np.zeros((), np.int64), False
     else:
         rounded, lift, narrow = _shifted(b, op.plan, total, op.rounding)
-    _saturated(b, rounded, op.encoding.zero_point - lift, op.bounds, narrow, op.result)
+    inside = _saturated(b, rounded, op.encoding.zero_point - lift, op.bounds, narrow)
+    b.write("Cast", [inside], op.result, to=op.encoding.onnx_kind)
 
 
 def look_up(b: Builder, op: Table) -> None:
     """Write a table as a Clip where it is one, else as a gather."""
     lo, hi = int(op.table.min()), int(op.table.max())
-    if np.array_equal(op.table, np.arange(op.table.size).clip(lo, hi)):
+    kind, from_wide = op.encoding.kind, op.table.size > 256
+    if np.array_equal(op.table, np.arange(op.table.size).clip(lo, hi)) and op.encoding.wide == from_wide:
         op.row["form"] = "clip"
-        b.write("Clip", [op.codes, b.constant(lo, np.uint8), b.constant(hi, np.uint8)], op.result)
+        b.write("Clip", [op.codes, b.constant(lo, kind), b.constant(hi, kind)], op.result)
         return
     # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime
-    flat = b.node("Reshape", [b.cast(op.codes, TensorProto.INT32), b.constant([-1], np.int64)])
-    found = b.node("GatherElements", [b.constant(op.table, np.uint8, "table"), flat], axis=0)
+    index = op.codes if from_wide else b.cast(op.codes, TensorProto.INT32)
+    flat = b.node("Reshape", [index, b.constant([-1], np.int64)])
+    table = b.constant(op.table, np.uint16 if op.encoding.wide else np.uint8, "table")
+    found = b.node("GatherElements", [table, flat], axis=0)
+    if op.encoding.wide:
+        found = b.cast(found, TensorProto.INT32)
     b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result)
+
+
+def join(b: Builder, op: Join) -> None:
+    """Write a Concat."""
+    b.write("Concat", op.parts, op.result, axis=op.axis)
 
 
 def _shifted(b: Builder, fixed: Plan, total: str, rounding: str) -> tuple[str, Array, bool]:
@@ -144,13 +155,12 @@ def _twice_rounded(b: Builder, fixed: Plan, total: str) -> str:
     return b.node("Sub", [shifted, b.constant((np.int64(1) << 60) >> rest, np.int64)])
 
 
-def _saturated(b: Builder, rounded: str, addend: Array, bounds: tuple[int, int], narrow: bool, name: str) -> None:
+def _saturated(b: Builder, rounded: str, addend: Array, bounds: tuple[int, int], narrow: bool) -> str:
     kind = np.int32 if narrow else np.int64
     shifted = b.node("Add", [rounded, b.constant(addend, kind)])
     lo, hi = (b.constant(bound, kind) for bound in bounds)
     if narrow:
-        inside = b.node("Clip", [shifted, lo, hi])
-    else:  # int64 Clip is wrong in ONNX Runtime beyond 2**31
-        above = b.node("Where", [b.node("Less", [shifted, lo]), lo, shifted])
-        inside = b.node("Where", [b.node("Greater", [above, hi]), hi, above])
-    b.write("Cast", [inside], name, to=TensorProto.UINT8)
+        return b.node("Clip", [shifted, lo, hi])
+    # int64 Clip is wrong in ONNX Runtime beyond 2**31
+    above = b.node("Where", [b.node("Less", [shifted, lo]), lo, shifted])
+    return b.node("Where", [b.node("Greater", [above, hi]), hi, above])

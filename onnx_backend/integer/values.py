@@ -1,8 +1,9 @@
 """What a float tensor of the Q/DQ model is in the integer model: facts, computed without emitting anything.
 
-Inside the integer model every quantized activation is a uint8 tensor of *codes*: signed dtypes are stored with their
+Inside the integer model every quantized activation is a tensor of *codes* 0..hi: signed dtypes are stored with their
 zero point moved up by half the grid (int8 by 128), which is the same encoding bit for bit and keeps the runtime's
-fast unsigned kernels.
+fast unsigned kernels. Codes of at most 8 bits are uint8; codes of 16 bits are int32, since most operators have no
+kernels for 16 bits.
 """
 
 from collections.abc import Mapping
@@ -27,12 +28,14 @@ class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the
         self.remedy = remedy
 
 
-#: ONNX dtype of a quantized activation -> (what is added to reach uint8 codes, largest code).
+#: ONNX dtype of a quantized activation -> (what is added to reach codes, largest code).
 GRIDS: dict[int, tuple[int, int]] = {
     TensorProto.UINT8: (0, 255),
     TensorProto.INT8: (128, 255),
     TensorProto.UINT4: (0, 15),
     TensorProto.INT4: (8, 15),
+    TensorProto.UINT16: (0, 65535),
+    TensorProto.INT16: (32768, 65535),
 }
 
 
@@ -54,6 +57,21 @@ class Encoding:
     def hi(self) -> int:
         """Largest code."""
         return GRIDS[self.dtype][1]
+
+    @property
+    def wide(self) -> bool:
+        """Whether the codes need more than 8 bits."""
+        return self.hi > 255
+
+    @property
+    def kind(self) -> type[np.generic]:
+        """NumPy dtype of the codes."""
+        return np.int32 if self.wide else np.uint8
+
+    @property
+    def onnx_kind(self) -> int:
+        """ONNX dtype of the codes."""
+        return int(TensorProto.INT32 if self.wide else TensorProto.UINT8)
 
     def quantize(self, values: Array | float) -> Array:
         """Give the codes of float values as QuantizeLinear computes them, int64."""
@@ -117,7 +135,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Codes:
-    """The output of a QuantizeLinear: a uint8 tensor."""
+    """The output of a QuantizeLinear: a tensor of codes."""
 
     name: str
     encoding: Encoding
@@ -159,10 +177,10 @@ class Function:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Any function of one uint8 tensor: `value = values[code]`.
+    """Any function of one tensor of codes: `value = values[code]`.
 
     Attributes:
-        name: the uint8 tensor.
+        name: the codes.
         values: float32, one per code.
         encoding: what the values follow straight behind a DequantizeLinear, else None.
         function: the one op that made the values from such a tensor, else None.
@@ -184,6 +202,7 @@ class Term:
         zero: int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias.
         lo: int64, smallest value the tensor can have.
         hi: int64, largest value the tensor can have.
+        codes: whether the tensor is a quantized activation.
     """
 
     name: str
@@ -191,6 +210,7 @@ class Term:
     zero: Array
     lo: Array
     hi: Array
+    codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +271,81 @@ class Bent:
     negative: Linear
 
 
-Value = Failed | FloatInput | Integers | Codes | Constant | Lookup | Linear | Joined | Bent
+@dataclass(frozen=True)
+class Selected:
+    """A node that gives every element the value of one of its parts (Max, Where, ScatterND), still to be quantized.
+
+    Quantizing is monotone and elementwise, so selecting among the quantized parts is the same.
+
+    Attributes:
+        node: the node.
+        inputs: of the node in the integer model: a name, or the index of a part.
+        parts: the values that are selected from.
+        after: moves of the whole.
+    """
+
+    node: NodeProto
+    inputs: tuple[str | int, ...]
+    parts: tuple["Value", ...]
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Fixed point between quantizers: `value = integers * scale + constant`, with what is known about it statically.
+
+    Attributes:
+        name: an int32 (`narrow`) or int64 tensor of the integer model.
+        scale: float64, broadcasts against the tensor; its sign is free.
+        lo: smallest value the integers can have.
+        hi: largest value the integers can have.
+        constant: float64 addend that broadcasts against the tensor.
+        narrow: whether the tensor is int32.
+        error: bound of what the integers differ from the real value, in units of `scale`.
+        relative: bound of a further difference, as a share of the integer's magnitude.
+        masked: a bool tensor that is true where the value is `floor` whatever the integers are; empty if nowhere.
+        floor: the masked value: minus infinity, or a number so low that it swallows what it is added to.
+        infinite: where a division by 0 is possible, the least magnitude that stands for infinity; else 0.
+        missing: whether the value is NaN where a whole row is masked; the integers are 0 there.
+        source: name of the node that made it, for the certificate.
+    """
+
+    name: str
+    scale: Array
+    lo: int
+    hi: int
+    constant: Array = field(default_factory=lambda: np.zeros(()))
+    narrow: bool = False
+    error: float = 0.0
+    relative: float = 0.0
+    masked: str = ""
+    floor: float = 0.0
+    infinite: float = 0.0
+    missing: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """The answer of IsNaN about a value, which only a Where that replaces the NaN may read."""
+
+    value: "Value"
+
+
+Value = (
+    Failed
+    | FloatInput
+    | Integers
+    | Codes
+    | Constant
+    | Lookup
+    | Linear
+    | Joined
+    | Bent
+    | Selected
+    | Wide
+    | NotANumber
+)
 
 
 def dequantized(name: str, encoding: Encoding) -> Lookup:
@@ -266,7 +360,8 @@ def linear(value: Value, source: str = "") -> Linear | None:
     if isinstance(value, Lookup) and value.encoding is not None:
         encoding = value.encoding
         zero, lo, hi = (np.asarray(v, np.int64) for v in (encoding.zero_point, 0, encoding.hi))
-        return Linear((Term(value.name, np.asarray(encoding.scale, np.float64), zero, lo, hi),), source=source)
+        scale = np.asarray(encoding.scale, np.float64)
+        return Linear((Term(value.name, scale, zero, lo, hi, codes=True),), source=source)
     return None
 
 
@@ -281,7 +376,7 @@ def clipped(value: Value, lo: float, hi: float) -> Value | None:
     if isinstance(value, Linear | FloatInput):
         new_lo, new_hi = (float(np.clip(bound, lo, hi)) for bound in (value.lo, value.hi))
         return replace(value, lo=new_lo, hi=new_hi)
-    if isinstance(value, Joined):
+    if isinstance(value, Joined | Selected):
         parts = [clipped(part, lo, hi) for part in value.parts]
         done = tuple(part for part in parts if part is not None)
         return replace(value, parts=done) if len(done) == len(parts) else None
@@ -290,6 +385,6 @@ def clipped(value: Value, lo: float, hi: float) -> Value | None:
 
 def moved(value: Value, step: Step) -> Value | None:
     """Give `value` with a move to be applied after requantization, or None if it is not pending."""
-    if isinstance(value, Linear | FloatInput | Joined):
+    if isinstance(value, Linear | FloatInput | Joined | Selected):
         return replace(value, after=(*value.after, step))
     return None

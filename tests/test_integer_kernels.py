@@ -1,0 +1,206 @@
+"""Integer-only conversion to quantized kernels: QLinear* and QGemm in place of ConvInteger and integer arithmetic."""
+
+import numpy as np
+import pytest
+from integer_models import INT4, INT8, LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
+
+from onnx_backend.integer.check import integer_findings
+from onnx_backend.integer.convert import convert
+
+
+def compare(model, feeds, kinds, tolerance=0.002, **options):
+    """Convert; every level agrees with the Q/DQ model within 1 LSB, mostly 0; `kinds` are the kernels expected."""
+    result = convert(model, **options)
+    kernels = "onnxruntime" if options.get("target") == "onnxruntime" else "qlinear"
+    assert integer_findings(result.model, kernels=kernels) == []
+    assert integer_findings(result.model) != []  # they are kernels with float scales, which only that exception allows
+    found = {node.op_type for node in result.model.graph.node}
+    assert set(kinds) <= found, found
+    simulated = simulate(model, feeds)
+    for level in LEVELS:
+        for name, got in run(result.model, feeds, level).items():
+            lsb = np.abs(
+                np.rint((got.astype(np.float64) - simulated[name]) / result.certificate["outputs"][name]["scale"])
+            )
+            assert lsb.max() <= 1, f"{name} at {level}: {lsb.max()} LSB"
+            assert (lsb > 0).mean() <= tolerance, f"{name} at {level}: {(lsb > 0).mean()}"
+    return result
+
+
+def uniform(shape, seed=1, reach=4.0):
+    return np.random.default_rng(seed).uniform(-reach, reach, shape).astype(np.float32)
+
+
+ORT = {"target": "onnxruntime"}
+QLINEAR = {"requantize": "qlinear"}
+
+
+@pytest.mark.parametrize("options", [ORT, QLINEAR])
+@pytest.mark.parametrize("dtype", [UINT8, INT8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_conv_becomes_one_kernel(options, dtype, bias):
+    net = Net()
+    zero = 117 if dtype == UINT8 else -11
+    x = net.qdq(net.input([2, 8, 9, 9]), 0.031, zero, dtype)
+    weight, scale = net.weight((16, 4, 3, 3), 0)
+    tail = [net.bias(16, 0.031, scale)] if bias else []
+    y = net.op("Relu", net.op("Conv", x, weight, *tail, group=2, pads=[1] * 4))
+    net.output(net.qdq(y, 0.029, zero, dtype), [2, 16, 9, 9])
+    result = compare(net.model(), {"x": uniform([2, 8, 9, 9])}, ["QLinearConv", "Clip"], **options)
+    assert "ConvInteger" not in {n.op_type for n in result.model.graph.node}
+
+
+@pytest.mark.parametrize("shape", [[5, 12], [2, 5, 12], [2, 2, 5, 12]])
+@pytest.mark.parametrize("bias", [False, True])
+def test_matmul_with_and_without_bias(shape, bias):
+    net = Net()
+    x = net.qdq(net.input(["n", *shape[1:]]), 0.031, 117)
+    weight, scale = net.weight((12, 10), 1)
+    y = net.op("MatMul", x, weight)
+    if bias:
+        y = net.op("Add", y, net.bias(10, 0.031, scale))
+    net.output(net.qdq(y, 0.02, 119), ["n", *shape[1:-1], 10])
+    kind = "QGemm" if bias else "QLinearMatMul"
+    compare(net.model(), {"x": uniform(shape)}, [kind], **ORT)
+    if not bias:
+        compare(net.model(), {"x": uniform(shape)}, ["QLinearMatMul"], **QLINEAR)
+
+
+def test_weights_of_four_bits_and_one_scale():
+    net = Net()
+    x = net.qdq(net.input([2, 8, 5, 5]), 0.031, 117)
+    weight, _ = net.weight((6, 8, 3, 3), None, INT4)
+    net.output(net.qdq(net.op("Conv", x, weight), 0.02, 119), [2, 6, 3, 3])
+    compare(net.model(), {"x": uniform([2, 8, 5, 5])}, ["QLinearConv"], **ORT)
+
+
+@pytest.mark.parametrize(("op", "kind"), [("Add", "QLinearAdd"), ("Sub", "QLinearAdd"), ("Mul", "QLinearMul")])
+@pytest.mark.parametrize("dtypes", [(UINT8, UINT8), (INT8, UINT8), (INT8, INT8)])
+def test_two_activations_exhaustively(op, kind, dtypes):
+    scales = {UINT8: (0.0311, 117), INT8: (0.0273, -9)}
+    net = Net()
+    shapes = {"a": [256, 1], "c": [1, 256]}
+    sides = [net.qdq(net.input(shapes[n], n), *scales[d], d) for n, d in zip("ac", dtypes, strict=True)]
+    net.output(net.qdq(net.op(op, *sides), 0.0719, 131), [256, 256])
+    feeds = {}
+    for name, dtype in zip("ac", dtypes, strict=True):
+        scale, zero = scales[dtype]
+        codes = np.arange(256) - (0 if dtype == UINT8 else 128)
+        feeds[name] = ((codes - zero) * np.float32(scale)).astype(np.float32).reshape(shapes[name])
+    compare(net.model(), feeds, [kind], tolerance=0.0005, **ORT)
+
+
+def test_matmul_of_two_activations():
+    net = Net()
+    a = net.qdq(net.input([2, 7, 16], "a"), 0.031, 117)
+    c = net.qdq(net.input([2, 16, 9], "c"), 0.027, 121)
+    scaled = net.op("Mul", net.op("MatMul", a, c), net.const(np.float32(0.25)))
+    net.output(net.qdq(scaled, 0.07, 128), [2, 7, 9])
+    feeds = {"a": uniform([2, 7, 16]), "c": uniform([2, 16, 9], 2)}
+    compare(net.model(), feeds, ["QLinearMatMul"], **ORT)
+    compare(net.model(), feeds, ["QLinearMatMul"], **QLINEAR)
+
+
+@pytest.mark.parametrize("case", ["global", "mean", "mean without dims", "average"])
+def test_pools(case):
+    net = Net()
+    x = net.qdq(net.input([2, 6, 8, 8]), 0.031, 117)
+    axes = net.const(np.array([2, 3], np.int64))
+    shape = [2, 6, 1, 1]
+    if case == "global":
+        y, kind = net.op("GlobalAveragePool", x), "QLinearGlobalAveragePool"
+    elif case == "average":
+        y, kind = net.op("AveragePool", x, kernel_shape=[2, 2], strides=[2, 2]), "QLinearAveragePool"
+        shape = [2, 6, 4, 4]
+    else:
+        y, kind = net.op("ReduceMean", x, axes, keepdims=int(case == "mean")), "QLinearGlobalAveragePool"
+        shape = shape if case == "mean" else [2, 6]
+    net.output(net.qdq(y, 0.013, 120), shape)
+    compare(net.model(), {"x": uniform([2, 6, 8, 8])}, [kind], tolerance=0.02, **ORT)
+
+
+@pytest.mark.parametrize(("op", "kind"), [("Sigmoid", "QLinearSigmoid"), ("LeakyRelu", "QLinearLeakyRelu")])
+def test_functions_that_have_a_kernel(op, kind):
+    net = Net()
+    x = net.qdq(net.input([256]), 0.041, 117)
+    net.output(net.qdq(net.op(op, x), 0.011, 25), [256])
+    compare(net.model(), {"x": ((np.arange(256) - 117) * np.float32(0.041)).astype(np.float32)}, [kind], **ORT)
+
+
+def test_functions_that_have_none_stay_tables():
+    net = Net()
+    x = net.qdq(net.input([256]), 0.041, 117)
+    y = net.qdq(net.op("Tanh", x), 0.0079, 128)
+    net.output(
+        net.qdq(
+            net.op("Conv", net.op("Reshape", y, net.const(np.array([1, 256, 1, 1]))), net.weight((3, 256, 1, 1), 0)[0]),
+            0.01,
+            128,
+        ),
+        [1, 3, 1, 1],
+    )
+    compare(net.model(), {"x": uniform([256])}, ["GatherElements", "QLinearConv"], tolerance=0.5, **ORT)
+
+
+def test_concat_takes_its_parts_to_one_encoding():
+    net = Net()
+    a = net.qdq(net.input([2, 3, 4], "a"), 0.031, 117)
+    c = net.qdq(net.input([2, 5, 4], "c"), 0.027, 121, UINT8)
+    net.output(net.qdq(net.op("Concat", a, c, axis=1), 0.031, 117), [2, 8, 4])
+    feeds = {"a": uniform([2, 3, 4]), "c": uniform([2, 5, 4], 2)}
+    result = compare(net.model(), feeds, ["QLinearConcat"], tolerance=0.0, **ORT)
+    assert not {"GatherElements", "Concat"} & {node.op_type for node in result.model.graph.node}
+
+
+def test_a_weight_is_int8_only_where_no_pair_of_products_saturates():
+    stored = {}
+    for top in (64, 127):
+        net = Net()
+        x = net.qdq(net.input([1, 8, 4, 4]), 0.031, 0)
+        values = np.full((4, 8, 1, 1), top, np.int8)
+        weight = net.op("DequantizeLinear", net.const(values), net.const(np.float32(0.01)))
+        net.output(net.qdq(net.op("Conv", x, weight), 1.0, 0), [1, 4, 4, 4])
+        feeds = {"x": np.full([1, 8, 4, 4], 0.031 * 255, np.float32)}
+        model = (
+            compare(net.model(), feeds, ["QLinearConv"], **ORT).model
+            if top == 64
+            else convert(net.model(), **ORT).model
+        )
+        np.testing.assert_allclose(run(model, feeds)["y"], simulate(net.model(), feeds)["y"])
+        node = next(n for n in model.graph.node if n.op_type == "QLinearConv")
+        stored[top] = next(t.data_type for t in model.graph.initializer if t.name == node.input[3])
+        signed = convert(net.model(), weights="signed", **ORT).model
+        assert INT8 in {t.data_type for t in signed.graph.initializer}
+    assert stored == {64: INT8, 127: UINT8}
+
+
+@pytest.mark.parametrize("options", [ORT, QLINEAR])
+@pytest.mark.parametrize("dtype", [UINT8, INT8])
+def test_a_whole_network(options, dtype):
+    model = small_cnn(dtype=dtype)
+    feeds = {"x": uniform([4, 3, 12, 12])}
+    result = convert(model, **options)
+    kernels = "onnxruntime" if options is ORT else "qlinear"
+    assert integer_findings(result.model, kernels=kernels) == []
+    simulated = simulate(model, feeds)["y"]
+    for level in LEVELS:
+        found = run(result.model, feeds, level)["y"]
+        assert np.abs(found - simulated).max() <= 3.5 * result.certificate["outputs"]["y"]["scale"]
+    forms = {row["form"] for row in result.certificate["requantizations"]}
+    assert "QLinearConv" in forms
+
+
+def test_sixteen_bits_keep_their_integer_form():
+    wide, narrow = (1.3e-4, 31007, UINT16), (0.031, 117, UINT8)
+    for first, second in ((wide, narrow), (narrow, wide), (wide, wide)):
+        net = Net()
+        x = net.qdq(net.input([2, 8, 5, 5]), *first)
+        y = net.qdq(net.op("Conv", x, net.weight((8, 8, 1, 1), 0)[0]), *second)
+        y = net.qdq(net.op("Sigmoid", net.qdq(net.op("Mul", net.op("Relu", x), y), *first)), *second)
+        y = net.qdq(net.op("Concat", net.qdq(net.op("Add", x, y), *first), y, axis=1), *second)
+        net.output(net.qdq(net.op("GlobalAveragePool", y), *first), [2, 16, 1, 1])
+        feeds = {"x": uniform([2, 8, 5, 5])}
+        model = convert(net.model(), **ORT).model
+        assert integer_findings(model, kernels="onnxruntime") == []
+        found, wanted = run(model, feeds)["y"], simulate(net.model(), feeds)["y"]
+        assert np.abs(found - wanted).max() <= max(first[0], second[0] / 10) * 1.01

@@ -1,0 +1,107 @@
+"""Convolutions and pools over windows in one to three axes: padding rules, ceil_mode, dilation, groups."""
+
+from itertools import product
+
+import pytest
+from integer_models import INT8, UINT8, Net
+from test_integer import compare, noise, refused
+
+CONVS = {
+    "1d dilated groups": ((2, 4, 20), (6, 2, 3), {"dilations": [3], "group": 2, "pads": [2, 3]}),
+    "1d depthwise stride": ((2, 4, 21), (8, 1, 4), {"strides": [3], "group": 4, "pads": [1, 2]}),
+    "1d same upper": ((2, 3, 11), (4, 3, 4), {"auto_pad": "SAME_UPPER", "strides": [3]}),
+    "1d same lower": ((2, 3, 11), (4, 3, 4), {"auto_pad": "SAME_LOWER", "strides": [2]}),
+    "2d depthwise dilated": ((2, 4, 9, 8), (4, 1, 3, 3), {"group": 4, "dilations": [2, 3], "pads": [2, 3, 2, 3]}),
+    "2d same upper groups": ((2, 4, 9, 8), (4, 2, 2, 3), {"group": 2, "auto_pad": "SAME_UPPER", "strides": [2, 3]}),
+    "3d": ((2, 3, 5, 6, 4), (4, 3, 3, 2, 3), {"pads": [1, 0, 1, 1, 1, 1], "strides": [2, 1, 2]}),
+    "3d groups dilated": ((1, 4, 7, 6, 8), (6, 2, 3, 2, 3), {"group": 2, "dilations": [2, 1, 3]}),
+    "3d depthwise": ((1, 4, 5, 6, 4), (4, 1, 3, 3, 3), {"group": 4, "pads": [1] * 6}),
+    "3d same lower": ((1, 3, 5, 6, 4), (4, 3, 2, 3, 4), {"auto_pad": "SAME_LOWER", "strides": [2, 2, 1]}),
+    "3d valid": ((1, 3, 5, 6, 4), (4, 3, 2, 3, 4), {"auto_pad": "VALID"}),
+}
+
+
+@pytest.mark.parametrize("geometry", CONVS)
+@pytest.mark.parametrize("encoding", [(0.031, 119, UINT8), (0.031, -9, INT8)])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_convolutions(geometry, encoding, dynamic):
+    x_shape, w_shape, attrs = CONVS[geometry]
+    net = Net()
+    shape = ["n", x_shape[1], *("hwd"[: len(x_shape) - 2] if dynamic else x_shape[2:])]
+    x = net.qdq(net.input(shape), *encoding)
+    w, scale = net.weight(w_shape, 0)
+    y = net.op("Conv", x, w, net.bias(w_shape[0], 0.031, scale), **attrs)
+    net.output(net.qdq(y, 0.04, 121), [None] * len(x_shape))
+    compare(net.model(), {"x": noise(x_shape)}, tolerance=0.005)
+
+
+POOLS = {
+    "1d": ([9], {"kernel_shape": [3], "strides": [2]}),
+    "1d padded": ([9], {"kernel_shape": [4], "strides": [3], "pads": [2, 1]}),
+    "1d same lower": ([9], {"kernel_shape": [4], "strides": [2], "auto_pad": "SAME_LOWER"}),
+    "3d": ([5, 6, 4], {"kernel_shape": [3, 2, 2], "strides": [2, 2, 1], "pads": [1, 0, 1, 0, 1, 1]}),
+    "3d same upper": ([5, 6, 4], {"kernel_shape": [3, 2, 2], "strides": [2, 1, 2], "auto_pad": "SAME_UPPER"}),
+    "3d dilated": ([5, 6, 8], {"kernel_shape": [2, 2, 3], "dilations": [2, 1, 3], "pads": [1] * 6}),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("counted", [0, 1])
+def test_average_pools(name, counted):
+    sizes, attrs = POOLS[name]
+    net = Net()
+    x = net.qdq(net.input(["n", 3, *sizes]), 0.031, 119)
+    y = net.op("AveragePool", x, count_include_pad=counted, **attrs)
+    net.output(net.qdq(y, 0.0222, 111), [None] * (2 + len(sizes)))
+    compare(net.model(), {"x": noise((3, 3, *sizes))}, tolerance=0.01)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+@pytest.mark.parametrize("opset", [17, 21, 22])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pads"), list(product((2, 3, 4), (2, 3), ((0, 0), (1, 1), (0, 1), (1, 0))))
+)
+def test_windows_that_overhang_with_ceil_mode(counted, opset, kernel, stride, pads):
+    net = Net()
+    sizes = (6, 7) if (kernel, stride, pads) == (2, 2, (1, 1)) else (6, 7, 9)  # there ONNX Runtime fails on its own
+    for size in sizes:
+        x = net.qdq(net.input([2, 3, size], f"x{size}"), 0.031, 119)
+        attrs = {"kernel_shape": [kernel], "strides": [stride], "pads": list(pads)}
+        y = net.op("AveragePool", x, ceil_mode=1, count_include_pad=counted, **attrs)
+        net.output(net.qdq(y, 0.0222, 111), [None] * 3, f"y{size}")
+    compare(net.model(opset), {f"x{size}": noise((2, 3, size)) for size in sizes}, tolerance=0.03)
+
+
+def test_ceil_mode_in_two_axes():
+    net = Net()
+    x = net.qdq(net.input(["n", 3, 8, 7]), 0.031, -9, INT8)
+    y = net.op("AveragePool", x, kernel_shape=[3, 2], strides=[2, 3], pads=[1, 0, 0, 1], ceil_mode=1)
+    net.output(net.qdq(y, 0.0222, 11, INT8), [None] * 4)
+    compare(net.model(), {"x": noise((4, 3, 8, 7))}, tolerance=0.01)
+
+
+@pytest.mark.parametrize("op", ["GlobalMaxPool", "GlobalAveragePool"])
+@pytest.mark.parametrize("sizes", [[9], [4, 5], [3, 4, 2]])
+def test_global_pools(op, sizes):
+    net = Net()
+    x = net.qdq(net.input(["n", 3, *sizes]), 0.031, 119)
+    net.output(net.qdq(net.op(op, x), 0.0213, 100), [None, 3, *[1] * len(sizes)])
+    compare(net.model(), {"x": noise((20, 3, *sizes))}, tolerance=0.01)
+
+
+@pytest.mark.parametrize("sizes", [[9], [5, 4, 6]])
+def test_max_pools(sizes):
+    net = Net()
+    x = net.qdq(net.input(["n", 3, *sizes]), 0.031, 119)
+    rank = len(sizes)
+    y = net.op("MaxPool", x, kernel_shape=[3] * rank, strides=[2] * rank, pads=[1] * 2 * rank, ceil_mode=1)
+    net.output(net.qdq(y, 0.031, 119), [None] * (2 + rank))
+    compare(net.model(), {"x": noise((2, 3, *sizes))}, tolerance=0.0)
+
+
+def test_ceil_mode_of_dynamic_sizes_is_refused():
+    net = Net()
+    x = net.qdq(net.input([1, 3, "w"]), 0.031, 119)
+    y = net.op("AveragePool", x, kernel_shape=[2], strides=[2], ceil_mode=1)
+    net.output(net.qdq(y, 0.031, 119), [1, 3, None])
+    refused(net, "AveragePool 'node_averagepool", "are not static")
