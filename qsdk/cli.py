@@ -187,7 +187,22 @@ def _add_to_integer(commands: Any) -> None:
     integer.add_argument(
         "--edges", choices=("float", "integer"), default="float", help="what the model takes and gives"
     )
+    integer.add_argument(
+        "--target",
+        choices=("standard", "onnxruntime"),
+        default="standard",
+        help="operators to write",
+    )
     integer.add_argument("--rounding", default="half_even", help="of requantization (default: half_even)")
+    integer.add_argument(
+        "--requantize", choices=("integer", "qlinear"), default="integer", help="on integers alone, or by QLinearConv"
+    )
+    integer.add_argument(
+        "--weights", choices=("unsigned", "signed"), default="unsigned", help="of kernels (signed: see the guide)"
+    )
+    integer.add_argument(
+        "--allow-float", action="append", default=[], metavar="GLOB", help="a node or op type that may stay float"
+    )
     integer.set_defaults(run="qsdk.commands.files:run_to_integer")
 
 

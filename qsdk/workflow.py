@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 from onnx import ModelProto
@@ -266,12 +266,26 @@ def to_integer(
     edges: str = "float",
     rounding: Rounding = "half_even",
     requantize: str = "integer",
-    allow_float: tuple[str, ...] = (),
+    weights: str = "unsigned",
+    allow_float: Sequence[str] = (),
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
 
-    The result is run once on random inputs in ONNX Runtime and in the NumPy integer reference, which must agree bit
-    for bit; `max_lsb` is the largest difference of an output from the Q/DQ model there (rounding noise compounds).
+    The result is run once on random inputs; `max_lsb` is the largest difference of an output from the Q/DQ model there
+    (rounding noise compounds). ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
+    computes on integers alone.
+
+    Args:
+        model: any Q/DQ model: a path, bytes or an onnx model.
+        out: where to write.
+        target: `standard` writes standard operators on integers; `onnxruntime` writes that runtime's quantized kernels
+            (QLinearConv, QLinearAdd, QGemm, ...), which requantize with constant float scales.
+        edges: `float` takes and gives float32 behind one Q/DQ node each, `integer` integers with metadata.
+        rounding: of requantization: `half_even` (as QuantizeLinear), `half_up`, `half_away`, or `gemmlowp`.
+        requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
+        weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but on x86 without VNNI the
+            runtime's kernels saturate sums of two products.
+        allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
@@ -280,9 +294,16 @@ def to_integer(
     """
     opened = onnx_model.with_weights(opened_qdq(model))
     result = convert(
-        opened, target=target, edges=edges, rounding=rounding, requantize=requantize, allow_float=allow_float
+        opened,
+        target=target,
+        edges=edges,
+        rounding=rounding,
+        requantize=requantize,
+        weights=weights,
+        allow_float=allow_float,
     )
-    measured = measure(opened, result.model, edges=edges)
+    integers = target == "standard" and requantize == "integer" and not allow_float
+    measured = measure(opened, result.model, edges=edges, reference=integers)
     certificate = {**result.certificate, "measured": measured}
     companions: dict[Any, str] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     write_with_companions(out, onnx_model.serialized(result.model), companions)

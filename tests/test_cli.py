@@ -339,9 +339,12 @@ def test_to_integer(at: Path, capsys):
     assert found["summary"]["float_tensors"] == 0
     assert (at / "mlp.int.onnx.certificate.json").exists()
     assert said(capsys, "validate", at / "mlp.int.onnx", "--strict")[0] == 0
-    code, _, err = said(capsys, "to-integer", "model.onnx", at / "no.onnx")
+    code, _, err = said(capsys, "to-integer", "model.onnx", at / "no.onnx", "--allow-float", "Softmix")
     assert code == 1
-    assert "cannot be made integer-only" in err
+    assert "allow_float='Softmix' matches no node" in err
+    options = ["--target", "onnxruntime", "--weights", "signed", "--requantize", "qlinear"]
+    found = document(capsys, "to-integer", at / "mlp.q.onnx", at / "mlp.kernels.onnx", *options)
+    assert {row["form"] for row in found["rows"]} == {"QGemm"}
     assert said(capsys, "to-integer", at / "mlp.q.onnx", at / "no.onnx", "--rounding", "up")[0] == 1
     assert not (at / "no.onnx").exists()
 

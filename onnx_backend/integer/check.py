@@ -1,6 +1,6 @@
 """The check that a model computes on integers only between its quantized edges, in the standard domain."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -53,11 +53,14 @@ class Finding:
     reason: str
 
 
-def integer_findings(model: ModelProto, *, edges: str = "float", kernels: str = "") -> list[Finding]:
+def integer_findings(
+    model: ModelProto, *, edges: str = "float", kernels: str = "", islands: Collection[str] = ()
+) -> list[Finding]:
     """List everything in a model that is not integer-only; an empty list means that it is.
 
     `kernels` names what may requantize with constant float scales besides integer operators: `qlinear` QLinearConv and
-    QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the edges is float.
+    QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the edges is float,
+    except those in `islands`.
 
     With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
     output, with their float scales, and an input may be float that nothing reads; with `edges="integer"` there is no
@@ -79,17 +82,20 @@ def integer_findings(model: ModelProto, *, edges: str = "float", kernels: str = 
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     at_edge = _edge_nodes(graph, inputs, outputs) if edges == "float" else set()
     read = {name for node in graph.node if node.op_type != "Shape" for name in node.input} | outputs
-    findings += _graph_findings(graph, at_edge, inputs - read if edges == "float" else set(), kernels)
+    unread = inputs - read if edges == "float" else set()
+    findings += _graph_findings(graph, at_edge, unread, kernels, frozenset(islands))
     return findings
 
 
-def require_integer_only(model: ModelProto, *, edges: str = "float", kernels: str = "") -> None:
+def require_integer_only(
+    model: ModelProto, *, edges: str = "float", kernels: str = "", islands: Collection[str] = ()
+) -> None:
     """Raise unless the model is integer-only between its edges.
 
     Raises:
         IntegerError: naming every offending node and tensor.
     """
-    findings = integer_findings(model, edges=edges, kernels=kernels)
+    findings = integer_findings(model, edges=edges, kernels=kernels, islands=islands)
     if findings:
         lines = [f"  {finding.kind} {finding.where!r}: {finding.reason}" for finding in findings]
         raise IntegerError("the model is not integer-only; convert it with to_integer()\n" + "\n".join(lines))
@@ -109,6 +115,10 @@ def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[i
     }
 
 
+def _in_island(node: NodeProto, islands: frozenset[str]) -> bool:
+    return bool(islands.intersection(node.output)) or (node.op_type == "QuantizeLinear" and node.input[0] in islands)
+
+
 def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
     """Give the inputs of a node that may be float constants: the scales of a kernel that is allowed."""
     allowed = node.domain in _STANDARD if kernels == "qlinear" else kernels == "onnxruntime"
@@ -119,19 +129,22 @@ def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
     return [node.input[i] for i in _SCALES[node.op_type]]
 
 
-def _graph_findings(graph: GraphProto, at_edge: set[int], unread: set[str], kernels: str) -> Iterator[Finding]:
+def _graph_findings(
+    graph: GraphProto, at_edge: set[int], unread: set[str], kernels: str, islands: frozenset[str]
+) -> Iterator[Finding]:
     types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
     edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
     free = unread | {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
-    free |= {node.output[0] for node in edge_nodes if node.op_type == "DequantizeLinear"}
+    free |= {node.output[0] for node in edge_nodes if node.op_type == "DequantizeLinear"} | islands
     scales = {node.input[1] for node in edge_nodes}
+    scales.update(node.input[1] for node in graph.node if node.op_type in _QDQ and _in_island(node, islands))
     scales.update(name for node in graph.node for name in _scale_inputs(node, kernels))
     constants = {tensor.name for tensor in graph.initializer}
     yield from _tensor_findings(graph, types, free, scales)
     for index, node in enumerate(graph.node):
         if node.domain not in _STANDARD and not (kernels == "onnxruntime" and node.op_type in _SCALES):
             yield Finding("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
-        if index in at_edge:
+        if index in at_edge or _in_island(node, islands):
             continue
         if node.op_type in _QDQ:
             yield Finding("quantize node", _name(node), f"{node.op_type} stands between the edges")
@@ -151,7 +164,7 @@ def _tensor_findings(
     graph: GraphProto, types: dict[str, TypeProto], free: set[str], scales: set[str]
 ) -> Iterator[Finding]:
     for tensor in graph.initializer:
-        if tensor.data_type not in _INTEGER and tensor.name not in scales:
+        if tensor.data_type not in _INTEGER and tensor.name not in scales and tensor.name not in free:
             yield Finding("float tensor", tensor.name, f"an initializer of {_dtype(tensor.data_type)}")
     for sparse in graph.sparse_initializer:
         if sparse.values.data_type not in _INTEGER:
@@ -181,7 +194,7 @@ def _attribute_findings(node: NodeProto) -> Iterator[Finding]:
             yield Finding("float tensor", _name(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
-                yield from _graph_findings(graph, set(), set(), "")
+                yield from _graph_findings(graph, set(), set(), "", frozenset())
 
 
 def _name(node: NodeProto) -> str:

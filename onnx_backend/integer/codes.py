@@ -6,13 +6,14 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.context import Context, attributes, move
-from onnx_backend.integer.edges import entered
+from onnx_backend.integer.edges import entered, quantized
 from onnx_backend.integer.emit import Builder, look_up, requantize
 from onnx_backend.integer.operations import Join
 from onnx_backend.integer.values import (
     Bent,
     Constant,
     Encoding,
+    Floating,
     FloatInput,
     Joined,
     Linear,
@@ -50,6 +51,8 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
         joined = b.fresh(name)
         b.nodes.append(Join(tuple(parts), encoding, value.axis, joined, b.label))
         return _moved(ctx, value.after, joined, encoding, name)
+    if isinstance(value, Floating):
+        return quantized(b, value.name, encoding, name)
     if isinstance(value, FloatInput):
         codes = entered(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)

@@ -38,6 +38,7 @@ class Context:
         edges: `float` or `integer`.
         opset: the default-domain opset of the Q/DQ model.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
+        floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
     """
 
@@ -48,6 +49,7 @@ class Context:
     opset: int
     inputs: dict[str, list[Codes]] = field(default_factory=dict)
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
+    floats: set[str] = field(default_factory=set)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
         """Give static dimensions of a tensor of the Q/DQ model.

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.context import Args, Context, attributes, encoded
+from onnx_backend.integer.context import Args, Context, attributes
+from onnx_backend.integer.halves import bytes_of, together
 from onnx_backend.integer.layers import (
     accumulated,
     accumulator_bounds,
@@ -84,7 +85,7 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
     Raises:
         Refused: the input is not quantized, the weight not stored as integers, or its geometry not static.
     """
-    codes, encoding = encoded(args[0])
+    activation = bytes_of(ctx, args[0])
     coded = coded_weight(args[1], 1)
     require_positive(coded.scale)
     attrs = attributes(node)
@@ -96,18 +97,18 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
     scale = np.tile(coded.scale, group) if coded.axis is not None else coded.scale.reshape(())
     phased = np.repeat(scale, phases) if scale.ndim else scale
     zero, four = weight_storage(ctx, coded, integers)
-    b = ctx.builder
+    channels, b, parts = (-1, *(1 for _ in axes)), ctx.builder, []
     pads = [axis.reach - axis.first for axis in axes] + [axis.after for axis in axes]
-    result = b.fresh(f"{node.output[0]}.phases")
-    layer = (codes, encoding, integers, zero, four, phased, {"group": group, "pads": pads}, False, node.input[1])
-    b.nodes.append(Accumulation("Conv", *layer, result, b.label, 2 + len(axes)))
-    accumulator = _shuffled(ctx, node, result, axes, integers.shape[0] // phases)
-    low, high = accumulator_bounds(integers, encoding, tuple(range(1, integers.ndim)))
-    channels = (-1, *(1 for _ in axes))
-    low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
-    value = accumulated(
-        accumulator, encoding.scale * (scale.reshape(channels) if scale.ndim else scale), low, high, node
-    )
+    for codes, encoding in activation:
+        result = b.fresh(f"{node.output[0]}.phases")
+        layer = (codes, encoding, integers, zero, four, phased, {"group": group, "pads": pads}, False, node.input[1])
+        b.nodes.append(Accumulation("Conv", *layer, result, b.label, 2 + len(axes)))
+        accumulator = _shuffled(ctx, node, result, axes, integers.shape[0] // phases)
+        low, high = accumulator_bounds(integers, encoding, tuple(range(1, integers.ndim)))
+        low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
+        shaped = encoding.scale * (scale.reshape(channels) if scale.ndim else scale)
+        parts.append(accumulated(accumulator, shaped, low, high, node))
+    value = together(parts)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value

@@ -10,26 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, helper, inliner
+from onnx import ModelProto, TensorProto, helper, inliner
 
-from onnx_backend.fold_constants import fold
 from onnx_backend.integer.check import integer_findings, require_integer_only
 from onnx_backend.integer.context import Context, label, surroundings
 from onnx_backend.integer.edges import edge_dtype, leave
 from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.expand import expand
-from onnx_backend.integer.lowerings import LOWERINGS, copied
-from onnx_backend.integer.ops import INTEGER_TYPES, stored
+from onnx_backend.integer.islands import Islands
 from onnx_backend.integer.runtime import CONTRIB, Kernels
-from onnx_backend.integer.values import Array, Codes, Constant, Failed, FloatInput, Integers, Lookup, Refused, Value
+from onnx_backend.integer.values import Codes, Failed, FloatInput, Refused, Value
+from onnx_backend.integer.walk import QDQ, Refusal, walk
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
 
-_QDQ = ("QuantizeLinear", "DequantizeLinear")
-_LARGEST_FOLDED = 1 << 22  # elements of a constant that is computed at conversion time
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
 
 
@@ -46,16 +42,6 @@ class IntegerResult:
     model: ModelProto
     certificate: dict[str, Any]
     report: Report
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A node that cannot be converted, why, and the remedy."""
-
-    node: str
-    op_type: str
-    reason: str
-    remedy: str
 
 
 def convert(
@@ -81,13 +67,13 @@ def convert(
             constants, wherever they fit. The target `onnxruntime` uses those in any case.
         weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
             VNNI the kernels for uint8 x int8 saturate sums of two products.
-        allow_float: must be empty in this version.
+        allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
 
     Raises:
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, weights, allow_float)
+    _require_options(target, edges, rounding, requantize, weights)
     kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = max((entry.version for entry in source.opset_import if entry.domain in ("", "ai.onnx")), default=0)
@@ -95,21 +81,21 @@ def convert(
         raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
     builder = Builder(_reserved(source), rounding)
     context = surroundings(source, builder, edges)
-    values, refusals = _walk(source, context)
+    islands = Islands(allow_float)
+    values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)
     if refusals:
         raise IntegerError(_message(refusals))
+    islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     used = Kernels(contrib=kernels == "onnxruntime", signed=weights == "signed") if kernels else None
     integer = _assembled(source, context, outputs, opset, used)
-    require_integer_only(integer, edges=edges, kernels=kernels)
+    require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
-    certificate = _certificate(model, integer, context, outputs, options)
+    certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
     return IntegerResult(integer, certificate, _report(integer, certificate, edges, kernels))
 
 
-def _require_options(
-    target: str, edges: str, rounding: str, requantize: str, weights: str, allow_float: Sequence[str]
-) -> None:
+def _require_options(target: str, edges: str, rounding: str, requantize: str, weights: str) -> None:
     if target not in ("standard", "onnxruntime"):
         raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
     if requantize not in ("integer", "qlinear"):
@@ -120,76 +106,10 @@ def _require_options(
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:
         raise ConfigError(f"rounding={rounding!r} is unknown; choose one of {', '.join(ROUNDINGS)}")
-    if allow_float:
-        raise ConfigError("allow_float is not available yet; leave it empty: nodes without integer form are refused")
 
 
 def _reserved(model: ModelProto) -> list[str]:
     return [info.name for info in (*model.graph.input, *model.graph.output)]
-
-
-def _walk(model: ModelProto, ctx: Context) -> tuple[dict[str, Value], list[Refusal]]:
-    """Give the value of every tensor; nodes behind a refused one are skipped until the next QuantizeLinear."""
-    values: dict[str, Value] = {tensor.name: stored(tensor) for tensor in model.graph.initializer}
-    refusals: list[Refusal] = []
-    for info in model.graph.input:
-        if info.name in values:
-            continue
-        kind = info.type.tensor_type.elem_type
-        values[info.name] = Integers(info.name, dtype=kind) if kind in INTEGER_TYPES else FloatInput(info.name)
-    makers = {name: label(node) for node in model.graph.node for name in node.output}
-    for node in model.graph.node:
-        found: Value | tuple[Value, ...] = Failed()
-        args = [values.get(name, Failed()) if name else None for name in node.input]
-        if not any(isinstance(arg, Failed) for arg in args) or node.op_type == "QuantizeLinear":
-            ctx.builder.label, ctx.builder.behind = label(node), makers.get(node.input[0] if node.input else "", "")
-            points = [arg.encoding.zero_point for arg in args if isinstance(arg, Lookup) and arg.encoding]
-            ctx.builder.facts[label(node)] = {"op_type": node.op_type, "input_zero_points": points}
-            try:
-                found = _lowered(ctx, node, args)
-            except Refused as refused:
-                refusals.append(Refusal(label(node), node.op_type, refused.reason, refused.remedy))
-        results = found if isinstance(found, tuple) else (found,) * len(node.output)
-        values.update(zip(node.output, results, strict=False))
-    return values, refusals
-
-
-def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
-    standard = node.domain in ("", "ai.onnx") or (node.domain == "com.microsoft" and node.op_type in _QDQ)
-    if not standard:
-        raise Refused(f"it is of domain {node.domain!r}", "write it with standard operators")
-    folded = _folded(ctx, node, args)
-    if folded is not None:
-        return folded
-    lowering = LOWERINGS.get(node.op_type)
-    integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
-    if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
-        return copied(ctx, node, args)
-    if node.op_type == "Cast" and lowering is None:
-        raise Refused("it keeps its tensor in a float type", "quantize that site: drop the rule that keeps it float")
-    if lowering is None:
-        raise Refused("it has no integer form in this version", "replace it, or keep it outside the model")
-    return lowering(ctx, node, args)
-
-
-def _folded(ctx: Context, node: NodeProto, args: list[Value | None]) -> tuple[Value, ...] | None:
-    """Compute a node on plain constants (shape arithmetic, anchor grids) at conversion time; None if it is not one."""
-    known = {
-        name: arg.values if isinstance(arg, Constant) else arg.array
-        for name, arg in zip(node.input, args, strict=True)
-        if (isinstance(arg, Constant) and arg.coded is None) or (isinstance(arg, Integers) and arg.array is not None)
-    }
-    small = {name: array for name, array in known.items() if array is not None}
-    found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
-    if found is None:
-        return None
-    return tuple(_plain(found[name]) if name else Failed() for name in node.output)
-
-
-def _plain(array: Array) -> Value:
-    if array.dtype.kind == "f":
-        return Constant(array.astype(np.float32))
-    return Integers("", array, helper.np_dtype_to_tensor_dtype(array.dtype))
 
 
 def _leave(
@@ -206,7 +126,8 @@ def _leave(
         if info.name not in read and ctx.edges == "float":
             continue  # it stays as it is, so that the caller need not change
         value = values[info.name]
-        if isinstance(value, FloatInput) and info.name not in ctx.inputs and not refusals:
+        raw = info.name in ctx.floats
+        if isinstance(value, FloatInput) and info.name not in ctx.inputs and not raw and not refusals:
             refusals.append(
                 Refusal(info.name, "graph input", "no QuantizeLinear reads it", "quantize it, or remove it if unused")
             )
@@ -303,6 +224,11 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernel
         "float_tensors": sum(finding.kind == "float tensor" for finding in findings),
         "quantize_nodes": sum(finding.kind == "quantize node" for finding in findings),
         "max_lsb": None,
+        "float_nodes": len(certificate["float_nodes"]),
         "nodes": len(integer.graph.node),
     }
+    rows += [
+        {"node": name, "op_type": "", "form": "float", "rounding": "", "accumulator_bound": None, "channels": None}
+        for name in certificate["float_nodes"]
+    ]
     return Report("Integer-only model", rows, summary)

@@ -13,6 +13,7 @@ from onnx_backend.integer.values import (
     Codes,
     Encoding,
     Failed,
+    Floating,
     FloatInput,
     Integers,
     Joined,
@@ -44,14 +45,20 @@ def entered(ctx: Context, value: FloatInput, encoding: Encoding, name: str) -> s
 def _edge_in(ctx: Context, tensor: str, encoding: Encoding, name: str) -> str:
     b = ctx.builder
     if ctx.edges == "float":
-        unsigned = TensorProto.UINT16 if encoding.wide else TensorProto.UINT8
-        scale = b.constant(encoding.scale, np.float32, f"{tensor}.scale")
-        zero = b.constant(encoding.zero_point, np.uint16 if encoding.wide else np.uint8, f"{tensor}.zero_point")
-        codes = b.node("QuantizeLinear", [tensor, scale, zero], name=name, output_dtype=int(unsigned))
-        if encoding.wide:
-            codes = b.cast(codes, TensorProto.INT32, name=name)
-    else:
-        codes = raised(b, tensor, encoding, name)
+        return quantized(b, tensor, encoding, name)
+    return _on_grid(b, raised(b, tensor, encoding, name), encoding, name)
+
+
+def quantized(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
+    """Emit the QuantizeLinear of a float tensor and give its codes."""
+    unsigned = TensorProto.UINT16 if encoding.wide else TensorProto.UINT8
+    scale = b.constant(encoding.scale, np.float32, f"{tensor}.scale")
+    zero = b.constant(encoding.zero_point, np.uint16 if encoding.wide else np.uint8, f"{tensor}.zero_point")
+    codes = b.node("QuantizeLinear", [tensor, scale, zero], name=name, output_dtype=int(unsigned))
+    return _on_grid(b, b.cast(codes, TensorProto.INT32, name=name) if encoding.wide else codes, encoding, name)
+
+
+def _on_grid(b: Builder, codes: str, encoding: Encoding, name: str) -> str:
     if encoding.hi in (255, 65535):
         return codes
     return b.node("Clip", [codes, b.constant(0, np.uint8), b.constant(encoding.hi, np.uint8)], name=name)
@@ -81,6 +88,10 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     if isinstance(value, Codes):
         _stored(ctx, value, output)
         return value
+    if isinstance(value, Floating) and ctx.edges == "float":
+        _append(b, "Identity", [value.name], output)
+        ctx.floats.add(output)
+        return None
     if isinstance(value, Joined) and ctx.edges == "float":
         _leave_joined(ctx, value, output)
         return None

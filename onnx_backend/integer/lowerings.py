@@ -10,6 +10,7 @@ from onnx_backend.integer import ops
 from onnx_backend.integer.context import Args, Context, attributes
 from onnx_backend.integer.curves import CURVES
 from onnx_backend.integer.norms import NORMS
+from onnx_backend.integer.recurrent import gru, lstm
 from onnx_backend.integer.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.values import Array, Constant, Value
 from onnx_backend.integer.wide_ops import WIDE, cast_to_float, curve, either
@@ -59,7 +60,9 @@ LOWERINGS: Mapping[str, ops.Lowering] = MappingProxyType(
         **{name: either(_SHORT[name], curve(name, _TABLES[name])) for name in CURVES},
         **NORMS,
         "Concat": concat,
+        "GRU": gru,
         "IsNaN": is_nan,
+        "LSTM": lstm,
         "LogSoftmax": log_softmax,
         "Softmax": softmax,
         "Where": where,

@@ -142,6 +142,7 @@ def function(b: Builder, op: Table) -> bool:
     """Write a table as the kernel of the one op it computes; False if there is none."""
     if op.plain is not None:
         tensors = [*_target(b, op.encoding), *_activation(b, op.codes, op.plain)]
+        op.row["form"] = "QLinearConcat"
         b.write("QLinearConcat", tensors, op.result, domain=CONTRIB, axis=0)
         return True
     if op.function is None or op.function.op_type not in ("Sigmoid", "LeakyRelu") or op.function.encoding.wide:
@@ -150,6 +151,7 @@ def function(b: Builder, op: Table) -> bool:
     attributes: Mapping[str, float] = {}
     if op.function.op_type == "LeakyRelu":
         attributes = {"alpha": float(op.function.attributes.get("alpha", 0.01))}
+    op.row["form"] = f"QLinear{op.function.op_type}"
     b.write(f"QLinear{op.function.op_type}", tensors, op.result, domain=CONTRIB, **attributes)
     return True
 
@@ -227,7 +229,7 @@ def _bounded(
     b: Builder, op: Requantization, op_type: str, inputs: list[str], *, domain: str = "", **attrs: Any
 ) -> None:
     """Write the kernel, behind it a Clip where a Relu or Clip bounds the codes further than their grid."""
-    op.row["form"] = op_type
+    op.row.update(form=op_type, rounding="half_even")
     lo, hi = op.bounds
     if (lo, hi) == (0, 255):
         b.write(op_type, inputs, op.result, domain=domain, **attrs)

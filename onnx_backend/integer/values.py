@@ -134,6 +134,13 @@ class Integers:
 
 
 @dataclass(frozen=True)
+class Floating:
+    """A float tensor of the integer model, made by a node that may stay float."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Codes:
     """The output of a QuantizeLinear: a tensor of codes."""
 
@@ -335,6 +342,7 @@ class NotANumber:
 Value = (
     Failed
     | FloatInput
+    | Floating
     | Integers
     | Codes
     | Constant

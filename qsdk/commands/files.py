@@ -14,6 +14,15 @@ def run_inspect(options: Namespace) -> int:
 
 def run_to_integer(options: Namespace) -> int:
     """Make a Q/DQ model integer-only."""
-    report = to_integer(options.model, options.out, edges=options.edges, rounding=options.rounding)
+    report = to_integer(
+        options.model,
+        options.out,
+        target=options.target,
+        edges=options.edges,
+        rounding=options.rounding,
+        requantize=options.requantize,
+        weights=options.weights,
+        allow_float=options.allow_float,
+    )
     show(report, as_json=options.json)
     return 0

@@ -1,0 +1,105 @@
+"""The walk over a Q/DQ graph that finds the value of every tensor, and what cannot be converted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import ModelProto, NodeProto, helper
+
+from onnx_backend.fold_constants import fold
+from onnx_backend.integer.context import Context, label
+from onnx_backend.integer.islands import Islands, floated
+from onnx_backend.integer.lowerings import LOWERINGS, copied
+from onnx_backend.integer.ops import INTEGER_TYPES, stored
+from onnx_backend.integer.values import (
+    Array,
+    Constant,
+    Failed,
+    Floating,
+    FloatInput,
+    Integers,
+    Lookup,
+    Refused,
+    Value,
+)
+
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+_LARGEST_FOLDED = 1 << 22  # elements of a constant that is computed at conversion time
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A node that cannot be converted, why, and the remedy."""
+
+    node: str
+    op_type: str
+    reason: str
+    remedy: str
+
+
+def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, Value], list[Refusal]]:
+    """Give the value of every tensor; nodes behind a refused one are skipped until the next QuantizeLinear."""
+    values: dict[str, Value] = {tensor.name: stored(tensor) for tensor in model.graph.initializer}
+    refusals: list[Refusal] = []
+    for info in model.graph.input:
+        if info.name in values:
+            continue
+        kind = info.type.tensor_type.elem_type
+        values[info.name] = Integers(info.name, dtype=kind) if kind in INTEGER_TYPES else FloatInput(info.name)
+    makers = {name: label(node) for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        found: Value | tuple[Value, ...] = Failed()
+        args = [values.get(name, Failed()) if name else None for name in node.input]
+        if not any(isinstance(arg, Failed) for arg in args) or node.op_type == "QuantizeLinear":
+            ctx.builder.label, ctx.builder.behind = label(node), makers.get(node.input[0] if node.input else "", "")
+            points = [arg.encoding.zero_point for arg in args if isinstance(arg, Lookup) and arg.encoding]
+            ctx.builder.facts[label(node)] = {"op_type": node.op_type, "input_zero_points": points}
+            try:
+                kept = islands.match(node) if node.op_type not in QDQ else False
+                found = floated(ctx, node, args) if kept else _lowered(ctx, node, args)
+            except Refused as refused:
+                refusals.append(Refusal(label(node), node.op_type, refused.reason, refused.remedy))
+        results = found if isinstance(found, tuple) else (found,) * len(node.output)
+        values.update(zip(node.output, results, strict=False))
+    return values, refusals
+
+
+def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
+    standard = node.domain in ("", "ai.onnx") or (node.domain == "com.microsoft" and node.op_type in QDQ)
+    if not standard:
+        raise Refused(f"it is of domain {node.domain!r}", "write it with standard operators")
+    if any(isinstance(arg, Floating) for arg in args) and node.op_type != "QuantizeLinear":
+        raise Refused("it reads a tensor that allow_float keeps float", "name it in allow_float too, or quantize it")
+    folded = _folded(ctx, node, args)
+    if folded is not None:
+        return folded
+    lowering = LOWERINGS.get(node.op_type)
+    integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
+    if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
+        return copied(ctx, node, args)
+    if node.op_type == "Cast" and lowering is None:
+        raise Refused("it keeps its tensor in a float type", "quantize that site: drop the rule that keeps it float")
+    if lowering is None:
+        raise Refused("it has no integer form in this version", "replace it, or keep it outside the model")
+    return lowering(ctx, node, args)
+
+
+def _folded(ctx: Context, node: NodeProto, args: list[Value | None]) -> tuple[Value, ...] | None:
+    """Compute a node on plain constants (shape arithmetic, anchor grids) at conversion time; None if it is not one."""
+    known = {
+        name: arg.values if isinstance(arg, Constant) else arg.array
+        for name, arg in zip(node.input, args, strict=True)
+        if (isinstance(arg, Constant) and arg.coded is None) or (isinstance(arg, Integers) and arg.array is not None)
+    }
+    if node.op_type == "Cast" and any(isinstance(arg, Constant) for arg in args):
+        return None  # a rule that keeps a layer in another float type; saying so helps more than its float weight
+    small = {name: array for name, array in known.items() if array is not None}
+    found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
+    if found is None:
+        return None
+    return tuple(_plain(found[name]) if name else Failed() for name in node.output)
+
+
+def _plain(array: Array) -> Value:
+    if array.dtype.kind == "f":
+        return Constant(array.astype(np.float32))
+    return Integers("", array, helper.np_dtype_to_tensor_dtype(array.dtype))

@@ -1,0 +1,84 @@
+"""Float islands: what `allow_float` keeps, how it is listed, and what is refused."""
+
+import numpy as np
+import pytest
+from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate
+
+import qsdk
+from onnx_backend.integer.check import integer_findings
+from onnx_backend.integer.convert import convert
+from qsdk.core.errors import ConfigError, IntegerError
+
+
+def with_island(op="Cos", dtype=UINT8, zero=117):
+    """Conv, then an op without integer form between two quantizers, then a Gemm."""
+    net = Net()
+    x = net.qdq(net.input([2, 4, 3, 3]), 0.031, 117)
+    y = net.qdq(net.op("Conv", x, net.weight((4, 4, 3, 3), 0)[0]), 0.01 if dtype == UINT8 else 1e-4, zero, dtype)
+    y = net.qdq(net.op(op, y), 0.0079, 128)
+    y = net.op("Flatten", y)
+    net.output(net.qdq(net.op("Gemm", y, net.weight((5, 4), 0)[0], transB=1), 0.003, 120), [2, 5])
+    return net.model()
+
+
+def feeds():
+    return {"x": np.random.default_rng(0).uniform(-4, 4, (2, 4, 3, 3)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("pattern", ["Det", "node_det*"])
+@pytest.mark.parametrize("options", [{}, {"target": "onnxruntime"}])
+def test_a_named_op_stays_float_between_quantizers(pattern, options):
+    net = Net()
+    x = net.qdq(net.input([2, 3, 3]), 0.031, 117)
+    net.output(net.qdq(net.op("Det", x), 0.2, 120), [2])
+    with pytest.raises(IntegerError, match="Det 'node_det"):
+        convert(net.model(), **options)
+    result = convert(net.model(), allow_float=[pattern], **options)
+    inputs = {"x": np.random.default_rng(0).uniform(-4, 4, (2, 3, 3)).astype(np.float32)}
+    for level in LEVELS:
+        np.testing.assert_allclose(run(result.model, inputs, level)["y"], simulate(net.model(), inputs)["y"], rtol=1e-6)
+    assert [name.split("_")[1] for name in result.certificate["float_nodes"]] == ["det"]
+    assert result.report.summary["float_nodes"] == 1
+    assert result.report.summary["float_tensors"] > 0
+    assert integer_findings(result.model)  # without the exception they are findings
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [(UINT8, 117), (UINT16, 31000)])
+def test_an_island_inside_a_network(dtype, zero):
+    model = with_island("Sin", dtype, zero)
+    result = convert(model, allow_float=["Sin"])
+    found, wanted = run(result.model, feeds())["y"], simulate(model, feeds())["y"]
+    assert np.abs(found - wanted).max() <= 2 * 0.0031
+
+
+def test_neighbours_of_an_island_must_be_quantized_or_named():
+    net = Net()
+    x = net.qdq(net.input([2, 3, 3]), 0.031, 117)
+    net.output(net.qdq(net.op("Tanh", net.op("Det", x)), 0.0079, 120), [2])
+    with pytest.raises(IntegerError, match="name it in allow_float too"):
+        convert(net.model(), allow_float=["Det"])
+    assert convert(net.model(), allow_float=["Det", "Tanh"]).report.summary["float_nodes"] == 2
+
+
+def test_an_accumulator_and_a_float_input_may_enter_an_island_and_its_result_may_leave():
+    net = Net()
+    x = net.input([2, 3, 3])
+    y = net.op("MatMul", net.qdq(x, 0.031, 117), net.weight((3, 3), 1)[0])
+    net.output(net.op("Sub", net.op("Det", y), net.op("Det", x)), [2])
+    result = convert(net.model(), allow_float=["Det", "Sub"])
+    inputs = {"x": np.random.default_rng(0).uniform(-4, 4, (2, 3, 3)).astype(np.float32)}
+    np.testing.assert_allclose(run(result.model, inputs)["y"], simulate(net.model(), inputs)["y"], rtol=1e-4)
+    with pytest.raises(IntegerError, match="float input"):
+        convert(net.model(), allow_float=["Det", "Sub"], edges="integer")
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="allow_float='Softmx' matches no node; node names are like node_"):
+        convert(with_island("Tanh"), allow_float=["Softmx"])
+
+
+def test_the_report_lists_what_stayed_float(tmp_path):
+    report = qsdk.to_integer(with_island("Sin"), tmp_path / "out.onnx", allow_float=["Sin"])
+    assert [row["node"].split("_")[1] for row in report.rows if row["form"] == "float"] == ["sin"]
+    assert report.summary["reference_equal"] is None
+    assert report.summary["max_lsb"] <= 2

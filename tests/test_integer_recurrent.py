@@ -1,0 +1,244 @@
+"""LSTM and GRU on integers against float64, the stated errors, directions, initial states and refusals."""
+
+import numpy as np
+import pytest
+from integer_models import INT4, INT8, UINT8, Net, run, simulate
+from onnx import TensorProto, helper, numpy_helper
+from test_integer import compare, noise, refused
+
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.reference import run_reference
+
+GATES = {"LSTM": 4, "GRU": 3}
+LENGTH, BATCH, INPUT, HIDDEN = 7, 3, 6, 5
+ENCODING, OUT, CELL = (0.031, 119, UINT8), (1 / 127, 128, UINT8), (0.0271, 128, UINT8)
+
+
+def weights(net, op, *, directions=1, granularity="tensor", dtype=INT8, size=1.0, bias=True):
+    """W, R and B: integers behind DequantizeLinear with gates that neither vanish nor saturate."""
+    lo, hi = {INT8: (-128, 127), INT4: (-8, 7)}[dtype]
+    found = []
+    for depth in (INPUT, HIDDEN):
+        rows = GATES[op] * HIDDEN
+        stored = net.rng.integers(lo, hi + 1, (directions, rows, depth))
+        stored = stored if dtype == INT4 else stored.astype(np.int8)
+        shape = {"tensor": (), "row": (rows,), "direction": (directions,)}[granularity]
+        scale = (net.rng.uniform(0.7, 1.3, shape) * size / hi / np.sqrt(depth)).astype(np.float32)
+        attrs = {"tensor": {}, "row": {"axis": 1}, "direction": {"axis": 0}}[granularity]
+        tensor = net.const(stored, "weight", dtype)
+        found.append(net.op("DequantizeLinear", tensor, net.const(scale), **attrs))
+    values = net.rng.normal(0, 0.3, (directions, 2 * GATES[op] * HIDDEN)).astype(np.float32)
+    return [*found, net.const(values) if bias else ""]
+
+
+def network(
+    op, *, initial=None, direction="forward", outputs=(0,), length=LENGTH, encoding=ENCODING, seed=0, **options
+):
+    attrs = {key: options.pop(key) for key in ("linear_before_reset", "activations", "layout") if key in options}
+    net = Net(seed)
+    directions = 1 + (direction == "bidirectional")
+    x = net.qdq(net.input([length, "n", INPUT]), *encoding)
+    operands = [x, *weights(net, op, directions=directions, **options)]
+    shape = (directions, BATCH, HIDDEN)
+    states = {"LSTM": 2, "GRU": 1}[op]
+    if initial == "zeros":
+        operands += ["", *(net.const(np.zeros(shape, np.float32)) for _ in range(states))]
+    elif initial == "constants":
+        operands += ["", *(net.const(noise(shape, 0.8, 7 + i)) for i in range(states))]
+    elif initial == "quantized":
+        operands += ["", *(net.qdq(net.input(shape, f"s{i}"), 0.0113, 120 + i) for i in range(states))]
+    counts = {"LSTM": 3, "GRU": 2}[op]
+    names = net.op(op, *operands, outputs=counts, hidden_size=HIDDEN, direction=direction, **attrs)
+    shapes = [[length, directions, "n", HIDDEN], list(shape), list(shape)]
+    encodings = [OUT, OUT, CELL]
+    for i in outputs:
+        net.output(net.qdq(names[i], *encodings[i]), [None if d == "n" else d for d in shapes[i]][:4], f"y{i}")
+    return net.model()
+
+
+def feeds(initial=None, direction="forward", op="LSTM", length=LENGTH, seed=3):
+    found = {"x": noise((length, BATCH, INPUT), 1.5, seed)}
+    if initial == "quantized":
+        for i in range({"LSTM": 2, "GRU": 1}[op]):
+            found[f"s{i}"] = noise((1 + (direction == "bidirectional"), BATCH, HIDDEN), 0.6, seed + i)
+    return found
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("initial", [None, "zeros", "constants", "quantized"])
+def test_directions_and_initial_states(op, direction, initial):
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    op = op.split()[0]
+    outputs = (0, 1, 2) if op == "LSTM" else (0, 1)
+    model = network(op, direction=direction, initial=initial, outputs=outputs, **attrs)
+    result = compare(model, feeds(initial, direction, op), tolerance=0.02)
+    for row in result.certificate["requantizations"]:
+        assert row["error_bound"] < 0.1, row["error_bound"]
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "direction"])
+@pytest.mark.parametrize("dtype", [INT8, INT4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights(op, granularity, dtype, bias):
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    model = network(op.split()[0], granularity=granularity, dtype=dtype, bias=bias, direction="bidirectional", **attrs)
+    compare(model, feeds(direction="bidirectional"), tolerance=0.02)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def exact(model, x):
+    """The layer in float64, from the ONNX standard, on the values behind the DequantizeLinear nodes."""
+    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    node = next(n for n in model.graph.node if n.op_type in GATES)
+    makers = {n.output[0]: n for n in model.graph.node}
+
+    def values(name):
+        maker = makers[name]
+        rows = stored[maker.input[1]].astype(np.float64)
+        rows = rows[None, :, None] if rows.ndim else rows
+        return stored[maker.input[0]].astype(np.float64) * rows
+
+    w, r, b = values(node.input[1])[0], values(node.input[2])[0], stored[node.input[3]][0].astype(np.float64)
+    wb, rb = np.split(b, 2)
+    scale, zero = np.float32(ENCODING[0]), ENCODING[1]
+    codes = np.clip(np.rint(x / scale) + zero, 0, 255)
+    x = ((codes - zero) * scale).astype(np.float64)
+    h, c, found = np.zeros((x.shape[1], HIDDEN)), np.zeros((x.shape[1], HIDDEN)), []
+    behind = next((a.i for a in node.attribute if a.name == "linear_before_reset"), 0)
+    for step in x:
+        inputs = step @ w.T + wb
+        if node.op_type == "LSTM":
+            i, o, f, g = np.split(inputs + h @ r.T + rb, 4, axis=1)
+            c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+            h = sigmoid(o) * np.tanh(c)
+        else:
+            z, q, _ = np.split(inputs + h @ r.T + rb, 3, axis=1)
+            z, q, last = sigmoid(z), sigmoid(q), slice(2 * HIDDEN, None)
+            if behind:
+                inner = q * (h @ r[last].T + rb[last])
+            else:
+                inner = (q * h) @ r[last].T + rb[last]
+            g = np.tanh(inputs[:, last] + inner)
+            h = (1 - z) * g + z * h
+        found.append(h)
+    return np.stack(found), c
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
+@pytest.mark.parametrize("size", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("length", [1, 12])
+def test_states_stay_within_the_stated_error_of_float64(op, size, length):
+    attrs = {"linear_before_reset": 1} if op == "GRU behind" else {}
+    model = network(op.split()[0], size=size, length=length, granularity="row", **attrs)
+    result = convert(model)
+    row = result.certificate["requantizations"][0]
+    for seed, spread in enumerate((0.5, 3.0, 100.0)):  # the last one saturates every code
+        x = noise((length, BATCH, INPUT), spread, seed)
+        tensor = run_reference(result.model, {"x": x}, every_tensor=True)[row["accumulators"][0]]
+        found = tensor[:, 0] * row["multipliers"][0][0]
+        wanted = exact(model, x)[0] / np.float64(np.float32(OUT[0]))
+        worst = np.abs(found - wanted).max()
+        assert worst <= row["error_bound"], (worst, row["error_bound"])
+        assert worst < 2e-3
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_long_sequences_stay_close_whatever_is_proven(op):
+    model = network(op, length=60, size=3.0)
+    compare(model, feeds(length=60), tolerance=0.01)
+
+
+def test_a_cell_that_grows_at_every_step():
+    """Gates wide open: the cell reaches the sequence's length, its proven bound."""
+    net = Net()
+    x = net.qdq(net.input([20, 1, 1]), 1.0, 0)
+    w = net.op("DequantizeLinear", net.const(np.full((1, 4, 1), 100, np.int8)), net.const(np.float32(1.0)))
+    r = net.op("DequantizeLinear", net.const(np.zeros((1, 4, 1), np.int8)), net.const(np.float32(1.0)))
+    _, _, cell = net.op("LSTM", x, w, r, outputs=3, hidden_size=1)
+    net.output(net.qdq(cell, 0.1, 3), [1, 1, 1])
+    found = run(convert(net.model()).model, {"x": np.full((20, 1, 1), 200, np.float32)})["y"]
+    np.testing.assert_allclose(found, 20.0, atol=0.11)
+
+
+def test_sequence_lengths_that_are_whole_are_accepted():
+    net = Net()
+    x = net.qdq(net.input([LENGTH, BATCH, INPUT]), *ENCODING)
+    lengths = net.const(np.full(BATCH, LENGTH, np.int32))
+    y, _, _ = net.op("LSTM", x, *weights(net, "LSTM"), lengths, outputs=3, hidden_size=HIDDEN)
+    net.output(net.qdq(y, *OUT), [LENGTH, 1, BATCH, HIDDEN])
+    compare(net.model(), feeds(), tolerance=0.02)
+
+
+def test_moves_and_layers_behind_it():
+    net = Net()
+    x = net.qdq(net.input([LENGTH, BATCH, INPUT]), *ENCODING)
+    y, _ = net.op("GRU", x, *weights(net, "GRU"), outputs=2, hidden_size=HIDDEN)
+    y = net.op("Squeeze", y, net.const(np.array([1], np.int64)))
+    y = net.qdq(net.op("Transpose", y, perm=[1, 0, 2]), *OUT)
+    w, _ = net.weight((HIDDEN, 4), 1)
+    net.output(net.qdq(net.op("MatMul", y, w), 0.0113, 120), [BATCH, LENGTH, 4])
+    compare(net.model(), feeds(), tolerance=0.05)
+
+
+def test_no_float_and_one_input_product_for_all_steps():
+    result = convert(network("LSTM"))
+    products = [node for node in result.model.graph.node if node.op_type == "MatMulInteger"]
+    assert len(products) == LENGTH  # the input's once, and one per step that has a state before it
+    assert np.isfinite(simulate(network("LSTM"), feeds())["y0"]).all()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def variant(op="LSTM", **changes):
+    """A model with one operand or attribute changed."""
+    net = Net()
+    x = net.qdq(net.input([changes.pop("length", LENGTH), BATCH, INPUT]), *ENCODING)
+    operands = [x, *weights(net, op), "", "", "", ""]
+    for place, array in changes.pop("operands", {}).items():
+        operands[place] = net.const(array)
+    operands = operands[: 8 if op == "LSTM" else 6]
+    while not operands[-1]:
+        operands.pop()
+    y = net.op(op, *operands, outputs=2, hidden_size=HIDDEN, **changes)[0]
+    net.output(net.qdq(y, *OUT), [None] * 4)
+    return net.model()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": "t"}, "the length of its sequence is dynamic"),
+        ({"operands": {7: np.ones((1, 3 * HIDDEN), np.float32)}}, "it has peepholes"),
+        ({"operands": {4: np.array([7, 6, 7], np.int32)}}, "lengths of their own"),
+        ({"operands": {1: np.ones((1, 4 * HIDDEN, INPUT), np.float32)}}, "W is float"),
+        ({"operands": {2: np.ones((1, 4 * HIDDEN, HIDDEN), np.float32)}}, "store W and R as integers"),
+        ({"activations": ["Relu", "Tanh", "Tanh"]}, "its activations are Relu, Tanh, Tanh"),
+        ({"clip": 3.0}, "it clips its gates"),
+        ({"input_forget": 1}, "input_forget=1"),
+    ],
+)
+def test_refusals(changes, message):
+    refused(variant(**changes), "LSTM 'node_lstm", message)
+
+
+def test_a_layout_with_the_batch_first_is_refused():
+    model = variant("GRU")
+    node = next(n for n in model.graph.node if n.op_type == "GRU")
+    node.attribute.append(helper.make_attribute("layout", 1))
+    refused(model, "layout=1", "Transpose")
+
+
+def test_a_bias_that_is_computed_is_refused():
+    net = Net()
+    x = net.qdq(net.input([LENGTH, BATCH, INPUT]), *ENCODING)
+    bias = net.qdq(net.input([1, 8 * HIDDEN], "b"), 0.01, 128)
+    y, _, _ = net.op("LSTM", x, *weights(net, "LSTM")[:2], bias, outputs=3, hidden_size=HIDDEN)
+    net.output(net.qdq(y, *OUT), [LENGTH, 1, BATCH, HIDDEN])
+    refused(net, "its bias is not a constant", "initializer")
+    assert TensorProto.FLOAT
