@@ -37,6 +37,7 @@ class Context:
         types: ONNX dtypes of the Q/DQ model's tensors.
         edges: `float` or `integer`.
         opset: the default-domain opset of the Q/DQ model.
+        composes: whether a function of a table may be written as one table of what that reads.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
@@ -47,6 +48,7 @@ class Context:
     types: Mapping[str, int]
     edges: str
     opset: int
+    composes: bool = True
     inputs: dict[str, list[Codes]] = field(default_factory=dict)
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
     floats: set[str] = field(default_factory=set)
@@ -76,7 +78,7 @@ class Context:
         return len(shape)
 
 
-def surroundings(model: ModelProto, builder: Builder, edges: str) -> Context:
+def surroundings(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> Context:
     """Build the context of a model by ONNX shape inference."""
     inferred = shape_inference.infer_shapes(model, data_prop=True)
     shapes, types = {}, {}
@@ -88,7 +90,7 @@ def surroundings(model: ModelProto, builder: Builder, edges: str) -> Context:
     for tensor in inferred.graph.initializer:
         types[tensor.name], shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    return Context(builder, shapes, types, edges, opset)
+    return Context(builder, shapes, types, edges, opset, composes)
 
 
 def attributes(node: NodeProto) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def convert(
     if opset < _FIRST_OPSET:
         raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
     builder = Builder(_reserved(source), rounding)
-    context = surroundings(source, builder, edges)
+    context = surroundings(source, builder, edges, composes=kernels != "onnxruntime")
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)

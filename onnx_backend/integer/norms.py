@@ -18,6 +18,7 @@ from onnx_backend.integer.roots import reciprocal, reciprocal_root
 from onnx_backend.integer.values import Constant, Refused, Value, Wide
 from onnx_backend.integer.wide import (
     ROOM,
+    SUM_ROOM,
     add,
     constant64,
     fits_int32,
@@ -51,8 +52,9 @@ def normalized_rows(
         centred: whether the mean is subtracted.
     """
     value = single_scale(ctx, unmasked(value))
-    # the count times the sum of squares has to stay below 2**61
-    value = narrowed(ctx, value, (ROOM - 1) // 2 - count.bit_length())
+    # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
+    length = count.bit_length()
+    value = narrowed(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
     scale = float(value.scale)
     sign = math.copysign(1.0, scale)
     power = total(ctx, multiply(ctx, value, value), axes, count)

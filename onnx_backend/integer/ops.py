@@ -146,11 +146,30 @@ def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right
     if isinstance(left, Constant) and isinstance(right, Constant):
         return Constant(function(left.values, right.values))
     if isinstance(left, Lookup) and isinstance(right, Lookup):
-        return Lookup(left.name, function(left.values, right.values), None) if left.name == right.name else None
+        return _of_both(function, left, right)
     if isinstance(left, Lookup) and isinstance(right, Constant) and _single(right, left):
         return Lookup(left.name, function(left.values, right.values.reshape(())), None)
     if isinstance(right, Lookup) and isinstance(left, Constant) and _single(left, right):
         return Lookup(right.name, function(left.values.reshape(()), right.values), None)
+    return None
+
+
+def _of_both(function: Callable[[Array, Array], Array], left: Lookup, right: Lookup) -> Lookup | None:
+    """Compute a function of two functions of the same codes; None if they are of different ones."""
+    for name in {left.name, right.name, *(side.root.name for side in (left, right) if side.root is not None)}:
+        one, other = left.of(name), right.of(name)
+        if one is not None and other is not None:
+            return Lookup(name, function(one.values, other.values), None, root=one.root or other.root)
+    return None
+
+
+def _silu(left: Value | None, right: Value | None) -> Function | None:
+    """Say whether a product is `x * sigmoid(x)` of codes."""
+    for x, gate in ((left, right), (right, left)):
+        if isinstance(x, Lookup) and isinstance(gate, Lookup) and x.name == gate.name and x.encoding is not None:
+            made = gate.function
+            if made is not None and made.op_type == "Sigmoid" and made.encoding == x.encoding:
+                return Function("Silu", x.encoding, {})
     return None
 
 
@@ -165,7 +184,7 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     left, right = args
     mapped = _mapped(np.multiply, left, right)
     if mapped is not None:
-        return mapped
+        return replace(mapped, function=_silu(left, right)) if isinstance(mapped, Lookup) else mapped
     if isinstance(left, Constant):
         left, right = right, left
     if isinstance(right, Constant):

@@ -15,7 +15,9 @@ from onnx_backend.integer.values import (
     Encoding,
     Failed,
     Integers,
+    Lookup,
     Refused,
+    Root,
     Value,
     dequantized,
 )
@@ -49,7 +51,16 @@ def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     name = node.output[0]
     if value is None or isinstance(value, Failed):
         return Codes(name, encoding)  # reported already; what follows is still examined
-    return Codes(to_codes(ctx, ready(ctx, value, encoding), encoding, name), encoding)
+    codes = to_codes(ctx, ready(ctx, value, encoding), encoding, name)
+    return Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
+
+
+def _root(value: Value, codes: str, encoding: Encoding) -> Root | None:
+    """Give what the codes of a function of codes are a table of."""
+    if not isinstance(value, Lookup) or codes == value.name:
+        return value.root if isinstance(value, Lookup) else None
+    table = encoding.quantize(value.values)
+    return Root(value.name, table) if value.root is None else Root(value.root.name, table[value.root.table])
 
 
 def activation_encoding(scale: Array, points: Array, dtype: int) -> Encoding:
@@ -79,7 +90,7 @@ def dequantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     points = _zero_points(args[2] if len(args) > 2 else None, scale)
     if isinstance(value, Codes):
         encoding = activation_encoding(scale, points, value.encoding.dtype)
-        return dequantized(value.name, encoding)
+        return dequantized(value.name, encoding, value.root)
     if isinstance(value, Integers) and value.array is not None:
         return _dequantized_constant(value, scale, points, attributes(node))
     if isinstance(value, Integers) and value.dtype in _WHOLE:

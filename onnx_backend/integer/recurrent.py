@@ -223,17 +223,18 @@ def _lstm_steps(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | No
     size, fraction = layer.hidden, state_fraction(layer.largest)
     start = 0.0 if layer.cell is None else _magnitude(layer.cell)
     # a cell grows by at most 1 per step, so its bound is known for the whole sequence
-    cells = 30 - max(math.ceil(math.log2(start + len(layer.steps) + 1.0)), 2)
+    bound = start + len(layer.steps)
+    cells = 30 - max(math.ceil(math.log2(bound + 1.0)), 2)
     cell = None if layer.cell is None else in_unit(ctx, layer.cell, cells)
     state, found = _first_state(ctx, layer, fraction), {}
-    for count, t in enumerate(layer.steps, 1):
+    for t in layer.steps:
         sums = _sum(ctx, picked(ctx, layer.inputs, t), state, layer.recurrent)
         rest, candidate = split(ctx, sums, [3 * size, size])
         enter, leave, keep = split(ctx, gate(ctx, rest, "Sigmoid"), [size] * 3)
         fresh = multiply(ctx, enter, gate(ctx, candidate, "Tanh", cells))
         if cell is not None:
             fresh = add(ctx, multiply(ctx, keep, cell), fresh)
-        cell = within(ctx, in_unit(ctx, fresh, cells), -(start + count), start + count)
+        cell = within(ctx, in_unit(ctx, fresh, cells), -bound, bound)  # one bound for all steps: one table
         state = product_in_unit(ctx, leave, gate(ctx, cell, "Tanh"), fraction)
         state = found[t] = within(ctx, state, -1.0, 1.0)
     return found, cell

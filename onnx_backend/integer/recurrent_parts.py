@@ -27,6 +27,7 @@ from onnx_backend.integer.wide import (
     int64,
     made,
     multiply,
+    narrowed,
     round_half_up,
     rounding_shift,
     single_scale,
@@ -34,6 +35,7 @@ from onnx_backend.integer.wide import (
 
 _GATE = 30  # a gate is a multiple of 2**-30
 _PLANES = 3  # tensors of 8 bits that hold a hidden state
+_RELATIVE = 32  # bits of a value that is brought to another unit, which leaves 29 to the factor
 _STATE = 22  # a hidden state within -1..1 is a multiple of 2**-22
 _QUANTIZE = "store W and R as integers behind a DequantizeLinear, per tensor or per gate row"
 
@@ -122,10 +124,15 @@ def of_state(ctx: Context, state: Wide, weight: Matrix) -> Wide:
 def in_unit(ctx: Context, value: Wide, fraction: int) -> Wide:
     """Round a value to multiples of `2**-fraction`, in int32 where they fit."""
     value = single_scale(ctx, value)
+    mantissa, exponent = math.frexp(float(value.scale) * 2.0**fraction)
+    if abs(mantissa) == 0.5 and 1 <= 1 - exponent <= ROOM - 2:
+        shift = 1 - exponent  # a power of two: nothing but the shift rounds
+    else:
+        value = narrowed(ctx, value, _RELATIVE)
+        exponent = math.frexp(float(value.scale) * 2.0**fraction)[1]
+        # the factor takes what room the bits leave, so that its own rounding is far below one unit
+        shift = min(max(ROOM - 1 - bits(value) - exponent, 1), ROOM - 2)
     ratio = float(value.scale) * 2.0**fraction
-    # the factor takes what room the bits leave, so that its own rounding is far below one unit
-    shift = max(ROOM - 1 - bits(value) - max(math.ceil(math.log2(abs(ratio))), -40), 1)
-    shift = min(shift, ROOM - 2)
     factor = round(math.ldexp(ratio, shift))
     top = max(abs(value.lo), abs(value.hi))
     name = int64(ctx, value)

@@ -222,9 +222,10 @@ def _moved(ctx: Context, node: NodeProto, value: Value | None, geometries: Seque
     chosen = attributes(node).get("nearest_mode", "round_prefer_floor")
     indices = {g.axis: nearest_indices(g, chosen) for g in geometries}
     if geometries and all(np.array_equal(_kernel_indices(g), indices[g.axis]) for g in geometries):
-        kernel = helper.make_node("Resize", ["x", "", "", "s"], ["y"], axes=list(indices), **_KERNEL)
-        sizes = b.constant([g.outputs for g in geometries], np.int64)
-        return applied(ctx, value, Step(kernel, ("", "", sizes)), name)
+        sizes = _every_size(ctx, node, value, geometries)
+        if sizes:
+            kernel = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **_KERNEL)
+            return applied(ctx, value, Step(kernel, ("", "", sizes)), name)
     for geometry in geometries:
         gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=geometry.axis)
         step = Step(gather, (b.constant(indices[geometry.axis], np.int64),))
@@ -232,6 +233,26 @@ def _moved(ctx: Context, node: NodeProto, value: Value | None, geometries: Seque
     if value is None:
         raise Refused("it has no input", "remove the node")
     return value
+
+
+def _every_size(ctx: Context, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> str:
+    """Give all sizes of the result; nothing where they are known only once the codes of a pending sum exist.
+
+    All of them, not those of some `axes`: where ONNX Runtime moves a Transpose across a Resize with that attribute, it
+    loses the sizes and refuses the model.
+    """
+    b, shape = ctx.builder, ctx.shapes.get(node.input[0])
+    wanted = {g.axis: g.outputs for g in geometries}
+    if shape is None or (None in shape and not isinstance(value, Lookup)):
+        return ""
+    known = [wanted.get(axis, size) for axis, size in enumerate(shape)]
+    if None not in known:
+        return b.constant(known, np.int64)
+    assert isinstance(value, Lookup)  # checked above
+    given = b.node("Shape", [value.name])
+    fixed = [-1 if size is None else size for size in known]
+    free = b.constant(np.asarray(fixed) < 0)
+    return b.node("Where", [free, given, b.constant(fixed, np.int64)])
 
 
 def _kernel_indices(g: Geometry) -> Array:

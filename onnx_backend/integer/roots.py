@@ -38,7 +38,7 @@ class Normalized:
 def normalized(ctx: Context, value: Wide, step: int) -> Normalized:
     """Shift a tensor whose integers are within 1..2**62-1 (0 is shifted as 1 is)."""
     b = ctx.builder
-    least = (ROOM - value.hi.bit_length()) // step * step
+    least = (ROOM - max(value.hi, 1).bit_length()) // step * step
     most = (ROOM - max(value.lo, 1).bit_length()) // step * step
     # an element below 2**(62 - s) can be shifted by s
     limits = np.asarray([1 << (ROOM - s) for s in range(least + step, most + 1, step)], np.int64)
@@ -98,14 +98,13 @@ def square_root(ctx: Context, value: Wide) -> Wide:
     if value.lo == 0:  # 0 cannot be shifted to where the root is taken
         some = ctx.builder.cast(ctx.builder.node("Greater", [int64(ctx, value), constant64(ctx, 0)]), TensorProto.INT64)
         root = ctx.builder.node("Mul", [root, some])
-    spare = (shifted.most - shifted.least) // 2
     b = ctx.builder
     rest = b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift])
     half = b.node("BitShift", [b.cast(rest, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
     name = _raised(ctx, root, half)
     unit = math.sqrt(float(value.scale)) * 2.0 ** (-shifted.most / 2)
     lo, hi = (math.isqrt(bound << shifted.most) for bound in (value.lo, value.hi))
-    lo = max(lo - (1 << spare), 0)
+    lo = max(lo - (lo >> 29) - 1, 0)
     off = value.error / value.lo if value.lo > value.error else 1.0
     own = 2.0**-29  # the root is rounded down to 31 bits
     if off < 0.25:
@@ -222,7 +221,7 @@ def _positive(ctx: Context, value: Wide, least: int) -> Wide:
             "its input can be negative or 0" if least else "its input can be negative",
             "clip its input, or add an epsilon",
         )
-    return narrowed(ctx, value, ROOM - 1)
+    return narrowed(ctx, value, ROOM)
 
 
 def table_of_exponentials(scale: float, count: int, bits: int) -> Array:

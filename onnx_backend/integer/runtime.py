@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.operations import (
@@ -145,6 +146,8 @@ def function(b: Builder, op: Table) -> bool:
         op.row["form"] = "QLinearConcat"
         b.write("QLinearConcat", tensors, op.result, domain=CONTRIB, axis=0)
         return True
+    if op.function is not None and op.function.op_type == "Silu":
+        return _silu(b, op, op.function.encoding)
     if op.function is None or op.function.op_type not in ("Sigmoid", "LeakyRelu") or op.function.encoding.wide:
         return False
     tensors = [*_activation(b, op.codes, op.function.encoding), *_target(b, op.encoding)]
@@ -153,6 +156,24 @@ def function(b: Builder, op: Table) -> bool:
         attributes = {"alpha": float(op.function.attributes.get("alpha", 0.01))}
     op.row["form"] = f"QLinear{op.function.op_type}"
     b.write(f"QLinear{op.function.op_type}", tensors, op.result, domain=CONTRIB, **attributes)
+    return True
+
+
+def _silu(b: Builder, op: Table, encoding: Encoding) -> bool:
+    """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
+
+    The rounding of the sigmoid must not move any code of the result by more than one step.
+    """
+    gate = Encoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
+    values = encoding.values().astype(np.float64)
+    sigmoid = gate.values()[gate.quantize(1.0 / (1.0 + np.exp(-values)))]
+    error = np.abs(op.encoding.quantize(values * sigmoid) - op.table).max()
+    if encoding.wide or error > 1:
+        return False
+    name = b.node("QLinearSigmoid", [*_activation(b, op.codes, encoding), *_target(b, gate)], domain=CONTRIB)
+    tensors = [*_activation(b, op.codes, encoding), *_activation(b, name, gate), *_target(b, op.encoding)]
+    op.row.update(form="QLinearSigmoid, QLinearMul", error_bound=float(error))
+    b.write("QLinearMul", tensors, op.result, domain=CONTRIB)
     return True
 
 

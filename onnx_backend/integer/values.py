@@ -141,11 +141,20 @@ class Floating:
 
 
 @dataclass(frozen=True)
+class Root:
+    """The codes that other codes are a table of: `codes = table[root codes]`."""
+
+    name: str
+    table: Array
+
+
+@dataclass(frozen=True)
 class Codes:
-    """The output of a QuantizeLinear: a tensor of codes."""
+    """The output of a QuantizeLinear: a tensor of codes, and what it is a table of, if that may be read instead."""
 
     name: str
     encoding: Encoding
+    root: Root | None = None
 
 
 @dataclass(frozen=True)
@@ -191,12 +200,22 @@ class Lookup:
         values: float32, one per code.
         encoding: what the values follow straight behind a DequantizeLinear, else None.
         function: the one op that made the values from such a tensor, else None.
+        root: what the codes are a table of, if that may be read instead.
     """
 
     name: str
     values: Array
     encoding: Encoding | None
     function: Function | None = None
+    root: Root | None = None
+
+    def of(self, name: str) -> "Lookup | None":
+        """Give the same values as a function of the codes `name`, None if they are none."""
+        if self.name == name:
+            return self
+        if self.root is None or self.root.name != name:
+            return None
+        return Lookup(name, self.values[self.root.table], None)
 
 
 @dataclass(frozen=True)
@@ -356,9 +375,9 @@ Value = (
 )
 
 
-def dequantized(name: str, encoding: Encoding) -> Lookup:
+def dequantized(name: str, encoding: Encoding, root: Root | None = None) -> Lookup:
     """Give the value behind a DequantizeLinear of the codes `name`."""
-    return Lookup(name, encoding.values(), encoding)
+    return Lookup(name, encoding.values(), encoding, root=root)
 
 
 def linear(value: Value, source: str = "") -> Linear | None:

@@ -17,6 +17,8 @@ from onnx_backend.integer.values import Array, Linear, Refused, Term, Wide
 
 #: Bits of the largest magnitude that the arithmetic lets an int64 tensor reach.
 ROOM = 62
+#: Bits of a sum over axes: ONNX Runtime's int64 ReduceSum adds in float64, so it is exact only up to 2**53.
+SUM_ROOM = 53
 _INT32 = (1 << 31) - 1
 #: Bits by which a sum of two scales is finer than its finest operand.
 _GUARD = 24
@@ -99,8 +101,11 @@ def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
         return value
     lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
     narrow = fits_int32(lo, hi)
-    to = TensorProto.INT32 if narrow else TensorProto.INT64
+    small = fits_int32(lo, hi - 2 * min(lo, 0))  # also before the lift is taken off again
+    to = TensorProto.INT32 if small else TensorProto.INT64
     name, _ = rounding_shift(ctx, int64(ctx, value), value.lo, excess, to)
+    if narrow and not small:
+        name = ctx.builder.cast(name, TensorProto.INT32)
     error = math.ldexp(value.error, -excess) + 0.5
     return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
 
@@ -136,7 +141,7 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     whole = float(np.max(scales * top + np.abs(value.constant)))
     if whole == 0.0:
         return replace(value, scale=np.ones(()), constant=np.zeros(()))
-    room = min(ROOM - 2, max(bits(value), 1) + 30)
+    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, max(bits(value), 1) + 30)
     unit = math.ldexp(whole, -room)
     if scales.size == 1 and scales.item() > unit:  # a power of two of the scale itself rounds nothing
         unit = math.ldexp(scales.item(), -math.floor(math.log2(scales.item() / unit)))
@@ -185,6 +190,8 @@ def add(ctx: Context, left: Wide, right: Wide) -> Wide:
 def _plain_sum(ctx: Context, left: Wide, right: Wide) -> Wide:
     plain = replace(left, constant=np.zeros(())), replace(right, constant=np.zeros(()))
     if np.array_equal(plain[0].scale, plain[1].scale):
+        if (reach(left) + reach(right)).bit_length() > ROOM:  # both give up their last bit
+            plain = narrowed(ctx, plain[0], bits(left) - 1), narrowed(ctx, plain[1], bits(right) - 1)
         return _sum(ctx, *plain, (1, 1), plain[0].scale)
     first, second = (single_scale(ctx, side) for side in plain)
     return _sum_of_scales(ctx, first, second)
@@ -198,31 +205,28 @@ def _masks(ctx: Context, left: Wide, right: Wide, total: Wide, constant: Array) 
 
 
 def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
-    scales = abs(float(left.scale)), abs(float(right.scale))
-    whole = scales[0] * reach(left) + scales[1] * reach(right)
-    if whole == 0.0:
-        return _sum(ctx, left, right, (1, 1), left.scale)
-    room = min(ROOM - 2, max(bits(left), bits(right)) + _GUARD)
-    unit = min(math.ldexp(whole, -room), *scales)
-    factors = (round(float(left.scale) / unit), round(float(right.scale) / unit))
-    if (reach(left) * factors[0] + reach(right) * factors[1]).bit_length() > ROOM:
-        narrow = min(bits(left), bits(right), ROOM - 2 - _GUARD) - 1
-        return _sum_of_scales(ctx, narrowed(ctx, left, max(narrow, 36)), narrowed(ctx, right, max(narrow, 36)))
-    rounding = sum(
-        reach(side) * abs(factor - float(side.scale) / unit)
-        for side, factor in zip((left, right), factors, strict=True)
-    )
-    found = _sum(ctx, left, right, factors, np.asarray(unit))
-    return replace(found, error=found.error + rounding)
+    sides = [left, right]
+    scales = [abs(float(side.scale)) for side in sides]
+    exact = max(scales) / min(scales)
+    whole = math.fsum(scale * reach(side) for scale, side in zip(scales, sides, strict=True))
+    unit = min(scales)
+    if exact != round(exact) or whole / unit >= 2.0 ** (ROOM - 2):
+        room = min(ROOM - 2, max(bits(left), bits(right)) + _GUARD)
+        unit = math.ldexp(whole or 1.0, -room)
+        # a factor of _GUARD bits is a fine one; an operand that is too fine for it loses bits first
+        most = [math.frexp(scale * reach(side) / unit)[1] - _GUARD for scale, side in zip(scales, sides, strict=True)]
+        sides = [narrowed(ctx, side, max(limit, 8)) for side, limit in zip(sides, most, strict=True)]
+    ratios = [float(side.scale) / unit for side in sides]
+    factors = (round(ratios[0]), round(ratios[1]))
+    found = _sum(ctx, sides[0], sides[1], factors, np.asarray(unit))
+    off = math.fsum(reach(side) * abs(r - f) for side, r, f in zip(sides, ratios, factors, strict=True))
+    return replace(found, error=found.error + off)
 
 
 def _sum(ctx: Context, left: Wide, right: Wide, factors: tuple[int, int], scale: Array) -> Wide:
     b = ctx.builder
     ends = [sorted((side.lo * f, side.hi * f)) for side, f in zip((left, right), factors, strict=True)]
     lo, hi = ends[0][0] + ends[1][0], ends[0][1] + ends[1][1]
-    if max(abs(lo), abs(hi)).bit_length() > ROOM:
-        sides = (narrowed(ctx, left, ROOM - 2), narrowed(ctx, right, ROOM - 2))
-        return _sum_of_scales(ctx, *(single_scale(ctx, side) for side in sides))
     narrow = left.narrow and right.narrow and fits_int32(lo, hi) and factors == (1, 1)
     names = []
     for side, factor in zip((left, right), factors, strict=True):
@@ -265,7 +269,7 @@ def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
 def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdims: int = 1) -> Wide:
     """Write the sum over `axes`, which together have `count` elements; `axes` are of the tensor itself."""
     value = single_scale(ctx, unmasked(value))
-    value = narrowed(ctx, value, ROOM - count.bit_length())
+    value = narrowed(ctx, value, SUM_ROOM - count.bit_length())
     lo, hi = value.lo * count, value.hi * count
     narrow = value.narrow and fits_int32(lo, hi)
     name = value.name if narrow else int64(ctx, value)
@@ -302,9 +306,9 @@ def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -
     value = _floored(ctx, value, reals)
     largest = float(np.max(np.abs(value.scale), initial=0.0))
     if not value.narrow:
-        if math.ldexp(largest, bits(value) - 30) > finest:
+        if math.ldexp(largest, bits(value) - 29) > finest:
             value = clipped_integers(ctx, value, *_integer_bounds(value, reals))
-        excess = max(bits(value) - 30, 0)
+        excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles what can be negative
         lift = 0
         if excess:
             name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)

@@ -239,6 +239,37 @@ def wide_clip(ctx: Context, node: NodeProto, args: Args) -> Value:
     return clip(ctx, widened(ctx, args[0]), bounds[0], bounds[1])
 
 
+def wide_abs(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take the magnitude of a value."""
+    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
+    lo = 0 if value.lo <= 0 <= value.hi else min(abs(value.lo), abs(value.hi))
+    name = ctx.builder.node("Abs", [value.name])
+    return replace(value, name=name, lo=lo, hi=reach(value), scale=np.abs(value.scale))
+
+
+def wide_leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply what is negative by a slope."""
+    value = widened(ctx, args[0])
+    below = scaled(clip(ctx, value, -math.inf, 0.0), float(attributes(node).get("alpha", 0.01)))
+    return add(ctx, clip(ctx, value, 0.0, math.inf), below)
+
+
+def wide_hard_sigmoid(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Clip a straight line to 0..1."""
+    attrs = attributes(node)
+    return _ramp(ctx, widened(ctx, args[0]), float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5)))
+
+
+def wide_hard_swish(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply a value by its HardSigmoid."""
+    value = narrowed(ctx, single_scale(ctx, widened(ctx, args[0])), 31)
+    return multiply(ctx, value, narrowed(ctx, _ramp(ctx, value, 1.0 / 6.0, 0.5), 31))
+
+
+def _ramp(ctx: Context, value: Wide, alpha: float, beta: float) -> Wide:
+    return clip(ctx, shifted(scaled(value, alpha), beta), 0.0, 1.0)
+
+
 def wide_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Sum over axes of static sizes."""
     return _reduced(ctx, node, args)[0]
@@ -353,11 +384,15 @@ def _parts(value: Joined) -> list[Value]:
 #: What an op does with operands that have no short form.
 WIDE: Mapping[str, Lowering] = MappingProxyType(
     {
+        "Abs": wide_abs,
         "Add": wide_add,
         "Clip": wide_clip,
         "Div": wide_div,
         "Exp": wide_exp,
         "GlobalAveragePool": wide_mean,
+        "HardSigmoid": wide_hard_sigmoid,
+        "HardSwish": wide_hard_swish,
+        "LeakyRelu": wide_leaky_relu,
         "Log": wide_log,
         "MatMul": wide_matmul,
         "Mul": wide_mul,

@@ -187,6 +187,11 @@ def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
         raise Refused("it clips a mask of infinities", "clip in front of the mask")
     value = single_scale(ctx, value)
     unit = float(value.scale)
+    lowest, highest = sorted((value.lo * unit, value.hi * unit))
+    if lo > highest or hi < lowest:  # one number, which need not lie on the grid
+        number = lo if lo > highest else hi
+        same = clipped_integers(ctx, value, value.lo, value.lo)
+        return replace(same, constant=np.asarray(number - value.lo * unit), error=0.0, relative=0.0)
     if unit < 0:
         lo, hi = hi, lo
     # bounds beyond the integers do nothing, and infinity has no integer
