@@ -15,7 +15,8 @@ from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.external_data import require_no_external_data
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.measure import measure
+from onnx_backend.integer.forced import operations, teacher_forced, with_parity
+from onnx_backend.integer.measure import measure, measured_inputs
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.open_adopted import open_with_config
 from onnx_backend.runtime_table import Dialect
@@ -268,12 +269,14 @@ def to_integer(
     requantize: str = "integer",
     weights: str = "unsigned",
     allow_float: Sequence[str] = (),
+    data: Iterable[Any] | None = None,
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
 
-    The result is run once on random inputs; `max_lsb` is the largest difference of an output from the Q/DQ model there
-    (rounding noise compounds). ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
-    computes on integers alone.
+    The result is run once. ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
+    computes on integers alone. In the report, `max_lsb` of a row is the largest difference of that operation from the
+    Q/DQ model on the same inputs (`operations_max_lsb` of all of them, with float edges); `max_lsb` of the summary is
+    that of the outputs, where the rounding noise of a whole network has compounded.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
@@ -286,6 +289,7 @@ def to_integer(
         weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but on x86 without VNNI the
             runtime's kernels saturate sums of two products.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
+        data: batches, of which the first is measured with; random inputs within the input's range if there are none.
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
@@ -303,11 +307,14 @@ def to_integer(
         allow_float=allow_float,
     )
     integers = target == "standard" and requantize == "integer" and not allow_float
-    measured = measure(opened, result.model, edges=edges, reference=integers)
-    certificate = {**result.certificate, "measured": measured}
+    inputs = measured_inputs(opened, result.model, data)
+    measured = measure(opened, result.model, inputs, edges=edges, reference=integers)
+    parity = teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
+    measured |= operations(parity)
+    certificate = {**result.certificate, "measured": measured, "parity": parity}
     companions: dict[Any, str] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     write_with_companions(out, onnx_model.serialized(result.model), companions)
-    return Report(result.report.title, result.report.rows, {**result.report.summary, **measured})
+    return Report(result.report.title, with_parity(result.report.rows, parity), {**result.report.summary, **measured})
 
 
 def validate(model: OnnxSource) -> Report:

@@ -40,6 +40,7 @@ class Context:
         composes: whether a function of a table may be written as one table of what that reads.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
+        sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
     """
 
@@ -50,6 +51,7 @@ class Context:
     opset: int
     composes: bool = True
     inputs: dict[str, list[Codes]] = field(default_factory=dict)
+    sites: dict[str, Codes] = field(default_factory=dict)
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
     floats: set[str] = field(default_factory=set)
 

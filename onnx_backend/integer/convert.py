@@ -6,7 +6,7 @@ what the codes are (Jacob et al. 2017, section 2, for every op).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,13 @@ class IntegerResult:
         model: the integer model.
         certificate: plain values: hashes, edges, one row per requantization.
         report: rows per requantization; summary `float_tensors`, `quantize_nodes`, `max_lsb` (None until measured).
+        sites: name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`.
     """
 
     model: ModelProto
     certificate: dict[str, Any]
     report: Report
+    sites: Mapping[str, Codes]
 
 
 def convert(
@@ -92,7 +94,7 @@ def convert(
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
-    return IntegerResult(integer, certificate, _report(integer, certificate, edges, kernels))
+    return IntegerResult(integer, certificate, _report(integer, certificate, edges, kernels), context.sites)
 
 
 def _require_options(target: str, edges: str, rounding: str, requantize: str, weights: str) -> None:
@@ -212,6 +214,7 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernel
     rows = [
         {
             "node": row["node"],
+            "site": row["quantize_node"],
             "op_type": row.get("op_type", ""),
             "form": row["form"],
             "rounding": row["rounding"],
@@ -227,8 +230,6 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernel
         "float_nodes": len(certificate["float_nodes"]),
         "nodes": len(integer.graph.node),
     }
-    rows += [
-        {"node": name, "op_type": "", "form": "float", "rounding": "", "accumulator_bound": None, "channels": None}
-        for name in certificate["float_nodes"]
-    ]
+    empty = dict.fromkeys(rows[0]) if rows else {}
+    rows += [{**empty, "node": name, "form": "float"} for name in certificate["float_nodes"]]
     return Report("Integer-only model", rows, summary)

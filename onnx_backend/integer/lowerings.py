@@ -13,7 +13,8 @@ from onnx_backend.integer.norms import NORMS
 from onnx_backend.integer.recurrent import gru, lstm
 from onnx_backend.integer.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.values import Array, Constant, Value
-from onnx_backend.integer.wide_ops import WIDE, cast_to_float, curve, either
+from onnx_backend.integer.wide_edges import cast_to_float
+from onnx_backend.integer.wide_ops import WIDE, curve, either
 
 
 def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:

@@ -1,5 +1,6 @@
 """Measuring an integer-only model against the Q/DQ model it was made from, and against the NumPy reference."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -7,26 +8,27 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
+from onnx_backend.feeding import as_feeds
 from onnx_backend.integer.reference import run_reference
 from onnx_backend.model import initializers, input_names
 from onnx_backend.session import simulation_session
-from qsdk.core.errors import IntegerError
+from qsdk.core.errors import DataError, IntegerError
 
 Array = npt.NDArray[Any]
 _DYNAMIC = 2  # length of a dynamic axis in the measurement
 
 
 def measure(
-    source: ModelProto, integer: ModelProto, *, edges: str, reference: bool = True, seed: int = 0
+    source: ModelProto, integer: ModelProto, inputs: Mapping[str, Array], *, edges: str, reference: bool = True
 ) -> dict[str, Any]:
-    """Run both models once on random inputs inside the input ranges.
+    """Run both models once.
 
     Args:
         source: the Q/DQ model.
         integer: what was made of it.
+        inputs: of `integer`; with float edges also of `source`.
         edges: `float` or `integer`.
         reference: compare with the NumPy reference too, which knows integers only: no kernels, no float islands.
-        seed: of the inputs.
 
     Returns:
         `max_lsb`: the largest difference of an output, in steps of the output's scale (None with integer edges);
@@ -36,9 +38,8 @@ def measure(
     Raises:
         IntegerError: ONNX Runtime and the reference disagree.
     """
-    inputs = random_inputs(integer, source, np.random.default_rng(seed))
     names = [info.name for info in integer.graph.output]
-    ours = dict(zip(names, simulation_session(integer).run(names, inputs), strict=True))
+    ours = dict(zip(names, simulation_session(integer).run(names, dict(inputs)), strict=True))
     expected = run_reference(integer, inputs) if reference else ours
     for name in names:
         if not np.array_equal(ours[name], expected[name]):
@@ -48,13 +49,28 @@ def measure(
             )
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": reference or None}
-    theirs = simulation_session(source).run(names, inputs)
+    theirs = simulation_session(source).run(names, dict(inputs))
     scales = [_output_scale(integer, name, ours[name].ndim) for name in names]
     steps = [np.abs(ours[n] - t) / s for n, t, s in zip(names, theirs, scales, strict=True)]
     largest = max((float(np.rint(step).max()) for step in steps if step.size), default=0.0)
     elements = max(sum(step.size for step in steps), 1)
     differing = sum(int((step > 0.5).sum()) for step in steps) / elements
     return {"max_lsb": largest, "differing": differing, "reference_equal": reference or None}
+
+
+def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any] | None) -> dict[str, Array]:
+    """Give the first batch of `data` by input name, random inputs without data.
+
+    Raises:
+        DataError: there is no batch, or the model does not take it.
+    """
+    if data is None:
+        return random_inputs(integer, source, np.random.default_rng(0))
+    batch = next(iter(data), None)
+    if batch is None:
+        raise DataError("data= holds no batch; give one, or leave it out to measure with random inputs")
+    wanted = set(input_names(integer.graph))
+    return as_feeds(batch, simulation_session(integer).get_inputs(), "batch 0 of data=") if wanted else {}
 
 
 def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:

@@ -33,6 +33,8 @@ def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args],
 
     def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
         value = args[0]
+        if isinstance(value, Constant) and node.op_type == "Expand" and np.unique(value.values).size == 1:
+            value = _one_value(ctx, value)  # the shape may be dynamic, as of a first state of zeros
         if isinstance(value, Constant):
             return _folded(node, value, args)
         if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
@@ -58,6 +60,14 @@ def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
     if pending is None:
         raise Refused("its input is not a quantized activation", "put a DequantizeLinear in front of it")
     return pending
+
+
+def _one_value(ctx: Context, value: Constant) -> Lookup:
+    """Give a constant that is the same everywhere as codes 0 with that value."""
+    codes, number = ctx.builder.constant(np.zeros(value.values.shape), np.uint8), value.values.reshape(-1)[0]
+    if number == 0:
+        return Lookup(codes, _ANY.values(), _ANY)
+    return Lookup(codes, np.full(256, number, np.float32), None)
 
 
 def _folded(node: NodeProto, value: Constant, args: Args) -> Value:

@@ -21,7 +21,7 @@ from onnx_backend.integer.values import (
     Value,
     dequantized,
 )
-from onnx_backend.integer.wide_ops import ready
+from onnx_backend.integer.wide_edges import ready
 from qsdk.core import affine
 
 _ASSOCIATED: dict[int, tuple[int, int]] = {
@@ -52,7 +52,9 @@ def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     if value is None or isinstance(value, Failed):
         return Codes(name, encoding)  # reported already; what follows is still examined
     codes = to_codes(ctx, ready(ctx, value, encoding), encoding, name)
-    return Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
+    found = Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
+    ctx.sites[name] = found
+    return found
 
 
 def _root(value: Value, codes: str, encoding: Encoding) -> Root | None:

@@ -200,8 +200,7 @@ def _initial(ctx: Context, args: Args, place: int, what: str) -> Wide | None:
     value = args[place] if len(args) > place else None
     if value is None or (isinstance(value, Constant) and not np.any(value.values)):
         return None
-    found = widened(ctx, value, what)
-    return in_unit(ctx, found, 20)
+    return in_unit(ctx, widened(ctx, value, what), 20)
 
 
 def _magnitude(value: Wide) -> float:
@@ -287,4 +286,9 @@ def _blended(ctx: Context, update: Wide, fresh: Wide, state: Wide | None, larges
     """Write `(1 - update) * fresh + update * state`, which never leaves the larger of both magnitudes."""
     apart = negated(fresh) if state is None else difference(ctx, state, fresh)
     moved = product_in_unit(ctx, update, apart, fraction)
-    return within(ctx, add(ctx, fresh, moved), -largest, largest)
+    blended = add(ctx, fresh, moved)
+    # a convex combination errs no more than the worse of its two, and by what the error of `update` moves between them
+    worst = fresh.error if state is None else max(fresh.error, state.error)
+    reach = max(abs(apart.lo), abs(apart.hi))
+    error = worst + update.error * float(update.scale) * reach + 1.0
+    return within(ctx, replace(blended, error=min(blended.error, error)), -largest, largest)

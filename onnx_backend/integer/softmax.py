@@ -21,6 +21,7 @@ from onnx_backend.integer.wide import (
     bits,
     constant64,
     gathered,
+    int64,
     made,
     narrowed,
     negated,
@@ -44,7 +45,7 @@ class _Rows:
     """Scores below their row's largest, and what follows from them.
 
     Attributes:
-        below: int32, the largest score of the row minus the score, clipped.
+        below: the largest score of the row minus the score, in the dtype of the scores.
         exponentials: int32, in units of 2**-_BITS.
         sums: int64, of the exponentials of a row.
         missing: a bool tensor that is true for rows that are masked altogether by minus infinity, or empty.
@@ -85,7 +86,7 @@ def log_softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
         raise Refused("minus infinity was added to its input", "use Softmax, or a finite mask")
     scale = abs(float(rows.scores.scale))
     most = rows.scores.hi - rows.scores.lo
-    below = Wide(rows.below, np.asarray(scale), 0, most, narrow=True, error=2.0 * spread(rows.scores))
+    below = Wide(rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * spread(rows.scores))
     high = rows.length << _BITS
     error = rows.length * rows.error
     logs = logarithm(ctx, made(rows.sums, 2.0**-_BITS, 1 << _BITS, high, error=error, relative=rows.relative))
@@ -101,19 +102,24 @@ def _rows(ctx: Context, node: NodeProto, args: Args) -> _Rows:
     b, step = ctx.builder, abs(scale)
     most = scores.hi - scores.lo  # the largest difference between two scores that are not masked
     tensor, lowest = scores.name, scores.lo
+    kind = np.int32 if scores.narrow else np.int64
     if scale < 0:
-        tensor, lowest = b.node("Sub", [b.constant(0, np.int32), tensor]), -scores.hi
+        tensor, lowest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi
     last = min(most, math.ceil(_FAR / step)) + 1
     if scores.masked:
         floor = lowest - last - 1
-        tensor = b.node("Where", [scores.masked, b.constant(floor, np.int32), tensor])
-    largest = b.node("ReduceMax", [tensor, constant64(ctx, np.asarray([axis]))], keepdims=1)
+        tensor, lowest = b.node("Where", [scores.masked, b.constant(floor, kind), tensor]), floor
+    largest = _largest(ctx, tensor, axis, None if scores.narrow else lowest)
     missing = ""
     if scores.masked and scores.floor == -np.inf:
-        missing = b.node("Equal", [largest, b.constant(floor, np.int32)])
+        missing = b.node("Equal", [largest, b.constant(floor, kind)])
     below = b.node("Sub", [largest, tensor])
     near = below
-    if scores.masked or last <= most:
+    if not scores.narrow:
+        limit = constant64(ctx, last)
+        near = b.node("Where", [b.node("Greater", [below, limit]), limit, below])
+        near = b.cast(near, TensorProto.INT32)
+    elif scores.masked or last <= most:
         near = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
     exponentials, error = _exponentials(ctx, near, step, last, empty=bool(scores.masked) or last <= most)
     wide = b.cast(exponentials, TensorProto.INT64)
@@ -123,17 +129,34 @@ def _rows(ctx: Context, node: NodeProto, args: Args) -> _Rows:
 
 
 def _scores(ctx: Context, value: Value | None) -> Wide:
-    """Give scores as int32 with differences in int32: codes as they are, everything else on a grid fine enough."""
+    """Give scores with one scale: codes as they are, everything else on a grid that is fine enough."""
     if isinstance(value, Lookup) and value.encoding is not None:
         encoding = value.encoding  # the zero point cancels in every difference
         name = ctx.builder.cast(value.name, TensorProto.INT32)
         return Wide(name, np.asarray(encoding.scale, np.float64), 0, encoding.hi, narrow=True)
     found = single_scale(ctx, widened(ctx, value))
     excess = math.floor(math.log2(_FINE / 2 / abs(float(found.scale)))) if float(found.scale) else 0
-    found = integer_scores(ctx, found, 29 if bits(found) < 24 else min(29, max(bits(found) - excess, 2)))
-    if abs(float(found.scale)) * 2 > _FINE and found.error > 0 and bits(found) >= 29:
-        raise Refused("its scores spread too far for 32 bits", "put a QuantizeLinear/DequantizeLinear pair before it")
-    return found
+    if excess > 0 and bits(found) > 24:
+        found = narrowed(ctx, found, max(bits(found) - excess, 24))
+    found = narrowed(ctx, found, 58)  # both halves of a difference fit in int32
+    return integer_scores(ctx, found) if bits(found) < 30 else replace(found, name=int64(ctx, found), narrow=False)
+
+
+def _largest(ctx: Context, tensor: str, axis: int, lowest: int | None) -> str:
+    """Write the largest element along an axis, of int64 (at least `lowest`) by halves: its ReduceMax is wrong."""
+    b, along = ctx.builder, constant64(ctx, np.asarray([axis]))
+    if lowest is None:
+        return b.node("ReduceMax", [tensor, along], keepdims=1)
+    half = 30
+    unsigned = b.cast(b.node("Sub", [tensor, constant64(ctx, lowest)]), TensorProto.UINT64)
+    high = b.cast(b.node("BitShift", [unsigned, b.constant(half, np.uint64)], direction="RIGHT"), TensorProto.INT32)
+    low = b.node("BitwiseAnd", [unsigned, b.constant((1 << half) - 1, np.uint64)])
+    top = b.node("ReduceMax", [high, along], keepdims=1)
+    among = b.node("Where", [b.node("Equal", [high, top]), b.cast(low, TensorProto.INT32), b.constant(-1, np.int32)])
+    rest = b.node("ReduceMax", [among, along], keepdims=1)
+    raised = b.node("Mul", [b.cast(top, TensorProto.INT64), constant64(ctx, 1 << half)])
+    found = b.node("Add", [raised, b.cast(rest, TensorProto.INT64)])
+    return b.node("Add", [found, constant64(ctx, lowest)])
 
 
 def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bool) -> tuple[str, float]:

@@ -137,14 +137,19 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     """Multiply scales per channel and constants into the integers: one scale is left, and no constant."""
     if value.scale.size == 1 and not np.any(value.constant):
         return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
+    if value.scale.size > 1:
+        value = narrowed(ctx, value, ROOM - 2 - _GUARD)  # so that factors have enough bits to be fine
     scales, top = np.abs(value.scale), max(reach(value), 1)
     whole = float(np.max(scales * top + np.abs(value.constant)))
     if whole == 0.0:
         return replace(value, scale=np.ones(()), constant=np.zeros(()))
-    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, max(bits(value), 1) + 30)
+    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, bits(value) + 30)
     unit = math.ldexp(whole, -room)
-    if scales.size == 1 and scales.item() > unit:  # a power of two of the scale itself rounds nothing
-        unit = math.ldexp(scales.item(), -math.floor(math.log2(scales.item() / unit)))
+    if scales.size == 1:  # a power of two of the scale itself rounds nothing
+        spare = math.floor(math.log2(scales.item() / unit)) if scales.item() else 0
+        if spare < 0:
+            return single_scale(ctx, narrowed(ctx, value, bits(value) + spare))
+        unit = math.ldexp(scales.item(), -spare) if scales.item() else unit
     factors = np.rint(value.scale / unit).astype(np.int64)
     addend = np.rint(value.constant / unit).astype(np.int64)
     b, name = ctx.builder, int64(ctx, value)
@@ -211,15 +216,16 @@ def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
     whole = math.fsum(scale * reach(side) for scale, side in zip(scales, sides, strict=True))
     unit = min(scales)
     if exact != round(exact) or whole / unit >= 2.0 ** (ROOM - 2):
-        room = min(ROOM - 2, max(bits(left), bits(right)) + _GUARD)
-        unit = math.ldexp(whole or 1.0, -room)
-        # a factor of _GUARD bits is a fine one; an operand that is too fine for it loses bits first
-        most = [math.frexp(scale * reach(side) / unit)[1] - _GUARD for scale, side in zip(scales, sides, strict=True)]
-        sides = [narrowed(ctx, side, max(limit, 8)) for side, limit in zip(sides, most, strict=True)]
+        sides = [narrowed(ctx, side, ROOM - 2 - _GUARD) for side in sides]
+        # the rounding of a factor is then below 2**-_GUARD of the whole
+        unit = math.ldexp(whole or 1.0, -(max(bits(side) for side in sides) + _GUARD))
     ratios = [float(side.scale) / unit for side in sides]
     factors = (round(ratios[0]), round(ratios[1]))
     found = _sum(ctx, sides[0], sides[1], factors, np.asarray(unit))
-    off = math.fsum(reach(side) * abs(r - f) for side, r, f in zip(sides, ratios, factors, strict=True))
+    # the ratios themselves are rounded to float64
+    off = math.fsum(
+        reach(side) * (abs(r - f) + abs(r) * 2.0**-52) for side, r, f in zip(sides, ratios, factors, strict=True)
+    )
     return replace(found, error=found.error + off)
 
 

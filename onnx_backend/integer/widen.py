@@ -31,7 +31,6 @@ from onnx_backend.integer.wide import (
     fits_int32,
     gathered,
     int64,
-    narrowed,
     single_scale,
     unmasked,
 )
@@ -312,9 +311,8 @@ def moved(ctx: Context, value: Wide, step: Step) -> Wide:
     return replace(value, name=name, lo=min(value.lo, fill), hi=max(value.hi, fill), error=max(value.error, 0.5))
 
 
-def integer_scores(ctx: Context, value: Wide, most: int) -> Wide:
-    """Give a value with one scale as int32 of at most `most` bits; its mask stays beside it."""
-    value = narrowed(ctx, single_scale(ctx, value), most)
+def integer_scores(ctx: Context, value: Wide) -> Wide:
+    """Give a value whose integers fit in int32 as int32; its mask stays beside it."""
     if value.narrow:
         return value
     return replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32), narrow=True)
