@@ -17,8 +17,9 @@ from onnx_backend.integer.check import integer_findings, require_integer_only
 from onnx_backend.integer.context import Context, label, surroundings
 from onnx_backend.integer.edges import edge_dtype, leave
 from onnx_backend.integer.emit import Builder
-from onnx_backend.integer.expand import expand
+from onnx_backend.integer.expand import expand, live
 from onnx_backend.integer.islands import Islands
+from onnx_backend.integer.operations import Operation
 from onnx_backend.integer.runtime import CONTRIB, Kernels
 from onnx_backend.integer.values import Codes, Failed, FloatInput, Refused, Value
 from onnx_backend.integer.walk import QDQ, Refusal, walk
@@ -38,12 +39,16 @@ class IntegerResult:
         certificate: plain values: hashes, edges, one row per requantization.
         report: rows per requantization; summary `float_tensors`, `quantize_nodes`, `max_lsb` (None until measured).
         sites: name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`.
+        operations: what was recorded and is read, in order, before the target wrote it as nodes.
+        constants: what the operations read by name.
     """
 
     model: ModelProto
     certificate: dict[str, Any]
     report: Report
     sites: Mapping[str, Codes]
+    operations: tuple[Operation, ...] = ()
+    constants: tuple[TensorProto, ...] = ()
 
 
 def convert(
@@ -54,6 +59,7 @@ def convert(
     rounding: Rounding = "half_even",
     requantize: str = "integer",
     weights: str = "unsigned",
+    product_bits: int = 64,
     allow_float: Sequence[str] = (),
 ) -> IntegerResult:
     """Convert a Q/DQ model to one that computes on integers; `model` is left as it is.
@@ -69,19 +75,21 @@ def convert(
             constants, wherever they fit. The target `onnxruntime` uses those in any case.
         weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
             VNNI the kernels for uint8 x int8 saturate sums of two products.
+        product_bits: of requantization on integers: 32 is for hardware without 64-bit products, and moves a value by up
+            to the stated `error_bound` of its row before it is rounded (ties up).
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
 
     Raises:
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, weights)
+    _require_options(target, edges, rounding, requantize, weights, product_bits)
     kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = max((entry.version for entry in source.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _FIRST_OPSET:
         raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
-    builder = Builder(_reserved(source), rounding)
+    builder = Builder(_reserved(source), rounding, product_bits)
     context = surroundings(source, builder, edges, composes=kernels != "onnxruntime")
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
@@ -90,20 +98,24 @@ def convert(
         raise IntegerError(_message(refusals))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     used = Kernels(contrib=kernels == "onnxruntime", signed=weights == "signed") if kernels else None
+    operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
     integer = _assembled(source, context, outputs, opset, used)
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
-    return IntegerResult(integer, certificate, _report(integer, certificate, edges, kernels), context.sites)
+    report, constants = _report(integer, certificate, edges, kernels), tuple(builder.initializers)
+    return IntegerResult(integer, certificate, report, context.sites, operations, constants)
 
 
-def _require_options(target: str, edges: str, rounding: str, requantize: str, weights: str) -> None:
+def _require_options(target: str, edges: str, rounding: str, requantize: str, weights: str, product_bits: int) -> None:
     if target not in ("standard", "onnxruntime"):
         raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
     if requantize not in ("integer", "qlinear"):
         raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
     if weights not in ("unsigned", "signed"):
         raise ConfigError(f'weights={weights!r} is unknown; choose "unsigned" or "signed"')
+    if product_bits not in (32, 64):
+        raise ConfigError(f"product_bits={product_bits!r} is unknown; choose 64 or 32")
     if edges not in ("float", "integer"):
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:

@@ -7,6 +7,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.fixed import Plan, plan
+from onnx_backend.integer.narrow import NarrowPlan, narrow_plan
 from onnx_backend.integer.operations import Operation, Requantization, Table
 from onnx_backend.integer.values import Encoding, Linear, Lookup
 from qsdk.core.fixed_point import Rounding
@@ -15,11 +16,12 @@ from qsdk.core.fixed_point import Rounding
 class Builder:
     """Collects the operations and initializers of the integer graph and the rows of its certificate."""
 
-    def __init__(self, reserved: Sequence[str], rounding: Rounding) -> None:
+    def __init__(self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64) -> None:
         self.nodes: list[Operation] = []
         self.initializers: list[TensorProto] = []
         self.certificate: list[dict[str, Any]] = []
         self.rounding = rounding
+        self.product_bits = product_bits
         self.label = ""  # the node being lowered
         self.behind = ""  # the node that made its first input
         self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
@@ -70,16 +72,22 @@ def requantize(b: Builder, value: Linear, encoding: Encoding, name: str) -> str:
     Raises:
         Refused: a multiplier is too large for a fixed point.
     """
-    fixed = plan(value, encoding)
-    rounding = b.rounding if fixed.ties or b.rounding == "gemmlowp" else "half_up"
+    fixed: Plan | NarrowPlan
+    if b.product_bits == 32:
+        fixed, rounding = narrow_plan(value, encoding), "half_up"
+    else:
+        fixed = plan(value, encoding)
+        rounding = b.rounding if fixed.ties or b.rounding == "gemmlowp" else "half_up"
     lo, hi = (int(encoding.quantize(bound)) for bound in (value.lo, value.hi))
     result = b.fresh(name)
-    row = _row(b, value, encoding, fixed, rounding, result)
+    row = {**_row(b, value, encoding, fixed, rounding, result), "codes": [lo, hi]}
     b.nodes.append(Requantization(value, encoding, fixed, rounding, (lo, hi), result, b.label, row))
     return result
 
 
-def _row(b: Builder, value: Linear, encoding: Encoding, fixed: Plan, rounding: str, codes: str) -> dict[str, Any]:
+def _row(
+    b: Builder, value: Linear, encoding: Encoding, fixed: Plan | NarrowPlan, rounding: str, codes: str
+) -> dict[str, Any]:
     ratios = [(term.scale / encoding.scale).reshape(-1).tolist() for term in value.terms]
     return {
         "node": value.source,
@@ -92,11 +100,19 @@ def _row(b: Builder, value: Linear, encoding: Encoding, fixed: Plan, rounding: s
         "multipliers": ratios,
         "mantissas": [np.asarray(m).reshape(-1).tolist() for m in fixed.mantissas],
         "shifts": fixed.shift.reshape(-1).tolist(),
+        "addends": np.asarray(fixed.addend).reshape(-1).tolist(),
         "output_zero_point": encoding.zero_point,
         "rounding": rounding,
-        "ties_possible": fixed.ties,
+        "ties_possible": fixed.ties if isinstance(fixed, Plan) else None,
         "error_bound": fixed.error,
+        **_pre_shifts(fixed),
     }
+
+
+def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
+    if isinstance(fixed, Plan):
+        return {}
+    return {"pre_shifts": [term.before.reshape(-1).tolist() for term in fixed.terms]}
 
 
 def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
@@ -118,5 +134,7 @@ def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
         "rounding": "half_even",
         "error_bound": 0.0,
     }
+    if table.size <= 256:  # those of 16 bits would be most of the certificate
+        row["table"] = table.tolist()
     b.nodes.append(Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row))
     return result

@@ -11,6 +11,7 @@ from typing import Any
 from onnx import NodeProto
 
 from onnx_backend.integer.fixed import Plan
+from onnx_backend.integer.narrow import NarrowPlan
 from onnx_backend.integer.values import Array, Encoding, Function, Linear
 
 
@@ -146,7 +147,7 @@ class Requantization:
 
     value: Linear
     encoding: Encoding
-    plan: Plan
+    plan: Plan | NarrowPlan
     rounding: str
     bounds: tuple[int, int]
     result: str

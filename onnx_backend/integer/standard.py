@@ -10,7 +10,9 @@ from onnx import TensorProto
 
 from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.fixed import Plan
+from onnx_backend.integer.narrow import NarrowPlan
 from onnx_backend.integer.operations import Accumulation, Join, Product, Requantization, Table, WindowSum
+from onnx_backend.integer.standard_narrow import requantize_narrow
 from onnx_backend.integer.values import Array, Encoding
 from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT
 
@@ -60,7 +62,10 @@ def window_sum(b: Builder, op: WindowSum) -> None:
 
 
 def requantize(b: Builder, op: Requantization) -> None:
-    """Write products in int64, one rounding, zero point and saturation."""
+    """Write products, one rounding, zero point and saturation; with a `Plan` in int64."""
+    if isinstance(op.plan, NarrowPlan):
+        requantize_narrow(b, op, op.plan)
+        return
     products = []
     for term, mantissa in zip(op.value.terms, op.plan.mantissas, strict=True):
         wide = b.cast(term.name, TensorProto.INT64)

@@ -69,9 +69,19 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
         raise Refused(f"it is of domain {node.domain!r}", "write it with standard operators")
     if any(isinstance(arg, Floating) for arg in args) and node.op_type != "QuantizeLinear":
         raise Refused("it reads a tensor that allow_float keeps float", "name it in allow_float too, or quantize it")
-    folded = _folded(ctx, node, args)
+    folded = _folded(ctx, node, args, coded=node.op_type not in LOWERINGS)
     if folded is not None:
         return folded
+    try:
+        return _by_its_op(ctx, node, args)
+    except Refused:
+        folded = _folded(ctx, node, args, coded=True)
+        if folded is None:
+            raise
+        return folded
+
+
+def _by_its_op(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
     lowering = LOWERINGS.get(node.op_type)
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
@@ -83,12 +93,16 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
     return lowering(ctx, node, args)
 
 
-def _folded(ctx: Context, node: NodeProto, args: list[Value | None]) -> tuple[Value, ...] | None:
-    """Compute a node on plain constants (shape arithmetic, anchor grids) at conversion time; None if it is not one."""
+def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, coded: bool) -> tuple[Value, ...] | None:
+    """Compute a node on constants (shape arithmetic, anchor grids) at conversion time; None if it is not one.
+
+    Constants with integers of their own (`coded`) are weights, which the lowerings take as they are where there is one.
+    """
     known = {
         name: arg.values if isinstance(arg, Constant) else arg.array
         for name, arg in zip(node.input, args, strict=True)
-        if (isinstance(arg, Constant) and arg.coded is None) or (isinstance(arg, Integers) and arg.array is not None)
+        if (isinstance(arg, Constant) and (coded or arg.coded is None))
+        or (isinstance(arg, Integers) and arg.array is not None)
     }
     if node.op_type == "Cast" and any(isinstance(arg, Constant) for arg in args):
         return None  # a rule that keeps a layer in another float type; saying so helps more than its float weight

@@ -1,0 +1,98 @@
+"""Requantization with 32-bit products only: no wider product, and never further off than it states."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
+from onnx import TensorProto, helper, shape_inference
+
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.emit import Builder, requantize
+from onnx_backend.integer.expand import expand
+from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.values import Encoding, Linear, Term
+from qsdk.core.errors import ConfigError, IntegerError
+
+NARROW = {"product_bits": 32}
+WIDE = {TensorProto.INT64, TensorProto.UINT64}
+
+
+def recipe(terms, constant, channels, zero_point):
+    """The requantization of int32 tensors (values, channels) whose results leave as codes."""
+    names = [f"acc{i}" for i in range(len(terms))]
+    builder = Builder([*names, "y"], "half_even", 32)
+    value = Linear(
+        tuple(
+            Term(name, np.asarray(scale, np.float64), np.asarray(zero), np.asarray(-bound), np.asarray(bound))
+            for name, (scale, zero, bound) in zip(names, terms, strict=True)
+        ),
+        np.asarray(constant, np.float64),
+    )
+    codes = requantize(builder, value, Encoding(1.0, zero_point, UINT8), "codes")
+    error = builder.nodes[-1].plan.error
+    nodes = expand(builder, {codes})
+    nodes[-1].output[0] = "y"
+    shape = [None, channels]
+    graph = helper.make_graph(
+        nodes,
+        "recipe",
+        [helper.make_tensor_value_info(name, TensorProto.INT32, shape) for name in names],
+        [helper.make_tensor_value_info("y", TensorProto.UINT8, shape)],
+        builder.initializers,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), error
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_value_is_further_off_than_the_stated_error(data):
+    channels = data.draw(st.integers(1, 3))
+    count = data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    terms, feeds = [], {}
+    for i in range(count):
+        bound = int(2 ** data.draw(st.floats(3, 29.5)))
+        scale = rng.uniform(0.2, 1.0, channels) * 300 / bound * rng.choice([1.0, -1.0], channels)
+        zero = int(rng.integers(-bound // 9, bound // 9 + 1))
+        terms.append((scale, zero, bound))
+        values = rng.integers(-bound, bound + 1, (64, channels))
+        values[:4] = [[-bound] * channels, [bound] * channels, [0] * channels, [zero] * channels]
+        feeds[f"acc{i}"] = values.astype(np.int32)
+    constant = data.draw(st.sampled_from([0.0, 11.25, -300.4]))
+    model, error = recipe(terms, constant, channels, 100)
+    real = constant + sum((feeds[f"acc{i}"] - zero) * scale for i, (scale, zero, _) in enumerate(terms))
+    assert error <= 1
+    lo = np.clip(np.floor(real - error + 0.5 - 1e-9), -100, 155) + 100
+    hi = np.clip(np.floor(real + error + 0.5 + 1e-9), -100, 155) + 100
+    for found in (run(model, feeds)["y"], run(model, feeds, LEVELS[0])["y"], run_reference(model, feeds)["y"]):
+        assert np.all((lo <= found) & (found <= hi))
+
+
+def test_a_network_has_no_64_bit_product_and_stays_within_one_step():
+    model = small_cnn()
+    feeds = {"x": np.random.default_rng(0).uniform(-4, 4, (4, 3, 12, 12)).astype(np.float32)}
+    result = convert(model, **NARROW)
+    inferred = shape_inference.infer_shapes(result.model)
+    kinds = {info.name: info.type.tensor_type.elem_type for info in inferred.graph.value_info}
+    for node in inferred.graph.node:
+        if node.op_type in ("Mul", "BitShift", "Div", "Add", "Sub"):
+            assert kinds[node.output[0]] not in WIDE, node.name
+    bounds = [row["error_bound"] for row in result.certificate["requantizations"]]
+    assert 0 < max(bounds) < 0.25
+    found = run(result.model, feeds)["y"]
+    np.testing.assert_array_equal(found, run_reference(result.model, feeds)["y"])
+    assert np.abs(found - simulate(model, feeds)["y"]).max() <= 4 * result.certificate["outputs"]["y"]["scale"]
+
+
+def test_what_32_bits_cannot_hold_is_refused():
+    net = Net()
+    x = net.qdq(net.input([1, 8]), 1.3e-4, 31007, UINT16)
+    net.output(net.qdq(net.op("Add", x, x), 1.3e-4, 31007, UINT16), [1, 8])
+    y = Net()
+    a, c = (y.qdq(y.input([1, 8], n), 1.3e-4, 31007, UINT16) for n in "ac")
+    y.output(y.qdq(y.op("Add", a, c), 2.7e-4, 31007, UINT16), [1, 8])
+    with pytest.raises(IntegerError, match=r"32-bit products would move it by up to .* use product_bits=64"):
+        convert(y.model(), **NARROW)
+    with pytest.raises(ConfigError, match="choose 64 or 32"):
+        convert(net.model(), product_bits=16)
