@@ -66,19 +66,24 @@ def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, const
     found = function(ctx, *values)
     kind, dtype = KINDS[narrow]
     inputs = [helper.make_tensor_value_info(n, kind, a.shape) for n, a in zip(names, arrays, strict=True)]
-    output = helper.make_tensor_value_info("y", KINDS[found.narrow][0], None)
     nodes = [*ctx.builder.nodes, helper.make_node("Identity", [found.name], ["y"])]
-    graph = helper.make_graph(nodes, "test", inputs, [output], ctx.builder.initializers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    checker.check_model(model, full_check=True)
     feeds = {n: a.astype(dtype) for n, a in zip(names, arrays, strict=True)}
+    model = _model(nodes, inputs, found, None, ctx.builder.initializers)
     integers = run_reference(model, feeds)["y"]
+    model = _model(nodes, inputs, found, integers.shape, ctx.builder.initializers)
+    checker.check_model(model, full_check=True)
     for level in LEVELS:
         np.testing.assert_array_equal(run(model, feeds, level)["y"], integers, err_msg=level)
     if integers.size:
         assert found.lo <= integers.min(), (found.lo, integers.min())
         assert integers.max() <= found.hi, (integers.max(), found.hi)
     return found, integers
+
+
+def _model(nodes, inputs, found, shape, initializers):
+    output = helper.make_tensor_value_info("y", KINDS[found.narrow][0], shape)
+    graph = helper.make_graph(nodes, "test", inputs, [output], initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def require_near(found, integers, exact):

@@ -808,11 +808,11 @@ def test_per_channel_activations_are_refused():
     refused(net, "QuantizeLinear 'node_quantizelinear", "more than one scale")
 
 
-def test_pools_that_need_what_is_not_static_are_refused():
+def test_sums_over_sizes_that_are_not_static_are_refused():
     net = Net()
     x = net.qdq(net.input([1, 3, "h", "w"]), 0.5, 0)
-    net.output(net.qdq(net.op("GlobalAveragePool", x), 1.0, 0), [1, 3, 1, 1], "a")
-    refused(net, "GlobalAveragePool 'node_globalaveragepool", "not static")
+    net.output(net.qdq(net.op("ReduceSum", x, net.const(np.array([2, 3], np.int64))), 1.0, 0), [1, 3, 1, 1], "a")
+    refused(net, "ReduceSum 'node_reducesum", "not static")
 
 
 def test_a_pad_off_the_grid_is_refused():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from integer_models import INT4, INT8, UINT8, Net, simulate
+from integer_models import INT4, INT8, UINT8, UINT16, Net, run, simulate
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
@@ -151,3 +151,27 @@ def test_refusals():
     y = net.op("ConvTranspose", x, w, strides=[3, 3], auto_pad="SAME_UPPER")
     net.output(net.qdq(y, 0.04, 121), [1, 4, None, None], "c")
     refused(net, "one scale per index of axis 0", "are not static", "larger than its windows reach")
+
+
+@pytest.mark.parametrize("geometry", ["kernel 4 stride 2", "plain", "groups", "1d"])
+def test_activations_of_sixteen_bits(geometry):
+    x_shape, w_shape, attrs = GEOMETRIES[geometry]
+    net = Net()
+    x = net.qdq(net.input(x_shape), 1.3e-4, 31007, UINT16)
+    w, scale = net.weight(w_shape, 1)
+    count = w_shape[1] * attrs.get("group", 1)
+    y = net.op("ConvTranspose", x, w, net.bias(count, 1.3e-4, np.tile(scale, attrs.get("group", 1))), **attrs)
+    net.output(net.qdq(y, 2.3e-4, 31000, UINT16), [None] * len(x_shape))
+    compare(net.model(), {"x": noise(x_shape)}, tolerance=0.02)
+
+
+@pytest.mark.parametrize("geometry", ["plain", "kernel 4 stride 2", "dilated", "groups"])
+def test_the_runtimes_kernels_as_target(geometry):
+    x_shape, w_shape, attrs = GEOMETRIES[geometry]
+    model = network(x_shape, w_shape, attrs)
+    integer = convert(model, target="onnxruntime").model
+    wanted = simulate(model, {"x": noise(x_shape)})["y"]
+    assert np.abs(run(integer, {"x": noise(x_shape)})["y"] - wanted).max() <= 0.04 * 1.01
+    kernels = {node.op_type for node in integer.graph.node} & {"QLinearConv", "ConvInteger"}
+    # without a shuffle behind it, the accumulator and its requantization are one kernel
+    assert kernels == ({"QLinearConv"} if "strides" not in attrs and attrs.get("group", 1) == 1 else {"ConvInteger"})

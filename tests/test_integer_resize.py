@@ -5,13 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from integer_models import INT8, UINT8, Net, run, simulate
+from integer_models import INT8, UINT8, UINT16, Net, run, simulate
 from onnx import TensorProto, helper
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.resize import Geometry, linear_taps, nearest_indices, positions
+from onnx_backend.integer.resize_geometry import Geometry, linear_taps, nearest_indices, positions
 from onnx_backend.integer.values import Refused
 
 TRANSFORMATIONS = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")
@@ -274,3 +274,13 @@ def test_every_level_agrees_for_a_large_doubling():
     wanted = simulate(model, feeds)["y"]
     found = run(convert(model).model, feeds)["y"]
     assert np.abs(found - wanted).max() <= 0.0313 * 1.01
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+@pytest.mark.parametrize("target", [[2, 3, 12, 10], [2, 3, 7, 13], [2, 3, 3, 9]])
+def test_sixteen_bits(mode, target):
+    encoding = (1.3e-4, 31007, UINT16)
+    out = encoding if mode == "nearest" else (1.1e-4, 30000, UINT16)
+    model = network([2, 3, 6, 5], sizes=target, encoding=encoding, out=out, mode=mode)
+    result = compare(model, {"x": noise((2, 3, 6, 5), 0.8)}, tolerance=0.02 * (mode == "linear"))
+    assert all(row["error_bound"] < 0.01 for row in result.certificate["requantizations"])

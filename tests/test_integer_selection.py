@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from integer_models import INT8, LEVELS, UINT8, Net, run, simulate
+from integer_models import INT8, INT16, LEVELS, UINT8, UINT16, Net, run, simulate
 from onnx import TensorProto, helper
 from test_integer import compare, grid, noise, refused
 
@@ -315,3 +315,25 @@ def test_ties_in_top_k_take_the_smaller_index_at_every_level(level):
     np.testing.assert_array_equal(found, [[1, 3, 4, 7, 9]])
     np.testing.assert_array_equal(run_reference(result.model, feeds)["indices"], found)
     np.testing.assert_array_equal(simulate(net.model(), feeds)["indices"], found)
+
+
+SIXTEEN = {
+    "DepthToSpace": ([2, 8, 3, 4], lambda n, x: n.op("DepthToSpace", x, blocksize=2)),
+    "DepthToSpace CRD": ([2, 8, 3, 4], lambda n, x: n.op("DepthToSpace", x, blocksize=2, mode="CRD")),
+    "SpaceToDepth": ([2, 3, 4, 6], lambda n, x: n.op("SpaceToDepth", x, blocksize=2)),
+    "Max": ([2, 3, 4, 6], lambda n, x: n.op("Max", x, n.qdq(n.input([6], "z"), 1.7e-4, -411, INT16))),
+    "Where": ([2, 3, 4, 6], lambda n, x: n.op("Where", n.op("Less", x, n.op("Neg", x)), x, n.const(np.float32(0.5)))),
+    "Trilu": ([2, 3, 4, 6], lambda n, x: n.op("Trilu", x)),
+    "TopK": ([2, 3, 4, 6], lambda n, x: n.op("TopK", x, n.const(np.array([2], np.int64)), outputs=2)[0]),
+    "ReduceMin": ([2, 3, 4, 6], lambda n, x: n.op("ReduceMin", x, n.const(np.array([2], np.int64)))),
+}
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_sixteen_bits(name):
+    shape, build = SIXTEEN[name]
+    net = Net()
+    y = build(net, net.qdq(net.input(shape), 1.3e-4, 31007, UINT16))
+    net.output(net.qdq(y, 1.1e-4, 30000, UINT16), [None] * 4)
+    feeds = {"x": noise(shape, 1.5)} | ({"z": noise((6,), 1.5, 1)} if name == "Max" else {})
+    compare(net.model(), feeds, tolerance=0.0)

@@ -4,19 +4,15 @@ import math
 
 import numpy as np
 import pytest
-from exact_integer import integers_of, require_exact, require_near, surroundings
-from hypothesis import given, settings
+from exact_integer import integers_of, require_near, surroundings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from integer_models import INT8, UINT8, Net
-from test_integer import ENCODINGS, compare, grid, noise
 
 from onnx_backend.integer import roots, wide, widen
-from onnx_backend.integer.convert import convert
 from onnx_backend.integer.curves import CURVES, bent
 from onnx_backend.integer.lowerings import FUNCTIONS
 from onnx_backend.integer.ops import TABLES
 from onnx_backend.integer.values import Constant, Linear, Lookup, Refused, Term, Wide
-from qsdk.core.errors import IntegerError
 
 ALL_FUNCTIONS = {**TABLES, **FUNCTIONS}
 
@@ -38,7 +34,7 @@ def test_the_integer_root_is_the_floor_of_the_root():
     bases = [1 << 30, (1 << 30) + 1, (1 << 31) - 1, *(int(v) for v in rng.integers(1 << 30, 1 << 31, 4000))]
     values = {min(b * b + d, (1 << 62) - 1) for b in bases for d in (-1, 0, 1, b, 2 * b)}
     values = np.array(sorted(v for v in values if v >= 1 << 60), np.int64)
-    found, integers = integers_of(lambda ctx, x: Wide(roots.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values)
+    _found, integers = integers_of(lambda ctx, x: Wide(roots.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values)
     assert integers.tolist() == [math.isqrt(int(v)) for v in values]
 
 
@@ -104,7 +100,12 @@ def test_an_error_of_the_input_counts():
         rough = Wide("x", np.ones(()), 1000, 2000, error=10.0)
         found = [method(surroundings(x=(2,)), value) for value in (exact, rough)]
         moved = [wide.spread(f) * float(f.scale) for f in found]
-        steepest = {"square_root": 0.5 / 1000**0.5, "reciprocal": 1e-6, "reciprocal_root": 0.5e-4 / 10, "logarithm": 1e-3}
+        steepest = {
+            "square_root": 0.5 / 1000**0.5,
+            "reciprocal": 1e-6,
+            "reciprocal_root": 0.5e-4 / 10,
+            "logarithm": 1e-3,
+        }
         assert moved[1] - moved[0] >= 9.9 * steepest[method.__name__] * 0.5
     with pytest.raises(Refused, match="within its error"):
         roots.reciprocal(surroundings(x=(2,)), Wide("x", np.ones(()), 1, 2000, error=10.0))
@@ -118,6 +119,8 @@ SCALES = st.floats(1e-6, 1e4)
 
 @settings(max_examples=40)
 @given(BITS, BITS, SCALES, SCALES, st.booleans(), st.integers(0, 9))
+@example(first=61, second=61, scale=1.0, other=1.0, negative=False, seed=0)
+@example(first=1, second=59, scale=1.0, other=8.0, negative=True, seed=0)
 def test_sums_and_products_are_within_their_error(first, second, scale, other, negative, seed):
     arrays = [spread_out(-(1 << first), 1 << first, 20, seed), spread_out(-(1 << second), 1 << second, 20, seed + 1)]
     arrays = [np.random.default_rng(seed).permutation(a)[:24] for a in arrays]
@@ -131,7 +134,11 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
         real = integers.astype(np.longdouble) * float(found.scale)
         allowed = wide.spread(found) * abs(float(found.scale))
         assert np.all(np.abs(real - exact) <= allowed + 2.0**-50 * np.abs(exact))
-        whole = scale * 2.0**first + other * 2.0**second if function is wide.add else scale * other * 2.0 ** (first + second)
+        whole = (
+            scale * 2.0**first + other * 2.0**second
+            if function is wide.add
+            else scale * other * 2.0 ** (first + second)
+        )
         assert allowed <= 2.0**-20 * whole  # narrowing never costs more than it must
 
 
@@ -164,9 +171,33 @@ def test_narrowing_rounds_to_the_nearest(most, bounds):
 def test_scales_per_channel_and_constants_become_integers():
     values = spread_out(-(1 << 20), 1 << 20)[:60].reshape(20, 3)
     scale, constant = np.array([0.5, 3.0, -0.001]), np.array([[0.25], [-7e3]] * 10)
-    found, integers = integers_of(wide.single_scale, values, bounds=[(-(1 << 20), 1 << 20)], scales=[scale], constants=[constant])
+    found, integers = integers_of(
+        wide.single_scale, values, bounds=[(-(1 << 20), 1 << 20)], scales=[scale], constants=[constant]
+    )
     assert found.scale.ndim == 0
     require_near(found, integers, values * scale + constant)
+
+
+def test_a_constant_that_leaves_no_room_costs_the_last_bits_only():
+    values = spread_out(-(1 << 60), 1 << 60)
+    found, integers = integers_of(wide.single_scale, values, scales=[2.0**-60], constants=[0.3])
+    real = values.astype(np.longdouble) * 2.0**-60 + 0.3
+    assert np.abs(integers.astype(np.longdouble) * float(found.scale) - real).max() < 2.0**-55
+
+
+def test_a_channel_of_a_tiny_scale_is_within_the_error():
+    values = spread_out(-(1 << 30), 1 << 30)[:60].reshape(20, 3)
+    scale = np.array([1.0, 3e-12, 0.0])
+    found, integers = integers_of(wide.single_scale, values, bounds=[(-(1 << 30), 1 << 30)], scales=[scale])
+    require_near(found, integers, values * scale)
+
+
+def test_a_scale_of_zero_forgets_the_integers():
+    values = spread_out(-1000, 1000)
+    found, integers = integers_of(wide.single_scale, values, scales=[0.0], constants=[0.3])
+    require_near(found, integers, np.full(values.shape, 0.3))
+    found, integers = integers_of(wide.add, values, values, scales=[0.0, 0.7])
+    require_near(found, integers, values * 0.7)
 
 
 def test_a_small_epsilon_does_not_vanish():
@@ -174,7 +205,7 @@ def test_a_small_epsilon_does_not_vanish():
     found, integers = integers_of(wide.single_scale, values, scales=[1e-3], constants=[1e-12])
     require_near(found, integers, values * 1e-3 + 1e-12)
     assert found.lo > 0
-    assert abs(integers[0] * found.scale / 1e-12 - 1) < 2.0**-5
+    assert abs(integers[0] * found.scale / 1e-12 - 1) < 2.0**-6
 
 
 @pytest.mark.parametrize("keepdims", [0, 1])
@@ -192,7 +223,9 @@ def test_sums_over_axes(keepdims, reach):
 @pytest.mark.parametrize("scale", [1e-9, -1e-9])
 def test_clip(bounds, scale):
     values = spread_out(-(1 << 31), 1 << 40)
-    found, integers = integers_of(lambda ctx, x: widen.clip(ctx, x, *bounds), values, bounds=[(-(1 << 31), 1 << 40)], scales=[scale])
+    found, integers = integers_of(
+        lambda ctx, x: widen.clip(ctx, x, *bounds), values, bounds=[(-(1 << 31), 1 << 40)], scales=[scale]
+    )
     require_near(found, integers, np.clip(values * scale, *bounds))
 
 
@@ -241,39 +274,42 @@ def curve_of(name, **attrs):
     return CURVES[name](attrs), lambda x: ALL_FUNCTIONS[name](x, attrs)
 
 
-CASES = [(name, {}) for name in sorted(CURVES)]
-CASES += [("Gelu", {"approximate": "tanh"}), ("Elu", {"alpha": 0.3}), ("LeakyRelu", {"alpha": -0.5})]
-CASES += [("HardSigmoid", {"alpha": 0.1, "beta": 0.7}), ("LeakyRelu", {"alpha": 0.0})]
+CASES = [(name, {}) for name in sorted(CURVES)] + [("Gelu", {"approximate": "tanh"}), ("Elu", {"alpha": 0.3})]
 
 
 @pytest.mark.parametrize(("name", "attrs"), CASES)
 def test_what_is_said_of_a_function_is_true(name, attrs):
     curve, function = curve_of(name, **attrs)
-    x = np.linspace(-1.2 * curve.reach - 1, 1.2 * curve.reach + 1, 400001)
-    h = x[1] - x[0]
-    y = function(x)
-    slope = np.diff(y) / h
-    assert np.abs(slope).max() <= curve.slope * (1 + 1e-6) + 1e-7
-    bends = np.abs(np.diff(slope))
-    kinks = bends > h * curve.bend * 1.001 + 1e-6
-    assert kinks.sum() <= 4  # a kink falls between two or three points
-    assert bends[kinks].max(initial=0) <= curve.kink * (1 + 1e-6)
-    for side in (x > curve.reach, x < -curve.reach):
-        line = np.polyfit(x[side], y[side], 1)
-        assert np.abs(y[side] - (round(line[0], 6) * x[side] + (y[side] - round(line[0], 6) * x[side]).mean())).max() <= curve.tail + 1e-12
+    for x in (np.linspace(0, 1.2 * curve.reach, 200001), np.linspace(-1.2 * curve.reach, 0, 200001)):
+        h, y = x[1] - x[0], function(x)
+        slope = np.diff(y) / h
+        assert np.abs(slope).max() <= curve.slope * (1 + 1e-6)
+        assert np.abs(np.diff(slope) / h).max() <= curve.bend * (1 + 1e-4) + 1e-5
+    for side, line in ((np.linspace(curve.reach, 40), curve.right), (-np.linspace(curve.reach, 40), curve.left)):
+        rest = function(side) - line * side
+        assert np.ptp(rest) <= curve.tail
 
 
-@pytest.mark.parametrize("bounds", [(-(1 << 20), 1 << 20), (-(1 << 27), 1 << 26), (-5, 7), (1 << 25, 1 << 26), (-(1 << 26), -(1 << 25)), (-(1 << 38), 1 << 38)])
+SPANS = [(-(1 << 20), 1 << 20), (-(1 << 27), 1 << 26), (-5, 7), (1 << 25, 1 << 26), (-(1 << 38), 1 << 38)]
+
+
+@pytest.mark.parametrize("bounds", SPANS)
+@pytest.mark.parametrize("scale", [3.7e-6, -3.7e-6])
 @pytest.mark.parametrize(("name", "attrs"), CASES)
-def test_curves_are_within_their_error(name, attrs, bounds):
+def test_curves_are_within_their_error(name, attrs, scale, bounds):
     curve, function = curve_of(name, **attrs)
-    scale = 3.7e-6
-    values = np.unique(np.concatenate([spread_out(*bounds, 200), np.linspace(*bounds, 2001).astype(np.int64), np.random.default_rng(0).integers(max(bounds[0], -1 << 23), min(bounds[1], 1 << 23) + 1, 2000) if bounds[0] < 1 << 23 < bounds[1] else []]).astype(np.int64))
+    near = np.random.default_rng(0).integers(-(1 << 23), 1 << 23, 2000).clip(*bounds)
+    values = np.unique(np.concatenate([spread_out(*bounds), np.linspace(*bounds, 999).astype(np.int64), near]))
     with np.errstate(all="ignore"):
-        found, integers = integers_of(lambda ctx, x: bent(ctx, x, function, curve), values, bounds=[bounds], scales=[scale])
+        found, integers = integers_of(
+            lambda ctx, x: bent(ctx, x, function, curve), values, bounds=[bounds], scales=[scale]
+        )
         exact = function(values * scale)
-        far = values * scale > 100
-        exact = np.where(np.isnan(exact) & far, values * scale, exact)
+    exact = np.where(np.abs(values * scale) > 100, _line(curve, values * scale, function), exact)
     require_near(found, integers, exact)
-    if bounds[1] <= 1 << 27:
-        assert found.error * found.scale < (2.0**-18 if not curve.kink else 0.02)
+    assert found.error * abs(found.scale) < 2.0**-21 * max(1.0, wide.reach(found) * abs(found.scale) / 64)
+
+
+def _line(curve, x, function):
+    ends = function(np.array([-60.0, 60.0]))
+    return np.where(x > 0, curve.right * (x - 60) + ends[1], curve.left * (x + 60) + ends[0])

@@ -2,9 +2,14 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
-from integer_models import INT8, UINT8, Net
+from integer_models import INT8, UINT8, Net, run
 from test_integer import compare, noise, refused
+
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.measure import measured_inputs
+from onnx_backend.integer.reference import run_reference
 
 CONVS = {
     "1d dilated groups": ((2, 4, 20), (6, 2, 3), {"dilations": [3], "group": 2, "pads": [2, 3]}),
@@ -105,3 +110,61 @@ def test_ceil_mode_of_dynamic_sizes_is_refused():
     y = net.op("AveragePool", x, kernel_shape=[2], strides=[2], ceil_mode=1)
     net.output(net.qdq(y, 0.031, 119), [1, 3, None])
     refused(net, "AveragePool 'node_averagepool", "are not static")
+
+
+@pytest.mark.parametrize("op", ["GlobalAveragePool", "ReduceMean", "ReduceMean keepdims"])
+@pytest.mark.parametrize("encoding", [(0.031, 119, UINT8), (0.031, -9, INT8)])
+def test_means_of_dynamic_sizes(op, encoding):
+    net = Net()
+    x = net.qdq(net.input(["n", 3, "h", "w"]), *encoding)
+    if op == "GlobalAveragePool":
+        y = net.op(op, x)
+    else:
+        axes = net.const(np.array([2, -1], np.int64))
+        y = net.op("ReduceMean", x, axes, keepdims=int("keepdims" in op))
+    net.output(net.qdq(y, 0.0113, 100), [None, 3, *([] if op == "ReduceMean" else [None, None])])
+    model = net.model()
+    for sizes in ((20, 3, 5, 7), (30, 3, 1, 2), (2, 3, 64, 65)):
+        result = compare(model, {"x": noise(sizes, 1.0)}, tolerance=0.01)
+        assert result.certificate["requantizations"][0]["error_bound"] < 1e-6
+
+
+def test_means_of_extreme_codes_are_right_to_half_a_unit():
+    net = Net()
+    x = net.qdq(net.input(["n", 1, "w"]), 1.0, 0)
+    net.output(net.qdq(net.op("GlobalAveragePool", x), 1.0, 0), ["n", 1, 1])
+    model = convert(net.model()).model
+    for count in (1, 2, 3, 7, 255, 4099):
+        rows = np.zeros((3, 1, count), np.float32)
+        rows[1], rows[2, 0, : count // 2] = 255, 255
+        found = run_reference(model, {"x": rows}, every_tensor=True)
+        (name,) = [tensor for tensor in found if tensor.endswith(".accumulator")]
+        wanted = [round_half_up(int(row.sum()) << 22, count) for row in rows]
+        assert found[name].reshape(-1).tolist() == wanted
+        np.testing.assert_array_equal(run(model, {"x": rows})["y"], found["y"])
+
+
+def round_half_up(total, count):
+    return (2 * total + count) // (2 * count)
+
+
+def test_a_mean_of_so_many_codes_that_their_sum_leaves_int32():
+    net = Net()
+    x = net.qdq(net.input([1, 1, 3000, 3000]), 0.031, 0)
+    net.output(net.qdq(net.op("GlobalAveragePool", x), 0.031, 0), [1, 1, 1, 1])
+    model = convert(net.model()).model
+    found = run(model, {"x": np.full((1, 1, 3000, 3000), 0.031 * 255, np.float32)})["y"]
+    np.testing.assert_allclose(found, 0.031 * 255, rtol=1e-6)
+
+
+def test_sizes_that_an_exporter_writes_as_minus_one_are_dynamic():
+    net = Net()
+    x = net.qdq(net.input(["n", 3, "h", "w"]), 0.031, 119)
+    net.output(net.qdq(net.op("GlobalAveragePool", x), 0.0113, 100), [None, 3, 1, 1])
+    model = net.model()
+    for axis in (0, 2, 3):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_value = -1
+    integer = convert(model).model
+    found = run(integer, {"x": noise((2, 3, 5, 4))})["y"]
+    np.testing.assert_array_equal(found, run_reference(integer, {"x": noise((2, 3, 5, 4))})["y"])
+    assert measured_inputs(model, integer, None)["x"].shape == (2, 3, 2, 2)

@@ -88,7 +88,10 @@ def surroundings(model: ModelProto, builder: Builder, edges: str, *, composes: b
         kind = info.type.tensor_type
         types[info.name] = kind.elem_type
         if kind.HasField("shape"):
-            shapes[info.name] = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
+            dims = kind.shape.dim  # some exporters write -1 for a dynamic one
+            shapes[info.name] = tuple(
+                d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims
+            )
     for tensor in inferred.graph.initializer:
         types[tensor.name], shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)

@@ -29,7 +29,7 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> Model
         if len(sizes) != len(dims) or any(size < 1 for size in sizes):
             raise ConfigError(f"shapes[{name!r}] = {list(sizes)}: the input has {len(dims)} axes, of sizes above 0")
         for dim, size in zip(dims, sizes, strict=True):
-            if dim.HasField("dim_value") and dim.dim_value != size:
+            if dim.HasField("dim_value") and dim.dim_value > 0 and dim.dim_value != size:  # some exporters write -1
                 raise ConfigError(f"shapes[{name!r}] = {list(sizes)} contradicts the model's size {dim.dim_value}")
             dim.dim_value = int(size)
     del fixed.graph.value_info[:]

@@ -1,6 +1,6 @@
 """Measuring an integer-only model against the Q/DQ model it was made from, and against the NumPy reference."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +9,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.feeding import as_feeds
+from onnx_backend.integer.operations import Operation, Requantization
 from onnx_backend.integer.reference import run_reference
 from onnx_backend.model import initializers, input_names
 from onnx_backend.session import simulation_session
@@ -19,7 +20,13 @@ _DYNAMIC = 2  # length of a dynamic axis in the measurement
 
 
 def measure(
-    source: ModelProto, integer: ModelProto, inputs: Mapping[str, Array], *, edges: str, reference: bool = True
+    source: ModelProto,
+    integer: ModelProto,
+    inputs: Mapping[str, Array],
+    *,
+    edges: str,
+    reference: bool = True,
+    operations: Sequence[Operation] = (),
 ) -> dict[str, Any]:
     """Run both models once.
 
@@ -29,6 +36,8 @@ def measure(
         inputs: of `integer`; with float edges also of `source`.
         edges: `float` or `integer`.
         reference: compare with the NumPy reference too, which knows integers only: no kernels, no float islands.
+        operations: that `integer` was made of; the certificate's row of every requantization among them gets the
+            largest magnitude of its accumulators in the reference, as `accumulator_measured`.
 
     Returns:
         `max_lsb`: the largest difference of an output, in steps of the output's scale (None with integer edges);
@@ -36,17 +45,19 @@ def measure(
         Runtime and the NumPy integer reference raises, or None if they were not compared.
 
     Raises:
-        IntegerError: ONNX Runtime and the reference disagree.
+        IntegerError: ONNX Runtime and the reference disagree, or an accumulator exceeds its bound.
     """
     names = [info.name for info in integer.graph.output]
     ours = dict(zip(names, simulation_session(integer).run(names, dict(inputs)), strict=True))
-    expected = run_reference(integer, inputs) if reference else ours
+    expected = run_reference(integer, inputs, every_tensor=True) if reference else ours
     for name in names:
         if not np.array_equal(ours[name], expected[name]):
             raise IntegerError(
                 f"ONNX Runtime and the integer reference disagree on the output {name!r}; this is a defect of qsdk or "
                 "of the runtime, and the model was not written"
             )
+    if reference:
+        _note_accumulators([op for op in operations if isinstance(op, Requantization)], expected)
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": reference or None}
     theirs = simulation_session(source).run(names, dict(inputs))
@@ -56,6 +67,23 @@ def measure(
     elements = max(sum(step.size for step in steps), 1)
     differing = sum(int((step > 0.5).sum()) for step in steps) / elements
     return {"max_lsb": largest, "differing": differing, "reference_equal": reference or None}
+
+
+def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mapping[str, Array]) -> None:
+    """Hold the accumulators, zero point or bias applied, against their proven bound, and note the largest.
+
+    Raises:
+        IntegerError: one is beyond the bound.
+    """
+    for op in requantizations:
+        terms = [np.abs(tensors[term.name].astype(np.int64) - term.zero) for term in op.value.terms]
+        largest = max(int(magnitude.max(initial=0)) for magnitude in terms)
+        if largest > op.row["accumulator_bound"]:
+            raise IntegerError(
+                f"an accumulator of {op.label!r} reaches {largest} in the measurement, beyond its bound of "
+                f"{op.row['accumulator_bound']}; this is a defect of qsdk, and the model was not written"
+            )
+        op.row["accumulator_measured"] = largest
 
 
 def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any] | None) -> dict[str, Array]:
@@ -80,7 +108,8 @@ def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Ge
 
 
 def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Generator) -> Array:
-    shape = [d.dim_value if d.HasField("dim_value") else _DYNAMIC for d in info.type.tensor_type.shape.dim]
+    dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
+    shape = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _DYNAMIC for d in dims]
     dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
     if np.issubdtype(dtype, np.integer):
         high = min(int(np.iinfo(dtype).max), 255)

@@ -65,8 +65,6 @@ def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
 def _one_value(ctx: Context, value: Constant) -> Lookup:
     """Give a constant that is the same everywhere as codes 0 with that value."""
     codes, number = ctx.builder.constant(np.zeros(value.values.shape), np.uint8), value.values.reshape(-1)[0]
-    if number == 0:
-        return Lookup(codes, _ANY.values(), _ANY)
     return Lookup(codes, np.full(256, number, np.float32), None)
 
 
@@ -104,6 +102,39 @@ def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, 
     if node.op_type == "Squeeze":
         return np.squeeze(np.empty(old, bool), None if given is None else tuple(given)).shape
     return None
+
+
+def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed.
+
+    Raises:
+        Refused: there are no codes yet, or more than 8 bits, and the sizes are not static.
+    """
+    value, attrs = args[0], attributes(node)
+    if isinstance(value, Lookup) and (value.encoding is None or not value.encoding.wide) and value.values.size <= 256:
+        return _movement()(ctx, node, args)
+    (c, h, w), size = ctx.sizes(node.input[0], [1, 2, 3]), int(attrs["blocksize"])
+    if node.op_type == "SpaceToDepth":
+        split, order = [0, c, h // size, size, w // size, size], [0, 3, 5, 1, 2, 4]
+        whole = [0, c * size**2, h // size, w // size]
+    else:
+        first = attrs.get("mode", "DCR") == "DCR"
+        depth = c // size**2
+        split = [0, size, size, depth, h, w] if first else [0, depth, size, size, h, w]
+        order = [0, 3, 4, 1, 5, 2] if first else [0, 1, 4, 2, 5, 3]
+        whole = [0, depth, h * size, w * size]
+    b = ctx.builder
+    reshape, transpose = (helper.make_node(kind, ["x"], ["y"]) for kind in ("Reshape", "Transpose"))
+    transpose.attribute.append(helper.make_attribute("perm", order))
+    steps = [
+        Step(reshape, (b.constant(split, np.int64),)),
+        Step(transpose),
+        Step(reshape, (b.constant(whole, np.int64),)),
+    ]
+    for step in steps:
+        value = applied(ctx, value, step, node.output[0])
+    assert value is not None  # the steps make one
+    return value
 
 
 def max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
@@ -198,7 +229,8 @@ def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
 MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
     {
         **{name: _movement() for name in ("Expand", "Flatten", "GatherND", "Reshape", "Slice", "Split", "Squeeze")},
-        **{name: _movement() for name in ("DepthToSpace", "GatherElements", "SpaceToDepth")},
+        "DepthToSpace": blocks,
+        "GatherElements": _movement(),
         **{name: _movement() for name in ("Tile", "Transpose", "Unsqueeze")},
         "Dropout": identity,
         "Gather": gather,
@@ -208,5 +240,6 @@ MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyTyp
         "ReduceMax": _movement(monotone=True),
         "ReduceMin": _movement(monotone=True),
         "Shape": shape,
+        "SpaceToDepth": blocks,
     }
 )

@@ -9,18 +9,19 @@ from onnx import NodeProto
 from onnx_backend.integer.context import Args, Context, attributes, constant_integers, encoded
 from onnx_backend.integer.halves import bytes_of, together
 from onnx_backend.integer.layers import accumulated
+from onnx_backend.integer.mean import mean_of_any_size
 from onnx_backend.integer.operations import WindowSum
 from onnx_backend.integer.values import Array, Refused, Value
 
 
 def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Lower GlobalAveragePool over static spatial sizes."""
+    """Lower GlobalAveragePool."""
     axes = list(range(2, ctx.rank(node.input[0])))
     return _reduced(ctx, node, args, axes, keepdims=1, mean=True)
 
 
 def reduce_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Lower ReduceMean over static sizes (torch writes a mean over height and width like this)."""
+    """Lower ReduceMean (torch writes a mean over height and width like this)."""
     return _reduce(ctx, node, args, mean=True)
 
 
@@ -57,6 +58,10 @@ def encoded_value(args: Args) -> Value:
 
 def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, keepdims: int, mean: bool) -> Value:
     codes, encoding = encoded(args[0])
+    shape = ctx.shapes.get(node.input[0])
+    sizes = [None if shape is None else shape[axis] for axis in axes]
+    if mean and (None in sizes or math.prod(size or 1 for size in sizes) * encoding.hi >= 1 << 31):
+        return mean_of_any_size(ctx, node, (codes, encoding), axes, keepdims)
     count = math.prod(ctx.sizes(node.input[0], axes))
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")

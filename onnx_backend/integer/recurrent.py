@@ -22,6 +22,7 @@ from onnx_backend.integer.recurrent_parts import (
     difference,
     gate,
     in_unit,
+    loosened,
     matrix,
     of_codes,
     of_state,
@@ -31,7 +32,7 @@ from onnx_backend.integer.recurrent_parts import (
     state_fraction,
     within,
 )
-from onnx_backend.integer.values import Array, Constant, Integers, Linear, Refused, Term, Value, Wide
+from onnx_backend.integer.values import Array, Constant, Integers, Linear, Lookup, Refused, Term, Value, Wide
 from onnx_backend.integer.wide import add, multiply, negated, shifted
 from onnx_backend.integer.widen import widened
 
@@ -198,7 +199,7 @@ def _constant(value: Value | None, what: str) -> Array:
 
 def _initial(ctx: Context, args: Args, place: int, what: str) -> Wide | None:
     value = args[place] if len(args) > place else None
-    if value is None or (isinstance(value, Constant) and not np.any(value.values)):
+    if value is None or (isinstance(value, Constant | Lookup) and not np.any(value.values)):
         return None
     return in_unit(ctx, widened(ctx, value, what), 20)
 
@@ -226,16 +227,16 @@ def _lstm_steps(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | No
     cells = 30 - max(math.ceil(math.log2(bound + 1.0)), 2)
     cell = None if layer.cell is None else in_unit(ctx, layer.cell, cells)
     state, found = _first_state(ctx, layer, fraction), {}
-    for t in layer.steps:
+    for count, t in enumerate(layer.steps, 1):
         sums = _sum(ctx, picked(ctx, layer.inputs, t), state, layer.recurrent)
         rest, candidate = split(ctx, sums, [3 * size, size])
         enter, leave, keep = split(ctx, gate(ctx, rest, "Sigmoid"), [size] * 3)
         fresh = multiply(ctx, enter, gate(ctx, candidate, "Tanh", cells))
         if cell is not None:
             fresh = add(ctx, multiply(ctx, keep, cell), fresh)
-        cell = within(ctx, in_unit(ctx, fresh, cells), -bound, bound)  # one bound for all steps: one table
-        state = product_in_unit(ctx, leave, gate(ctx, cell, "Tanh"), fraction)
-        state = found[t] = within(ctx, state, -1.0, 1.0)
+        cell = within(ctx, in_unit(ctx, fresh, cells), -(start + count), start + count)
+        state = product_in_unit(ctx, leave, gate(ctx, loosened(cell, bound), "Tanh"), fraction)
+        state = found[t] = loosened(within(ctx, state, -1.0, 1.0), 1.0)
     return found, cell
 
 
@@ -291,4 +292,5 @@ def _blended(ctx: Context, update: Wide, fresh: Wide, state: Wide | None, larges
     worst = fresh.error if state is None else max(fresh.error, state.error)
     reach = max(abs(apart.lo), abs(apart.hi))
     error = worst + update.error * float(update.scale) * reach + 1.0
-    return within(ctx, replace(blended, error=min(blended.error, error)), -largest, largest)
+    found = within(ctx, replace(blended, error=min(blended.error, error)), -largest, largest)
+    return loosened(found, largest)

@@ -153,6 +153,12 @@ def within(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
     return replace(found, error=min(found.error, (hi - lo) / unit + 1.0))
 
 
+def loosened(value: Wide, bound: float) -> Wide:
+    """Give a value with the bounds that it has in every step, so that the steps share their tables."""
+    most = math.ceil(bound / float(value.scale))
+    return replace(value, lo=-most, hi=most)
+
+
 def gate(ctx: Context, value: Wide, op_type: str, fraction: int = _GATE) -> Wide:
     """Write Sigmoid or Tanh of a value in multiples of `2**-fraction`."""
     functions: dict[str, Callable[[Array], Array]] = {"Sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "Tanh": np.tanh}

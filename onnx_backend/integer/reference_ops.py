@@ -229,6 +229,15 @@ def _reduce(function: Callable[..., Array]) -> Callable[..., Array]:
     return operation
 
 
+def _cum_sum(attrs: Attributes, x: Array, axis: Array) -> Array:
+    along = int(axis.reshape(-1)[0])
+    turned = np.flip(x, along) if attrs.get("reverse", 0) else x
+    sums = np.cumsum(turned.astype(np.int64), along)
+    if attrs.get("exclusive", 0):
+        sums = sums - turned
+    return _exactly(np.flip(sums, along) if attrs.get("reverse", 0) else sums, x.dtype)
+
+
 def _gather(attrs: Attributes, x: Array, index: Array) -> Array:
     return np.take(x, index, axis=attrs.get("axis", 0))
 
@@ -292,6 +301,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "Clip": _clip,
         "Concat": lambda a, *parts: np.concatenate(parts, a["axis"]),
         "ConvInteger": _conv_integer,
+        "CumSum": _cum_sum,
         "DequantizeLinear": _dequantize,
         "Div": _div,
         "Equal": lambda a, x, y: x == y,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.integer.wide_value import Wide as Wide
 from qsdk.core import affine
 
 Array = NDArray[Any]
@@ -314,41 +315,6 @@ class Selected:
     inputs: tuple[str | int, ...]
     parts: tuple["Value", ...]
     after: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wide:
-    """Fixed point between quantizers: `value = integers * scale + constant`, with what is known about it statically.
-
-    Attributes:
-        name: an int32 (`narrow`) or int64 tensor of the integer model.
-        scale: float64, broadcasts against the tensor; its sign is free.
-        lo: smallest value the integers can have.
-        hi: largest value the integers can have.
-        constant: float64 addend that broadcasts against the tensor.
-        narrow: whether the tensor is int32.
-        error: bound of what the integers differ from the real value, in units of `scale`.
-        relative: bound of a further difference, as a share of the integer's magnitude.
-        masked: a bool tensor that is true where the value is `floor` whatever the integers are; empty if nowhere.
-        floor: the masked value: minus infinity, or a number so low that it swallows what it is added to.
-        infinite: where a division by 0 is possible, the least magnitude that stands for infinity; else 0.
-        missing: whether the value is NaN where a whole row is masked; the integers are 0 there.
-        source: name of the node that made it, for the certificate.
-    """
-
-    name: str
-    scale: Array
-    lo: int
-    hi: int
-    constant: Array = field(default_factory=lambda: np.zeros(()))
-    narrow: bool = False
-    error: float = 0.0
-    relative: float = 0.0
-    masked: str = ""
-    floor: float = 0.0
-    infinite: float = 0.0
-    missing: bool = False
-    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,9 @@ def clipped_integers(ctx: Context, value: Wide, lo: int, hi: int) -> Wide:
 
 def single_scale(ctx: Context, value: Wide) -> Wide:
     """Multiply scales per channel and constants into the integers: one scale is left, and no constant."""
+    if not np.any(value.scale):  # a scale of 0 forgets the integers
+        nothing = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 0)])
+        value = replace(value, name=nothing, lo=0, hi=0, narrow=False, error=0.0, relative=0.0, scale=np.ones(()))
     if value.scale.size == 1 and not np.any(value.constant):
         return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
     if value.scale.size > 1:
@@ -158,9 +161,10 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     if np.any(addend):
         name = b.node("Add", [name, constant64(ctx, addend)])
     lo, hi = _products(value, factors, addend)
-    steepest, off = float(np.max(np.abs(factors))), float(np.max(np.abs(value.scale / unit - factors)))
-    error = steepest * value.error + (0.5 if np.any(addend) else 0.0)
-    relative = value.relative + off / max(float(np.min(np.abs(factors))), 1.0)
+    steepest, offs, none = float(np.max(np.abs(factors))), np.abs(value.scale / unit - factors), factors == 0
+    error = steepest * value.error + (0.5 if np.any(addend) else 0.0) + float(np.max(offs[none], initial=0.0)) * top
+    relative = value.relative + float(np.max(offs[~none] / np.abs(factors[~none]), initial=0.0))
+    off = float(np.max(offs))
     if np.any(addend) and (np.min(addend) < 0 or lo < 0 or np.min(value.scale) < 0 or value.lo < 0):
         error, relative = error + steepest * value.relative * top + off * top, 0.0  # a sum may cancel
     return Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, masked=value.masked, floor=value.floor)

@@ -1,6 +1,7 @@
 """Where fixed point begins and ends: integers that are cast to float, and what a quantizer stands behind."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -59,6 +60,7 @@ def ready(ctx: Context, value: Value, encoding: Encoding) -> Value:
         return value
     # one step beyond the grid on both sides: everything further out saturates as well
     reals = ((-encoding.zero_point - 1) * encoding.scale, (encoding.hi - encoding.zero_point + 1) * encoding.scale)
+    value = replace(value, source=value.source or ctx.builder.behind)
     return term(ctx, value, reals, encoding.scale * 2.0**-16)
 
 
