@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 
@@ -96,3 +97,13 @@ def test_the_guide_to_training_runs(names: dict):
     assert names["sim"].encodings == names["again"].encodings
     assert torch.equal(names["sim"](images), names["again"](images))
     assert Path("trained.onnx").exists()
+
+
+def test_the_guide_to_integers_runs(names: dict):
+    exec(compile(block_of("integer.md"), "integer.md", "exec"), names)
+    session = ort.InferenceSession("model.int.onnx", providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, names["x"])
+    np.testing.assert_array_equal(output, next(iter(names["expected"].values())))
+    assert {"parity", "requantizations", "measured"} <= set(names["certificate"])
+    assert names["fast"].summary["operations_max_lsb"] <= 1
+    assert names["chip"].summary["reference_equal"]

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from onnx_backend.integer import roots, wide, widen
 from onnx_backend.integer.curves import CURVES, bent
-from onnx_backend.integer.lowerings import FUNCTIONS
-from onnx_backend.integer.ops import TABLES
+from onnx_backend.integer.tables import TABLES
 from onnx_backend.integer.values import Constant, Linear, Lookup, Refused, Term, Wide
 
-ALL_FUNCTIONS = {**TABLES, **FUNCTIONS}
+ALL_FUNCTIONS = dict(TABLES)
 
 
 def spread_out(lo, hi, count=60, seed=0):

@@ -1,6 +1,6 @@
 """What a lowering may ask: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from onnx_backend.integer.values import (
 from onnx_backend.stored_encodings import UNMARKED
 
 Args = Sequence[Value | None]
+#: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
+Lowering = Callable[["Context", NodeProto, Args], Value | tuple[Value, ...]]
 
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 

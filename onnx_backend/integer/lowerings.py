@@ -1,18 +1,19 @@
 """The whole table of lowerings: the short forms of `ops` first, fixed point where an operand has no short form."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer import ops
-from onnx_backend.integer.context import Args, Context, attributes
+from onnx_backend.integer.context import Args, Context, Lowering, attributes
 from onnx_backend.integer.curves import CURVES
 from onnx_backend.integer.norms import NORMS
 from onnx_backend.integer.recurrent import gru, lstm
 from onnx_backend.integer.softmax import is_nan, log_softmax, softmax, where
-from onnx_backend.integer.values import Array, Constant, Value
+from onnx_backend.integer.tables import TABLES
+from onnx_backend.integer.values import Constant, Value
 from onnx_backend.integer.wide_edges import cast_to_float
 from onnx_backend.integer.wide_ops import WIDE, curve, either
 
@@ -35,30 +36,12 @@ def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
     return ops.concat(ctx, node, args)
 
 
-def _swish(x: Array, attrs: Mapping[str, float]) -> Array:
-    return x / (1.0 + np.exp(-attrs.get("alpha", 1.0) * x))
-
-
-#: Elementwise functions that need no form of their own in a target.
-FUNCTIONS: Mapping[str, Callable[[Array, Mapping[str, float]], Array]] = MappingProxyType(
-    {
-        "Cos": lambda x, a: np.cos(x),
-        "Mish": lambda x, a: x * np.tanh(np.log1p(np.exp(x))),
-        "Sin": lambda x, a: np.sin(x),
-        "Swish": _swish,
-    }
-)
-_TABLES = {**ops.TABLES, **FUNCTIONS}
-_SHORT: Mapping[str, ops.Lowering] = MappingProxyType(
-    {**ops.LOWERINGS, **{name: ops.table(function) for name, function in FUNCTIONS.items()}}
-)
-
 #: Every op that can be lowered.
-LOWERINGS: Mapping[str, ops.Lowering] = MappingProxyType(
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        **_SHORT,
-        **{name: either(_SHORT[name], wide) for name, wide in WIDE.items()},
-        **{name: either(_SHORT[name], curve(name, _TABLES[name])) for name in CURVES},
+        **ops.LOWERINGS,
+        **{name: either(ops.LOWERINGS[name], wide) for name, wide in WIDE.items()},
+        **{name: either(ops.LOWERINGS[name], curve(name, TABLES[name])) for name in CURVES},
         **NORMS,
         "Concat": concat,
         "GRU": gru,

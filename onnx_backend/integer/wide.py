@@ -219,7 +219,8 @@ def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
     exact = max(scales) / min(scales)
     whole = math.fsum(scale * reach(side) for scale, side in zip(scales, sides, strict=True))
     unit = min(scales)
-    if exact != round(exact) or whole / unit >= 2.0 ** (ROOM - 2):
+    # a mean's scale is a quotient in float64: close to a whole number of it is meant to be one (`off` states the rest)
+    if abs(exact - round(exact)) > exact * 2.0**-48 or whole / unit >= 2.0 ** (ROOM - 2):
         sides = [narrowed(ctx, side, ROOM - 2 - _GUARD) for side in sides]
         # the rounding of a factor is then below 2**-_GUARD of the whole
         unit = math.ldexp(whole or 1.0, -(max(bits(side) for side in sides) + _GUARD))
