@@ -4,6 +4,7 @@ import json
 import re
 from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 from integer_models import INT4, INT8, LEVELS, UINT4, UINT8, Net, run, simulate, small_cnn
@@ -911,3 +912,20 @@ def test_the_checker_knows_the_edges(integer_model):
     assert {kind for kind, _ in inside} >= {"float tensor", "quantize node"}
     assert ("float tensor", "x") in inside
     assert kinds(small_cnn()) & {("float tensor", "node_conv_10")}
+
+
+@pytest.mark.parametrize(("opset", "stored"), [(25, TensorProto.UINT2), (21, TensorProto.UINT4)])
+def test_weights_of_two_bits_stay_packed(opset, stored):
+    net = Net()
+    x = net.qdq(net.input([2, 8, 5, 5]), 0.031, 119)
+    values = net.rng.integers(-2, 2, (6, 8, 3, 3))
+    kind = ml_dtypes.int2 if opset == 25 else ml_dtypes.int4
+    weight = net.op("DequantizeLinear", net.const(values.astype(kind)), net.const(np.full(6, 0.02, np.float32)), axis=0)
+    net.output(net.qdq(net.op("Conv", x, weight), 0.02, 119), [2, 6, 3, 3])
+    model = net.model(opset)
+    result = convert(model)
+    feeds = {"x": noise((2, 8, 5, 5))}
+    found = [run(result.model, feeds, level)["y"] for level in LEVELS] + [run_reference(result.model, feeds)["y"]]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert np.abs(found[0] - simulate(model, feeds)["y"]).max() <= 0.0201
+    assert stored in {tensor.data_type for tensor in result.model.graph.initializer}

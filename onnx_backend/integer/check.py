@@ -14,6 +14,7 @@ _INTEGER = frozenset(
     {
         *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.INT4),
         *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8, TensorProto.UINT4),
+        *(TensorProto.INT2, TensorProto.UINT2),
         TensorProto.BOOL,
     }
 )

@@ -96,12 +96,12 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
     # one scale per output channel of a group; the groups share them
     scale = np.tile(coded.scale, group) if coded.axis is not None else coded.scale.reshape(())
     phased = np.repeat(scale, phases) if scale.ndim else scale
-    zero, four = weight_storage(ctx, coded, integers)
+    zero, bits = weight_storage(ctx, coded, integers)
     channels, b, parts = (-1, *(1 for _ in axes)), ctx.builder, []
     pads = [axis.reach - axis.first for axis in axes] + [axis.after for axis in axes]
     for codes, encoding in activation:
         result = b.fresh(f"{node.output[0]}.phases")
-        layer = (codes, encoding, integers, zero, four, phased, {"group": group, "pads": pads}, False, node.input[1])
+        layer = (codes, encoding, integers, zero, bits, phased, {"group": group, "pads": pads}, False, node.input[1])
         b.nodes.append(Accumulation("Conv", *layer, result, b.label, 2 + len(axes)))
         accumulator = _shuffled(ctx, node, result, axes, integers.shape[0] // phases)
         low, high = accumulator_bounds(integers, encoding, tuple(range(1, integers.ndim)))

@@ -50,6 +50,12 @@ class IntegerResult:
     operations: tuple[Operation, ...] = ()
     constants: tuple[TensorProto, ...] = ()
 
+    @property
+    def integers(self) -> bool:
+        """Whether the model computes on integers alone: no kernels with scales of their own, no float islands."""
+        made = self.certificate
+        return (made["target"], made["requantize"]) == ("standard", "integer") and not made["float_nodes"]
+
 
 def convert(
     model: ModelProto,

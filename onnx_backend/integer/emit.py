@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.fixed import Plan, plan
 from onnx_backend.integer.narrow import NarrowPlan, narrow_plan
 from onnx_backend.integer.operations import Operation, Requantization, Table
-from onnx_backend.integer.values import Encoding, Linear, Lookup
+from onnx_backend.integer.values import Array, Encoding, Linear, Lookup
 from qsdk.core.fixed_point import Rounding
 
 
@@ -46,6 +47,14 @@ class Builder:
             self.initializers.append(numpy_helper.from_array(values, name))
             self._constants[key] = name
         return self._constants[key]
+
+    def packed(self, values: Array, bits: int, stem: str) -> str:
+        """Give the name of a uint8 tensor of small constants that is stored in 8, 4 or 2 bits and widened by a Cast."""
+        raised = values.astype(np.uint8)
+        if bits == 8:
+            return self.constant(raised, stem=stem)
+        kind = ml_dtypes.uint4 if bits == 4 else ml_dtypes.uint2
+        return self.cast(self.constant(raised.astype(kind), stem=stem), TensorProto.UINT8)
 
     def node(self, op_type: str, inputs: Sequence[str], *, name: str | None = None, **attributes: Any) -> str:
         """Append a node with one output and give that output's name (`name`, made unique)."""
@@ -112,7 +121,11 @@ def _row(
 def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
     if isinstance(fixed, Plan):
         return {}
-    return {"pre_shifts": [term.before.reshape(-1).tolist() for term in fixed.terms]}
+    parts = {"pre_shifts": "before", "zeros": "zero", "cuts": "cut"}
+    return {
+        key: [np.asarray(getattr(term, name)).reshape(-1).tolist() for term in fixed.terms]
+        for key, name in parts.items()
+    }
 
 
 def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:

@@ -5,8 +5,9 @@ times slower with int8 weights. Weights of 4 bits stay packed and are widened by
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from onnx import NodeProto, TensorProto
@@ -27,6 +28,10 @@ from onnx_backend.integer.values import (
 )
 
 _INT32 = (1 << 31) - 1
+_STORED_BITS: Mapping[int, int] = MappingProxyType(
+    {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+)
+_TWO_BITS_OPSET = 25  # the first with 2-bit types
 _QUANTIZE_WEIGHT = "store it as an integer initializer behind a DequantizeLinear, per tensor or per output channel"
 
 
@@ -45,21 +50,24 @@ def coded_weight(value: Value | None, axis: int | None) -> CodedConstant:
     return value.coded
 
 
-def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple[int, bool]:
-    """Give what is added to a weight to store it unsigned, and whether it is stored in 4 bits.
+def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple[int, int]:
+    """Give what is added to a weight to store it unsigned, and the bits it is stored in.
 
     Raises:
         Refused: zero points per channel spread the values over more than 8 bits.
     """
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
-    four = coded.dtype in (TensorProto.INT4, TensorProto.UINT4) and high - low <= 15
-    top = 15 if four else 255
+    bits = _STORED_BITS.get(coded.dtype, 8)
+    if bits == 2 and ctx.opset < _TWO_BITS_OPSET:
+        bits = 4
+    bits = bits if high - low < 1 << bits else 8
+    top = (1 << bits) - 1
     if high - low > top:
         raise Refused("its weight's zero points differ too much between channels for 8 bits", "use symmetric weights")
     zero = min(max((top + 1) // 2, -low), top - high)
     b = ctx.builder
-    b.facts[b.label].update(weight_bits=4 if four else 8, weight_zero_point=zero)
-    return zero, four
+    b.facts[b.label].update(weight_bits=bits, weight_zero_point=zero)
+    return zero, bits
 
 
 def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
@@ -111,14 +119,14 @@ def _recorded(
     attrs: dict[str, object] | None = None,
 ) -> str:
     """Record the sum of products of a layer whose weight is input `index` of its node; give the accumulator."""
-    zero, four = weight_storage(ctx, coded, integers)
+    zero, bits = weight_storage(ctx, coded, integers)
     b = ctx.builder
     result = b.fresh(f"{node.output[0]}.accumulator")
     op_type = "MatMul" if attrs is None else "Conv"
     stem, first = node.input[index], attrs is None and index == 0
     shape = ctx.shapes.get(node.input[1 - index])
     rank = None if shape is None else len(shape)
-    layer = (*activation, integers, zero, four, coded.scale, attrs or {}, first, stem, result, b.label, rank)
+    layer = (*activation, integers, zero, bits, coded.scale, attrs or {}, first, stem, result, b.label, rank)
     b.nodes.append(Accumulation(op_type, *layer))
     return result
 

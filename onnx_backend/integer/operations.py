@@ -25,7 +25,7 @@ class Accumulation:
         encoding: of the activation.
         weight: int64, its zero point subtracted.
         zero: what is added to the weight to store it unsigned.
-        four: whether it is stored in 4 bits.
+        bits: in which it is stored: 8, 4 or 2.
         scale: float64, of the weight: shape () or (channels,).
         attributes: of the Conv.
         weight_first: whether the weight is the left operand of the MatMul.
@@ -40,7 +40,7 @@ class Accumulation:
     encoding: Encoding
     weight: Array
     zero: int
-    four: bool
+    bits: int
     scale: Array
     attributes: Mapping[str, Any]
     weight_first: bool

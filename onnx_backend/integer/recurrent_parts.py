@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
 from onnx import TensorProto, helper
 
@@ -73,12 +72,9 @@ def matrix(ctx: Context, value: Value | None, direction: int, what: str) -> Matr
     scale: Array = coded.scale.reshape(-1)
     if coded.axis != 1:
         scale = scale[direction if coded.axis == 0 else 0].reshape(())
-    zero, four = weight_storage(ctx, coded, integers)
-    b, raised = ctx.builder, (integers + zero).astype(np.uint8)
-    if four:
-        name = b.cast(b.constant(raised.astype(ml_dtypes.uint4), stem=what), TensorProto.UINT8)
-    else:
-        name = b.constant(raised, stem=what)
+    zero, bits = weight_storage(ctx, coded, integers)
+    b = ctx.builder
+    name = b.packed(integers + zero, bits, what)
     return Matrix(name, b.constant(zero, np.uint8), integers, scale)
 
 

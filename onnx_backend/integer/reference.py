@@ -54,5 +54,5 @@ def run_reference(model: ModelProto, inputs: Mapping[str, Array], *, every_tenso
 
 def _constant(tensor: Any) -> Array:
     array = numpy_helper.to_array(tensor)
-    # NumPy cannot compute on packed 4-bit types; their values fit in 8 bits
-    return array.astype(np.uint8) if array.dtype.name == "uint4" else array
+    # NumPy cannot compute on packed types; their values fit in 8 bits
+    return array.astype(np.uint8) if array.dtype.name in ("uint4", "uint2") else array

@@ -4,7 +4,6 @@ The recipes use only operators whose integer kernels are right on every operand:
 and Min are wrong for operands in [2**31, 2**32) on x86, so the shift is done on uint64 and the clip on int32.
 """
 
-import ml_dtypes
 import numpy as np
 from onnx import TensorProto
 
@@ -26,10 +25,7 @@ def accumulate(b: Builder, op: Accumulation) -> None:
 
 
 def _stored_weight(b: Builder, op: Accumulation) -> str:
-    raised = (op.weight + op.zero).astype(np.uint8)
-    if not op.four:
-        return b.constant(raised, stem=op.stem)
-    return b.cast(b.constant(raised.astype(ml_dtypes.uint4), stem=op.stem), TensorProto.UINT8)
+    return b.packed(op.weight + op.zero, op.bits, op.stem)
 
 
 def multiply(b: Builder, op: Product) -> None:
