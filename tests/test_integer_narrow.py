@@ -63,7 +63,7 @@ def test_no_value_is_further_off_than_the_stated_error(data, bits):
     constant = data.draw(st.sampled_from([0.0, 11.25, -300.4]))
     model, error = recipe(terms, constant, channels, 100, bits)
     real = constant + sum((feeds[f"acc{i}"] - zero) * scale for i, (scale, zero, _) in enumerate(terms))
-    assert error <= (1 if bits == 32 else 0.5)
+    assert error <= (1 if bits == 32 else 1e-3)
     lo = np.clip(np.floor(real - error + 0.5 - 1e-9), -100, 155) + 100
     hi = np.clip(np.floor(real + error + 0.5 + 1e-9), -100, 155) + 100
     for found in (run(model, feeds)["y"], run(model, feeds, LEVELS[0])["y"], run_reference(model, feeds)["y"]):

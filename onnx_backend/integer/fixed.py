@@ -15,6 +15,8 @@ from qsdk.core.fixed_point import MAX_SHIFT, fixed_point, tie_in_range, ties_pos
 
 #: Above this many channels or positions a tie is assumed possible instead of searched for.
 _TIE_SEARCH = 1 << 16
+#: Bits below an output step to which the rounding of a mantissa is kept, over all that it is multiplied with.
+_FINE = 12
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ def _common_shift(value: Linear, ratios: Sequence[Array], encoding: Encoding) ->
     constant = np.clip(value.constant / np.float64(encoding.scale), -limit, limit)
     _, shift = _fixed(np.where(largest > 0, largest, 1.0))
     _, exponent = np.frexp(reach + np.abs(constant) + 1.0)
+    # terms far apart: the mantissa of the finest needs enough bits for all values it is multiplied with
+    _, span = np.frexp(sum(np.maximum(np.abs(t.lo - t.zero), np.abs(t.hi - t.zero)) for t in value.terms) + 1.0)
+    shift = np.maximum(shift, span + _FINE)
     shift = np.minimum(np.minimum(shift, 60), 61 - exponent)  # products and their sum stay below 2**61
     if np.any(shift < 1):
         raise Refused("its terms are too far apart for one fixed point", "recalibrate: one scale is far too large")
