@@ -18,7 +18,7 @@ def tidy(model: ModelProto) -> None:
         ModelError: a tensor is made twice or never, or the graph has a circle; names the node.
     """
     graph = model.graph
-    _densify(graph)
+    densify(graph)
     _require_single_definitions(graph)
     stored = {tensor.name for tensor in graph.initializer}
     for index in reversed([i for i, value in enumerate(graph.input) if value.name in stored]):
@@ -37,7 +37,7 @@ def named(node: NodeProto) -> str:
     return node.name or next((name for name in node.output if name), node.op_type)
 
 
-def _densify(graph: GraphProto) -> None:
+def densify(graph: GraphProto) -> None:
     """Store sparse tensors as dense ones."""
     for sparse in graph.sparse_initializer:
         values, places = array(sparse.values), array(sparse.indices)

@@ -200,8 +200,12 @@ def _add_to_integer(commands: Any) -> None:
     integer.add_argument(
         "--weights", choices=("unsigned", "signed"), default="unsigned", help="of kernels (signed: see the guide)"
     )
+    integer.add_argument("--product-bits", type=int, choices=(32, 64), default=64, help="of requantization")
     integer.add_argument(
         "--allow-float", action="append", default=[], metavar="GLOB", help="a node or op type that may stay float"
+    )
+    integer.add_argument(
+        "--firmware", metavar="PATH", help="write the network without ONNX too: .npz (arrays) or .h (a C header)"
     )
     integer.set_defaults(run="qsdk.commands.files:run_to_integer")
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from onnx import ModelProto
@@ -14,14 +14,18 @@ from onnx_backend import validate as validation
 from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.external_data import require_no_external_data
-from onnx_backend.integer.convert import convert
+from onnx_backend.integer.convert import IntegerResult, convert
+from onnx_backend.integer.firmware_files import firmware_file, require_firmware_path
+from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.forced import operations, teacher_forced, with_parity
 from onnx_backend.integer.measure import measure, measured_inputs
+from onnx_backend.integer.prepare import prepared
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.open_adopted import open_with_config
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.stored_encodings import float_facts
+from onnx_backend.tidy import densify
 from onnx_backend.traced import TracedModel, open_traced
 from qsdk.algorithms.ranks import gathered
 from qsdk.core.config import QuantConfig
@@ -268,8 +272,11 @@ def to_integer(
     rounding: Rounding = "half_even",
     requantize: str = "integer",
     weights: str = "unsigned",
+    product_bits: int = 64,
     allow_float: Sequence[str] = (),
+    shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
+    firmware: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
 
@@ -288,15 +295,21 @@ def to_integer(
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
         weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but on x86 without VNNI the
             runtime's kernels saturate sums of two products.
+        product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
+        shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, of which the first is measured with; random inputs within the input's range if there are none.
+        firmware: where the network goes without ONNX: `.npz` (arrays and operations) or `.h` (C, for a batch of 1).
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
-        ConfigError: an option that does not exist.
+        ConfigError: an option, an end of `firmware` or shapes that do not exist.
         FileFormatError: the model is unreadable or invalid.
     """
-    opened = onnx_model.with_weights(opened_qdq(model))
+    require_firmware_path(firmware, out)
+    opened = prepared(onnx_model.with_weights(opened_qdq(model)), allow_float)
+    if shapes:
+        opened = with_shapes(opened, shapes)
     result = convert(
         opened,
         target=target,
@@ -304,15 +317,28 @@ def to_integer(
         rounding=rounding,
         requantize=requantize,
         weights=weights,
+        product_bits=product_bits,
         allow_float=allow_float,
     )
-    integers = target == "standard" and requantize == "integer" and not allow_float
-    inputs = measured_inputs(opened, result.model, data)
-    measured = measure(opened, result.model, inputs, edges=edges, reference=integers)
+    return _measured(opened, result, measured_inputs(opened, result.model, data), out, firmware)
+
+
+def _measured(
+    opened: ModelProto,
+    result: IntegerResult,
+    inputs: Mapping[str, Any],
+    out: str | os.PathLike[str],
+    firmware: str | os.PathLike[str] | None,
+) -> Report:
+    """Measure an integer-only model and write it with its companions."""
+    edges, recorded = result.certificate["edges"], result.operations
+    measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
     parity = teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
     certificate = {**result.certificate, "measured": measured, "parity": parity}
-    companions: dict[Any, str] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
+    companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
+    if firmware is not None:
+        companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, onnx_model.serialized(result.model), companions)
     return Report(result.report.title, with_parity(result.report.rows, parity), {**result.report.summary, **measured})
 
@@ -358,6 +384,7 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
     where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
     if not isinstance(source, ModelProto):
         require_companion(opened, source)
+    densify(opened.graph)
     validation.require_valid(opened, where)
     return normalised(opened)
 

@@ -8,6 +8,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper, shape_inference
 
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.operations import Softmax
+from onnx_backend.integer.standard_pool import largest_of_slices
 from onnx_backend.integer.values import (
     Codes,
     Constant,
@@ -44,6 +46,7 @@ class Context:
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
+        softmaxes: the values that are a Softmax of codes, by tensor (filled on the way).
     """
 
     builder: Builder
@@ -56,6 +59,7 @@ class Context:
     sites: dict[str, Codes] = field(default_factory=dict)
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
     floats: set[str] = field(default_factory=set)
+    softmaxes: dict[str, tuple[Value, Softmax]] = field(default_factory=dict)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
         """Give static dimensions of a tensor of the Q/DQ model.
@@ -188,25 +192,8 @@ def _largest_of_slices(ctx: Context, node: NodeProto, codes: str, name: str) -> 
         Refused: its sizes are not static, or its padding is given as a rule.
     """
     attrs = attributes(node)
-    kernel = list(attrs["kernel_shape"])
-    axes = range(2, 2 + len(kernel))
     if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise Refused("a MaxPool of 16 bits with auto_pad", "write its pads as numbers")
-    strides, dilations = (list(attrs.get(key, [1] * len(kernel))) for key in ("strides", "dilations"))
-    pads = list(attrs.get("pads", [0] * 2 * len(kernel)))
-    wanted = ctx.sizes(node.output[0], list(axes))
-    b = ctx.builder
-    for i, (size, axis) in enumerate(zip(ctx.sizes(node.input[0], list(axes)), axes, strict=True)):
-        reach = (wanted[i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1
-        after = max(reach - size - pads[i], 0)  # with ceil_mode more than its pad
-        along = b.constant([axis], np.int64)
-        if pads[i] or after:  # 0 is the smallest code, so padding never wins
-            widths = [b.constant([pads[i], after], np.int64), b.constant(0, np.int32), along]
-            codes = b.node("Pad", [codes, *widths])
-        taps = []
-        for start in range(0, kernel[i] * dilations[i], dilations[i]):
-            ends = [start], [start + (wanted[i] - 1) * strides[i] + 1]
-            bounds = [b.constant(end, np.int64) for end in ends]
-            taps.append(b.node("Slice", [codes, *bounds, along, b.constant([strides[i]], np.int64)]))
-        codes = b.node("Max", taps, name=name)
-    return codes
+    axes = range(2, 2 + len(attrs["kernel_shape"]))
+    sizes, wanted = (ctx.sizes(tensor, axes) for tensor in (node.input[0], node.output[0]))
+    return largest_of_slices(ctx.builder, codes, attrs, sizes, wanted, name)

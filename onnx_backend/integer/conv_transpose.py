@@ -10,7 +10,7 @@ times slower for 64 -> 32 channels of 28 x 28, kernel 4, stride 2. The accumulat
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from onnx_backend.integer.layers import (
     coded_weight,
     plus_constant,
     require_positive,
+    weight_parts,
     weight_storage,
 )
 from onnx_backend.integer.operations import Accumulation
@@ -95,18 +96,19 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
     phases = math.prod(axis.stride for axis in axes)
     # one scale per output channel of a group; the groups share them
     scale = np.tile(coded.scale, group) if coded.axis is not None else coded.scale.reshape(())
-    phased = np.repeat(scale, phases) if scale.ndim else scale
-    zero, bits = weight_storage(ctx, coded, integers)
     channels, b, parts = (-1, *(1 for _ in axes)), ctx.builder, []
     pads = [axis.reach - axis.first for axis in axes] + [axis.after for axis in axes]
-    for codes, encoding in activation:
+    for (codes, encoding), part in itertools.product(activation, weight_parts(replace(coded, scale=scale), integers)):
         result = b.fresh(f"{node.output[0]}.phases")
-        layer = (codes, encoding, integers, zero, bits, phased, {"group": group, "pads": pads}, False, node.input[1])
-        b.nodes.append(Accumulation("Conv", *layer, result, b.label, 2 + len(axes)))
+        phased = np.repeat(part.scale, phases) if part.scale.ndim else part.scale
+        layer = (part.integers, *weight_storage(ctx, part, part.integers), phased, {"group": group, "pads": pads})
+        b.nodes.append(
+            Accumulation("Conv", codes, encoding, *layer, False, node.input[1], result, b.label, 2 + len(axes))
+        )
         accumulator = _shuffled(ctx, node, result, axes, integers.shape[0] // phases)
-        low, high = accumulator_bounds(integers, encoding, tuple(range(1, integers.ndim)))
+        low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, integers.ndim)))
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
-        shaped = encoding.scale * (scale.reshape(channels) if scale.ndim else scale)
+        shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)
         parts.append(accumulated(accumulator, shaped, low, high, node))
     value = together(parts)
     if len(args) > 2 and args[2] is not None:

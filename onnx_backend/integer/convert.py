@@ -27,6 +27,12 @@ from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
 
+_STILL_FLOAT = ("is a float tensor", "leaves the model unquantized", "no QuantizeLinear reads it", "weight is float")
+_QUANTIZE_THE_REST = (
+    "what the file leaves float, qsdk quantizes: sim = qsdk.quantize(model, None, qsdk.w8a8()), then calibrate(sim, data) "
+    "and export(sim, path)"
+)
+_COLUMNS = ("node", "site", "op_type", "form", "rounding", "accumulator_bound", "channels")
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
 
 
@@ -157,7 +163,10 @@ def _leave(
 def _message(refusals: Sequence[Refusal]) -> str:
     rows = [f"  {r.op_type} {r.node!r}: {r.reason}; {r.remedy}" for r in refusals]
     count = f"{len(refusals)} node{'s' if len(refusals) > 1 else ''}"
-    return f"{count} cannot be made integer-only:\n" + "\n".join(rows)
+    hint = ""
+    if any(r.reason.endswith(_STILL_FLOAT) for r in refusals):
+        hint = "\n" + _QUANTIZE_THE_REST
+    return f"{count} cannot be made integer-only:\n" + "\n".join(rows) + hint
 
 
 def _assembled(
@@ -177,8 +186,11 @@ def _assembled(
             if ctx.edges == "integer" and codes is not None:
                 info.type.tensor_type.elem_type = edge_dtype(codes.encoding)
                 scale, point = _edge_encoding(codes)
+                kept = TensorProto.DataType.Name(codes.encoding.dtype).lower()
+                metadata[f"qsdk.{kind}.{info.name}.dtype"] = kept
                 metadata[f"qsdk.{kind}.{info.name}.scale"] = repr(scale)
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
+    ctx.builder.shapes = {codes.name: ctx.shapes[site] for site, codes in ctx.sites.items() if site in ctx.shapes}
     graph.node.extend(expand(ctx.builder, {info.name for info in graph.output}, kernels))
     used = {name for node in graph.node for name in node.input}
     graph.initializer.extend(tensor for tensor in ctx.builder.initializers if tensor.name in used)
@@ -248,6 +260,5 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernel
         "float_nodes": len(certificate["float_nodes"]),
         "nodes": len(integer.graph.node),
     }
-    empty = dict.fromkeys(rows[0]) if rows else {}
-    rows += [{**empty, "node": name, "form": "float"} for name in certificate["float_nodes"]]
+    rows += [{**dict.fromkeys(_COLUMNS), "node": name, "form": "float"} for name in certificate["float_nodes"]]
     return Report("Integer-only model", rows, summary)

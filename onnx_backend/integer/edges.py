@@ -11,6 +11,7 @@ from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.values import (
     GRIDS,
     Codes,
+    Constant,
     Encoding,
     Failed,
     Floating,
@@ -46,7 +47,13 @@ def _edge_in(ctx: Context, tensor: str, encoding: Encoding, name: str) -> str:
     b = ctx.builder
     if ctx.edges == "float":
         return quantized(b, tensor, encoding, name)
-    return _on_grid(b, raised(b, tensor, encoding, name), encoding, name)
+    codes = raised(b, tensor, encoding, name)
+    return codes if GRIDS[encoding.dtype][0] else _on_grid(b, codes, encoding, name)
+
+
+def _whole(encoding: Encoding) -> bool:
+    """Whether every value of the stored type is a code."""
+    return encoding.hi in (255, 65535)
 
 
 def quantized(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
@@ -59,7 +66,7 @@ def quantized(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
 
 
 def _on_grid(b: Builder, codes: str, encoding: Encoding, name: str) -> str:
-    if encoding.hi in (255, 65535):
+    if _whole(encoding):
         return codes
     return b.node("Clip", [codes, b.constant(0, np.uint8), b.constant(encoding.hi, np.uint8)], name=name)
 
@@ -70,6 +77,8 @@ def raised(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
     if not up:
         return b.cast(tensor, TensorProto.INT32, name=name) if encoding.wide else tensor
     wide = b.node("Add", [b.cast(tensor, TensorProto.INT32), b.constant(up, np.int32)])
+    if not _whole(encoding):  # 4 bits in 8: saturate before the Cast wraps
+        wide = b.node("Clip", [wide, b.constant(0, np.int32), b.constant(encoding.hi, np.int32)])
     return wide if encoding.wide else b.cast(wide, TensorProto.UINT8, name=name)
 
 
@@ -82,6 +91,8 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     b = ctx.builder
     if isinstance(value, Failed):
         return None
+    if isinstance(value, Integers) and value.name == output:
+        return None  # an integer input that leaves as it is
     if isinstance(value, Integers):
         _append(b, "Identity", [integer_name(ctx, value)], output)
         return None
@@ -95,6 +106,13 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     if isinstance(value, Joined) and ctx.edges == "float":
         _leave_joined(ctx, value, output)
         return None
+    if isinstance(value, Constant):
+        raise Refused("it is a float constant", "remove it from the model's outputs: it never changes")
+    if isinstance(value, FloatInput) and not value.after and (value.lo, value.hi) == (-np.inf, np.inf):
+        raise Refused(
+            f"it is the float input {value.name!r} as it came",
+            "remove it from the model's outputs, or quantize it: a QuantizeLinear/DequantizeLinear pair before it",
+        )
     if not isinstance(value, Lookup) or value.encoding is None:
         raise Refused(
             "it leaves the model unquantized", "quantize it: a QuantizeLinear/DequantizeLinear pair before it"

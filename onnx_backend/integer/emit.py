@@ -1,6 +1,6 @@
 """Recording the integer graph: names, constants, nodes, requantizations and tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +26,8 @@ class Builder:
         self.label = ""  # the node being lowered
         self.behind = ""  # the node that made its first input
         self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
+        self.indices: set[str] = set()  # codes that only tables read, written as int32
+        self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}
 
@@ -142,6 +144,7 @@ def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
         **b.facts.get(b.behind, {}),
         "quantize_node": b.label,
         "form": "table",
+        "input": value.name,
         "tensor": result,
         "output_zero_point": encoding.zero_point,
         "rounding": "half_even",

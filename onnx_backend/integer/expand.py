@@ -11,8 +11,9 @@ from typing import Any
 
 from onnx import NodeProto
 
-from onnx_backend.integer import runtime, standard
+from onnx_backend.integer import runtime, standard, standard_pool
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.fixed import Plan
 from onnx_backend.integer.operations import (
     Accumulation,
     Join,
@@ -42,16 +43,19 @@ def expand(b: Builder, outputs: set[str], kernels: Kernels | None = None) -> lis
     """Give the nodes that make `outputs`, and fill the certificate with a row per requantization and table."""
     recorded, b.nodes = live(b.nodes, outputs), []
     readers = _readers(recorded, outputs)
+    b.indices = set() if kernels else _indices(recorded, outputs)
     waiting: dict[str, Recorded] = {}
     for operation in recorded:
         if isinstance(operation, NodeProto):
-            b.nodes.append(operation)
+            if (kernels is not None and kernels.contrib) or not standard_pool.max_pool(b, operation):
+                b.nodes.append(operation)
         elif kernels is not None and _waits(operation, readers):
             waiting[operation.result] = operation
         else:
             held = {name: waiting.pop(name) for name in operation.input if name in waiting}
             _write(b, operation, held, kernels)
-    return [node for node in b.nodes if isinstance(node, NodeProto)]
+    # a kernel that replaces several operations leaves some without a reader
+    return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
 
 
 def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:
@@ -73,6 +77,16 @@ def _readers(operations: Sequence[Operation], outputs: set[str]) -> dict[str, Op
         for name in operation.input:
             sole[name] = operation if counts[name] == 1 else None
     return sole
+
+
+def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
+    """Give the codes that a requantization makes for tables alone, which index with int32."""
+    others = set(outputs)
+    for operation in operations:
+        if not isinstance(operation, Table) or standard.clips(operation):
+            others.update(operation.input)
+    made = (op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, Plan))
+    return {op.result for op in made if op.result not in others}
 
 
 def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool:
@@ -107,6 +121,8 @@ def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernel
             return runtime.product(b, operation, maker, kernels)
         if isinstance(maker, WindowSum):
             return kernels.contrib and runtime.pool(b, operation, maker)
+        if operation.softmax is not None:
+            return kernels.contrib and runtime.softmax(b, operation, operation.softmax)
         return kernels.contrib and runtime.addition(b, operation)
     if isinstance(operation, Join):
         tables = {name: part for name, part in held.items() if isinstance(part, Table)}

@@ -78,7 +78,8 @@ def _codes(integer: ModelProto, names: Sequence[str], feeds: Mapping[str, Array]
 def _stored(codes: Array, found: Codes) -> Array:
     """Give codes in the dtype that the Q/DQ model stores, 4 bits in 8."""
     dtype = _PACKED.get(found.encoding.dtype, found.encoding.dtype)
-    return (codes.astype(np.int64) - GRIDS[found.encoding.dtype][0]).astype(helper.tensor_dtype_to_np_dtype(dtype))
+    stored = codes.astype(np.int64) - GRIDS[found.encoding.dtype][0]
+    return np.asarray(stored, helper.tensor_dtype_to_np_dtype(dtype))  # of a scalar too
 
 
 def _cut(source: ModelProto, sites: Mapping[str, Codes]) -> tuple[ModelProto, dict[str, NodeProto]]:

@@ -9,6 +9,7 @@ from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.context import Args, Context, integer_name, label, move
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.no_form import require_no_bodies
 from onnx_backend.integer.ops import INTEGER_TYPES
 from onnx_backend.integer.values import (
     Constant,
@@ -63,6 +64,7 @@ def floated(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, .
     Raises:
         Refused: an input has no float form.
     """
+    require_no_bodies(node)
     b = ctx.builder
     before = len(b.nodes)
     inputs = [_as_float(ctx, arg) if arg is not None else "" for arg in args]

@@ -54,7 +54,7 @@ def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple
     """Give what is added to a weight to store it unsigned, and the bits it is stored in.
 
     Raises:
-        Refused: zero points per channel spread the values over more than 8 bits.
+        Refused: its values, zero points subtracted, need more than 8 bits.
     """
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
     bits = _STORED_BITS.get(coded.dtype, 8)
@@ -63,11 +63,26 @@ def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple
     bits = bits if high - low < 1 << bits else 8
     top = (1 << bits) - 1
     if high - low > top:
-        raise Refused("its weight's zero points differ too much between channels for 8 bits", "use symmetric weights")
+        raise Refused(
+            f"its weight, zero points subtracted, reaches from {low} to {high}",
+            "quantize it to 8 bits with a zero point of 0",
+        )
     zero = min(max((top + 1) // 2, -low), top - high)
     b = ctx.builder
     b.facts[b.label].update(weight_bits=bits, weight_zero_point=zero)
     return zero, bits
+
+
+def weight_parts(coded: CodedConstant, integers: Array) -> list[CodedConstant]:
+    """Give a weight as summands of 8 bits: itself, or its bytes.
+
+    Zero points per channel and 16 bits need more than the 8 bits that integer kernels take; `256 * high + low` is exact.
+    """
+    lower, factor = [], 1.0
+    while int(integers.max(initial=0)) - int(integers.min(initial=0)) > 255:
+        lower.append(replace(coded, integers=integers & 255, scale=coded.scale * factor))
+        integers, factor = integers >> 8, factor * 256.0
+    return [replace(coded, integers=integers, scale=coded.scale * factor), *lower]
 
 
 def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
@@ -97,10 +112,10 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
     rank = coded.integers.ndim
     channels = (-1, *(1 for _ in range(rank - 2)))
     parts = []
-    for codes, encoding in activation:
-        low, high = accumulator_bounds(coded.integers, encoding, tuple(range(1, rank)))
-        result = _recorded(ctx, node, coded, coded.integers, 1, (codes, encoding), attributes(node))
-        scale = encoding.scale * (np.broadcast_to(coded.scale, low.shape) if coded.axis is not None else coded.scale)
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
+        low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, rank)))
+        result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attributes(node))
+        scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
         parts.append(accumulated(result, scale.reshape(channels), *ends, node))
     value = together(parts)
@@ -196,10 +211,10 @@ def _same_scale(bias: Array, accumulator: Array) -> bool:
 def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower Gemm with a constant second operand."""
     attrs = attributes(node)
-    if attrs.get("transA", 0):
-        raise Refused("transA=1", "transpose the activation in front of the Gemm")
     transposed = bool(attrs.get("transB", 0))
     activation = bytes_of(ctx, args[0])
+    if attrs.get("transA", 0):
+        activation = [(ctx.builder.node("Transpose", [codes], perm=[1, 0]), e) for codes, e in activation]
     coded = coded_weight(args[1], 0 if transposed else 1)
     integers = coded.integers.T if transposed else coded.integers
     value = _matmul(ctx, node, activation, coded, integers)
@@ -234,12 +249,12 @@ def _matmul(
 ) -> Linear:
     require_positive(coded.scale)
     parts = []
-    for codes, encoding in activation:
-        low, high = accumulator_bounds(integers, encoding, (integers.ndim - 2,))
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, integers)):
+        low, high = accumulator_bounds(part.integers, encoding, (integers.ndim - 2,))
         leading = tuple(range(low.ndim - 1))
         low, high = low.min(axis=leading), high.max(axis=leading)
-        accumulator = _recorded(ctx, node, coded, integers, 1, (codes, encoding))
-        scale = encoding.scale * (coded.scale if coded.axis is not None else coded.scale.reshape(()))
+        accumulator = _recorded(ctx, node, part, part.integers, 1, (codes, encoding))
+        scale = encoding.scale * (part.scale if part.axis is not None else part.scale.reshape(()))
         parts.append(accumulated(accumulator, scale, low, high, node))
     return together(parts)
 
@@ -277,9 +292,9 @@ def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: 
     if coded.integers.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one row")
     parts = []
-    for codes, encoding in activation:
-        low, high = accumulator_bounds(coded.integers, encoding, (coded.integers.ndim - 1,))
-        accumulator = _recorded(ctx, node, coded, coded.integers, 0, (codes, encoding))
-        scale = np.asarray(encoding.scale * coded.scale.reshape(()), np.float64)
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
+        low, high = accumulator_bounds(part.integers, encoding, (coded.integers.ndim - 1,))
+        accumulator = _recorded(ctx, node, part, part.integers, 0, (codes, encoding))
+        scale = np.asarray(encoding.scale * part.scale.reshape(()), np.float64)
         parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
     return together(parts)

@@ -10,6 +10,7 @@ from onnx_backend.integer import ops
 from onnx_backend.integer.context import Args, Context, Lowering, attributes
 from onnx_backend.integer.curves import CURVES
 from onnx_backend.integer.norms import NORMS
+from onnx_backend.integer.passing import cast
 from onnx_backend.integer.recurrent import gru, lstm
 from onnx_backend.integer.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.tables import TABLES
@@ -43,6 +44,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         **{name: either(ops.LOWERINGS[name], wide) for name, wide in WIDE.items()},
         **{name: either(ops.LOWERINGS[name], curve(name, TABLES[name])) for name in CURVES},
         **NORMS,
+        "Cast": cast,
         "Concat": concat,
         "GRU": gru,
         "IsNaN": is_nan,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.feeding import as_feeds
+from onnx_backend.integer.index_bounds import index_bounds
 from onnx_backend.integer.operations import Operation, Requantization
 from onnx_backend.integer.reference import run_reference
 from onnx_backend.model import initializers, input_names
@@ -45,10 +46,18 @@ def measure(
         Runtime and the NumPy integer reference raises, or None if they were not compared.
 
     Raises:
+        DataError: the inputs are none that the model can compute on (an index beyond its table).
         IntegerError: ONNX Runtime and the reference disagree, or an accumulator exceeds its bound.
     """
     names = [info.name for info in integer.graph.output]
-    ours = dict(zip(names, simulation_session(integer).run(names, dict(inputs)), strict=True))
+    session = simulation_session(integer)
+    try:
+        ours = dict(zip(names, session.run(names, dict(inputs)), strict=True))
+    except Exception as error:  # the runtime's own exception types are private
+        raise DataError(
+            f"the integer model does not run on the inputs of the measurement ({error}); give inputs that the model "
+            "takes: data=[batch]"
+        ) from error
     expected = run_reference(integer, inputs, every_tensor=True) if reference else ours
     for name in names:
         if not np.array_equal(ours[name], expected[name]):
@@ -102,15 +111,21 @@ def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any]
 
 
 def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:
-    """One array per input of `model`: floats uniform over the range of their quantizer in `source`."""
-    wanted = set(input_names(model.graph))
-    return {info.name: _random(info, source, generator) for info in model.graph.input if info.name in wanted}
+    """One array per input of `model`: floats uniform over the range of their quantizer in `source`, indices in theirs."""
+    wanted, rows = set(input_names(model.graph)), index_bounds(model)
+    return {
+        info.name: _random(info, source, generator, rows.get(info.name))
+        for info in model.graph.input
+        if info.name in wanted
+    }
 
 
-def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Generator) -> Array:
+def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Generator, rows: int | None) -> Array:
     dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
     shape = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _DYNAMIC for d in dims]
     dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+    if rows is not None:
+        return generator.integers(0, rows, shape).astype(dtype)
     if np.issubdtype(dtype, np.integer):
         high = min(int(np.iinfo(dtype).max), 255)
         return generator.integers(max(int(np.iinfo(dtype).min), -128), high + 1, shape).astype(dtype)

@@ -140,7 +140,7 @@ def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
 def max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower MaxPool: the largest code is the code of the largest value, and padding never wins."""
     if len(node.output) > 1 and node.output[1]:
-        raise Refused("its indices are used", "remove the second output")
+        raise Refused("its second output, the indices, is read", "write what reads them without indices")
     return _movement(monotone=True)(ctx, node, args)
 
 
@@ -197,7 +197,7 @@ def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
 def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Drop Identity and inference-time Dropout."""
     if len(node.output) > 1 and node.output[1]:
-        raise Refused("its mask is used", "remove the second output")
+        raise Refused("its second output, the mask, is read", "export the model in evaluation mode, without Dropout")
     value = args[0]
     assert value is not None  # the input is required by the standard
     return value

@@ -131,6 +131,23 @@ class WindowSum:
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """The Softmax of codes along one axis, which some targets compute without its accumulators.
+
+    Attributes:
+        codes: the uint8 scores.
+        encoding: of the scores.
+        axis: along which the exponentials are summed.
+        length: of the axis.
+    """
+
+    codes: str
+    encoding: Encoding
+    axis: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Requantization:
     """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
 
@@ -143,6 +160,7 @@ class Requantization:
         result: name of the codes.
         label: the node it was made from.
         row: its row of the certificate.
+        softmax: what the accumulators hold, if it is just that.
     """
 
     value: Linear
@@ -153,6 +171,7 @@ class Requantization:
     result: str
     label: str
     row: dict[str, Any] = field(compare=False)
+    softmax: Softmax | None = None
 
     @property
     def input(self) -> Sequence[str]:

@@ -278,6 +278,9 @@ def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
     first = shapes[0]
     axis = axis % len(first) if first else axis
     sizes = tuple(shape[axis] if shape else None for shape in shapes)
+    if any(sizes) and 0 in sizes:  # a part without elements adds nothing
+        parts = tuple(part for part, size in zip(parts, sizes, strict=True) if size != 0)
+        sizes = tuple(size for size in sizes if size != 0)
     return settled(ctx, Joined(parts, axis, sizes), node.output[0])
 
 

@@ -1,11 +1,14 @@
 """Lowering of QuantizeLinear and DequantizeLinear: where values become codes and codes become values."""
 
+from dataclasses import replace
+
 import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.codes import to_codes
 from onnx_backend.integer.context import Args, Context, attributes
 from onnx_backend.integer.edges import raised
+from onnx_backend.integer.operations import Requantization
 from onnx_backend.integer.values import (
     GRIDS,
     Array,
@@ -19,6 +22,7 @@ from onnx_backend.integer.values import (
     Refused,
     Root,
     Value,
+    Wide,
     dequantized,
 )
 from onnx_backend.integer.wide_edges import ready
@@ -52,9 +56,18 @@ def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     if value is None or isinstance(value, Failed):
         return Codes(name, encoding)  # reported already; what follows is still examined
     codes = to_codes(ctx, ready(ctx, value, encoding), encoding, name)
+    _note_softmax(ctx, value)
     found = Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
     ctx.sites[name] = found
     return found
+
+
+def _note_softmax(ctx: Context, value: Value) -> None:
+    """Note at the requantization just recorded that it gives the codes of a Softmax of codes."""
+    nodes = ctx.builder.nodes
+    known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, Wide) else (None, None)
+    if known is value and isinstance(nodes[-1], Requantization):
+        nodes[-1] = replace(nodes[-1], softmax=softmax)
 
 
 def _root(value: Value, codes: str, encoding: Encoding) -> Root | None:
@@ -77,7 +90,7 @@ def activation_encoding(scale: Array, points: Array, dtype: int) -> Encoding:
             f"activations of {name} have no integer-only form in this version",
             "use an integer dtype of 4, 8 or 16 bits",
         )
-    if scale.size != 1:
+    if scale.size != 1 and not np.unique(scale).size == np.unique(points).size == 1:
         raise Refused("its activation has more than one scale", "quantize activations per tensor")
     if not np.isfinite(scale).all() or not (scale > 0).all():
         raise Refused(f"its scale is {scale.reshape(-1)[0]}", "recalibrate: scales are positive and finite")
@@ -140,7 +153,10 @@ def _dequantized_constant(value: Integers, scale: Array, points: Array, attrs: d
     integers = array - _aligned(points, array.shape, attrs)[0]
     values = affine.dequantize(integers.astype(np.float32), wide, np.float32(0))
     if blocks:
-        return Constant(values)
+        several = [i for i, size in enumerate(scale.shape) if size > 1]
+        if axis in several or len(several) > 1:
+            return Constant(values)
+        axis = several[0] if several else None  # one block holds the whole axis
     return Constant(values, CodedConstant(integers, scale.reshape(-1).astype(np.float64), axis, value.dtype))
 
 

@@ -19,6 +19,7 @@ from onnx_backend.integer.operations import (
     Operand,
     Product,
     Requantization,
+    Softmax,
     Table,
     WindowSum,
 )
@@ -28,6 +29,8 @@ CONTRIB = "com.microsoft"
 _INT32 = (1 << 31) - 1
 #: The largest sum of two weights of one sign for which `255 * w0 + 255 * w1` stays in int16.
 _PAIR = 128
+#: How far a Softmax in float32 may be from the real one, in output steps, before it is rounded.
+_CLOSE = 1.0 / 16.0
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,27 @@ def addition(b: Builder, op: Requantization) -> bool:
     for term in terms:
         tensors += [term.name, b.constant(np.float32(term.scale.item())), b.constant(np.uint8(term.zero.item()))]
     _bounded(b, op, "QLinearAdd", [*tensors, *_target(b, op.encoding)], domain=CONTRIB)
+    return True
+
+
+def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
+    """Write a Softmax of codes as its kernel; False where that is further from the real value than `_CLOSE`.
+
+    The kernel multiplies the share of an exponential in the sum, in float32, by the largest whole number that is not
+    above `1 / scale`: the scale written is the largest for which that is the nearest one.
+    """
+    steps = np.rint(1.0 / op.encoding.scale)
+    reach = min(steps, op.encoding.hi)
+    error = reach * (abs(steps * op.encoding.scale - 1.0) + (whole.length + 8) * 2.0**-24)
+    if error > _CLOSE:
+        return False
+    scale = np.float32(op.encoding.scale)
+    while np.floor(np.float32(1.0) / scale) < steps:
+        scale = np.nextafter(scale, np.float32(0.0))
+    tensors = [*_activation(b, whole.codes, whole.encoding), b.constant(scale)]
+    tensors.append(b.constant(np.uint8(op.encoding.zero_point)))
+    _bounded(b, op, "QLinearSoftmax", tensors, domain=CONTRIB, axis=whole.axis, opset=13)
+    op.row["error_bound"] = float(error)
     return True
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.context import Args, Context, attributes, integer_name, label
+from onnx_backend.integer.operations import Softmax
 from onnx_backend.integer.roots import logarithm, table_of_exponentials
 from onnx_backend.integer.selection import where as choose_codes
 from onnx_backend.integer.values import Constant, Integers, Lookup, NotANumber, Refused, Value, Wide
@@ -76,7 +77,12 @@ def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
     # e / s against the true e' / s': an error d of each exponential moves it by (1 + length) * d / s, and s >= 2**_BITS
     moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + 2.0 * rows.relative + rows.length * 2.0 ** (_BITS - ROOM)
     found = made(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
-    return replace(narrowed(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
+    value = replace(narrowed(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
+    scores = args[0]
+    if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
+        whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), rows.length)
+        ctx.softmaxes[value.name] = value, whole
+    return value
 
 
 def log_softmax(ctx: Context, node: NodeProto, args: Args) -> Value:

@@ -4,6 +4,9 @@ The recipes use only operators whose integer kernels are right on every operand:
 and Min are wrong for operands in [2**31, 2**32) on x86, so the shift is done on uint64 and the clip on int32.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from onnx import TensorProto
 
@@ -14,6 +17,10 @@ from onnx_backend.integer.operations import Accumulation, Join, Product, Requant
 from onnx_backend.integer.standard_narrow import requantize_narrow
 from onnx_backend.integer.values import Array, Encoding
 from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT
+
+_INT32 = (1 << 31) - 1
+#: A table of fewer codes is looked up in one row.
+_WORTH_SHARING = 1 << 12
 
 
 def accumulate(b: Builder, op: Accumulation) -> None:
@@ -62,37 +69,45 @@ def requantize(b: Builder, op: Requantization) -> None:
     if isinstance(op.plan, NarrowPlan):
         requantize_narrow(b, op, op.plan)
         return
-    products = []
-    for term, mantissa in zip(op.value.terms, op.plan.mantissas, strict=True):
-        wide = b.cast(term.name, TensorProto.INT64)
-        products.append(b.node("Mul", [wide, b.constant(mantissa, np.int64)]))
-    total = products[0]
-    for product in products[1:]:
-        total = b.node("Add", [total, product])
     if op.rounding == "gemmlowp":
-        rounded, lift, narrow = _twice_rounded(b, op.plan, total), np.zeros((), np.int64), False
+        rounded, lift, narrow = _twice_rounded(b, op, op.plan), np.zeros((), np.int64), False
     else:
-        rounded, lift, narrow = _shifted(b, op.plan, total, op.rounding)
-    inside = _saturated(b, rounded, op.encoding.zero_point - lift, op.bounds, narrow)
-    b.write("Cast", [inside], op.result, to=op.encoding.onnx_kind)
+        rounded, lift, narrow = _shifted(b, op, op.plan)
+    _saturate(b, op, rounded, op.encoding.zero_point - lift, narrow)
 
 
 def look_up(b: Builder, op: Table) -> None:
     """Write a table as a Clip where it is one, else as a gather."""
     lo, hi = int(op.table.min()), int(op.table.max())
     kind, from_wide = op.encoding.kind, op.table.size > 256
-    if np.array_equal(op.table, np.arange(op.table.size).clip(lo, hi)) and op.encoding.wide == from_wide:
+    if clips(op):
         op.row["form"] = "clip"
         b.write("Clip", [op.codes, b.constant(lo, kind), b.constant(hi, kind)], op.result)
         return
-    # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime
-    index = op.codes if from_wide else b.cast(op.codes, TensorProto.INT32)
-    flat = b.node("Reshape", [index, b.constant([-1], np.int64)])
-    table = b.constant(op.table, np.uint16 if op.encoding.wide else np.uint8, "table")
-    found = b.node("GatherElements", [table, flat], axis=0)
+    # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime; threads share its rows
+    index = op.codes if from_wide or op.codes in b.indices else b.cast(op.codes, TensorProto.INT32)
+    rows = _rows(b, op)
+    flat = b.node("Reshape", [index, b.constant([rows, -1], np.int64)])
+    table = b.constant(np.tile(op.table, (rows, 1)), np.uint16 if op.encoding.wide else np.uint8, "table")
+    found = b.node("GatherElements", [table, flat], axis=1)
     if op.encoding.wide:
         found = b.cast(found, TensorProto.INT32)
-    b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result)
+    b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result, allowzero=1)
+
+
+def clips(op: Table) -> bool:
+    """Say whether a table only clips its codes."""
+    clip = np.arange(op.table.size).clip(op.table.min(), op.table.max())
+    return np.array_equal(op.table, clip) and op.encoding.wide == (op.table.size > 256)
+
+
+def _rows(b: Builder, op: Table) -> int:
+    """Give how many equal rows a table's codes are split into, so that threads can share the work."""
+    sizes = b.shapes.get(op.result, ())
+    known = math.prod(size for size in sizes if size is not None)
+    if op.table.size > 256 or known < _WORTH_SHARING or 0 in sizes:
+        return 1
+    return next(rows for rows in (8, 4, 2, 1) if known % rows == 0)
 
 
 def join(b: Builder, op: Join) -> None:
@@ -100,19 +115,19 @@ def join(b: Builder, op: Join) -> None:
     b.write("Concat", op.parts, op.result, axis=op.axis)
 
 
-def _shifted(b: Builder, fixed: Plan, total: str, rounding: str) -> tuple[str, Array, bool]:
+def _shifted(b: Builder, op: Requantization, fixed: Plan) -> tuple[str, Array, bool]:
     """Write the rounding shift; give the tensor, what it is too large by, and whether it is int32 (else int64)."""
     n = fixed.shift
-    u, lift = _halved(b, fixed, total, n)
+    u, lift = _halved(b, op, fixed, n)
     quotient = b.node("BitShift", [u, b.constant(n, np.uint64)], direction="RIGHT")
     reach = np.maximum(np.abs(fixed.high >> n), np.abs(fixed.low >> n)) + 1
     narrow = bool(np.max(lift + reach) < (1 << 31) - 1024)
     dtype = TensorProto.INT32 if narrow else TensorProto.INT64
-    if rounding == "half_up":
+    if op.rounding == "half_up":
         return b.cast(quotient, dtype), lift, narrow
     mask = b.constant((np.uint64(1) << n.astype(np.uint64)) - np.uint64(1), np.uint64)
     tie = b.node("Equal", [b.node("BitwiseAnd", [u, mask]), b.constant(0, np.uint64)])
-    if rounding == "half_even":
+    if op.rounding == "half_even":
         odd = b.node("BitwiseAnd", [b.cast(tie, TensorProto.UINT64), quotient])
         return b.cast(b.node("Sub", [quotient, odd]), dtype), lift, narrow
     signed = b.cast(quotient, dtype)  # half away: half-up, minus one where a tie is negative
@@ -121,12 +136,17 @@ def _shifted(b: Builder, fixed: Plan, total: str, rounding: str) -> tuple[str, A
     return b.node("Sub", [signed, b.cast(down, dtype)]), lift, narrow
 
 
-def _halved(b: Builder, fixed: Plan, total: str, n: Array) -> tuple[str, Array]:
+def _halved(b: Builder, op: Requantization, fixed: Plan, n: Array) -> tuple[str, Array]:
     """Write `total + addend + half a unit of 2**n + lift * 2**n` as uint64; give it and the lift, an even number."""
     half = np.left_shift(np.int64(1), n - 1)
     lift = np.maximum(0, -(fixed.low >> n))
     lift = lift + (lift & 1)  # even, so that the parity of the quotient is its own
     peak = np.maximum(fixed.high, 0).astype(np.float64) + np.ldexp(lift.astype(np.float64), n) + half
+    if np.max(peak) < 2.0**62.9:
+        total = _above_smallest(b, op, fixed)
+        if total is not None:
+            return b.node("Add", [total, b.constant(fixed.low + (lift << n) + half, np.uint64)]), lift
+    total = _sum(b, [_product(b, term.name, m) for term, m in zip(op.value.terms, fixed.mantissas, strict=True)])
     if np.max(peak) < 2.0**62.9 and np.max(np.abs(fixed.addend.astype(np.float64))) < 2.0**61:
         biased = b.node("Add", [total, b.constant(fixed.addend + (lift << n) + half, np.int64)])
         return b.cast(biased, TensorProto.UINT64), lift
@@ -137,10 +157,44 @@ def _halved(b: Builder, fixed: Plan, total: str, n: Array) -> tuple[str, Array]:
     return b.node("Add", [b.cast(biased, TensorProto.UINT64), b.constant(rest, np.uint64)]), lift
 
 
-def _twice_rounded(b: Builder, fixed: Plan, total: str) -> str:
+def _above_smallest(b: Builder, op: Requantization, fixed: Plan) -> str | None:
+    """Write the sum of products less its smallest value as uint64; None if a term has no distance to its end in int32.
+
+    A term becomes its distance from the end at which its product is smallest, still in 32 bits: 64 bits cost twice as
+    much a pass.
+    """
+    signs = [bool(np.all(mantissa >= 0)) for mantissa in fixed.mantissas]
+    for term, mantissa, rising in zip(op.value.terms, fixed.mantissas, signs, strict=True):
+        ends = np.abs(np.stack([*np.broadcast_arrays(term.lo, term.hi, term.hi - term.lo)]))
+        if np.max(ends) > _INT32 or not (rising or np.all(mantissa <= 0)):
+            return None
+    products = []
+    for term, mantissa, rising in zip(op.value.terms, fixed.mantissas, signs, strict=True):
+        name = term.name
+        if np.any(term.lo if rising else term.hi) or not rising:
+            wide = b.cast(name, TensorProto.INT32) if term.codes else name
+            end = b.constant(term.lo if rising else term.hi, np.int32)
+            name = b.node("Sub", [wide, end] if rising else [end, wide])
+        products.append(_product(b, name, np.abs(mantissa), unsigned=True))
+    return _sum(b, products)
+
+
+def _product(b: Builder, name: str, mantissa: Array, *, unsigned: bool = False) -> str:
+    wide = b.cast(name, TensorProto.UINT64 if unsigned else TensorProto.INT64)
+    return b.node("Mul", [wide, b.constant(mantissa, np.uint64 if unsigned else np.int64)])
+
+
+def _sum(b: Builder, products: Sequence[str]) -> str:
+    total = products[0]
+    for product in products[1:]:
+        total = b.node("Add", [total, product])
+    return total
+
+
+def _twice_rounded(b: Builder, op: Requantization, fixed: Plan) -> str:
     """Write gemmlowp's two roundings: by up to 31 bits with ties up, by the rest with ties away from zero (int64)."""
     first = np.minimum(fixed.shift, HIGH_MUL)
-    u, lift = _halved(b, fixed, total, first)
+    u, lift = _halved(b, op, fixed, first)
     high = b.cast(b.node("BitShift", [u, b.constant(first, np.uint64)], direction="RIGHT"), TensorProto.INT64)
     high = b.node("Sub", [high, b.constant(lift, np.int64)])
     rest = fixed.shift - first
@@ -156,12 +210,18 @@ def _twice_rounded(b: Builder, fixed: Plan, total: str) -> str:
     return b.node("Sub", [shifted, b.constant((np.int64(1) << 60) >> rest, np.int64)])
 
 
-def _saturated(b: Builder, rounded: str, addend: Array, bounds: tuple[int, int], narrow: bool) -> str:
+def _saturate(b: Builder, op: Requantization, rounded: str, addend: Array, narrow: bool) -> None:
+    """Write the zero point and the saturation: the codes, as int32 where only tables read them."""
     kind = np.int32 if narrow else np.int64
     shifted = b.node("Add", [rounded, b.constant(addend, kind)])
-    lo, hi = (b.constant(bound, kind) for bound in bounds)
+    lo, hi = (b.constant(bound, kind) for bound in op.bounds)
+    to = TensorProto.INT32 if op.result in b.indices else op.encoding.onnx_kind
+    if narrow and to == TensorProto.INT32:
+        b.write("Clip", [shifted, lo, hi], op.result)
+        return
     if narrow:
-        return b.node("Clip", [shifted, lo, hi])
-    # int64 Clip is wrong in ONNX Runtime beyond 2**31
-    above = b.node("Where", [b.node("Less", [shifted, lo]), lo, shifted])
-    return b.node("Where", [b.node("Greater", [above, hi]), hi, above])
+        inside = b.node("Clip", [shifted, lo, hi])
+    else:  # int64 Clip is wrong in ONNX Runtime beyond 2**31
+        above = b.node("Where", [b.node("Less", [shifted, lo]), lo, shifted])
+        inside = b.node("Where", [b.node("Greater", [above, hi]), hi, above])
+    b.write("Cast", [inside], op.result, to=to)

@@ -1,5 +1,6 @@
 """The walk over a Q/DQ graph that finds the value of every tensor, and what cannot be converted."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,12 @@ from onnx_backend.fold_constants import fold
 from onnx_backend.integer.context import Context, label
 from onnx_backend.integer.islands import Islands, floated
 from onnx_backend.integer.lowerings import LOWERINGS, copied
+from onnx_backend.integer.no_form import no_form, require_no_bodies
 from onnx_backend.integer.ops import INTEGER_TYPES, stored
+from onnx_backend.integer.passing import CODE_MOVES, moved_codes
 from onnx_backend.integer.values import (
     Array,
+    Codes,
     Constant,
     Failed,
     Floating,
@@ -21,8 +25,10 @@ from onnx_backend.integer.values import (
     Refused,
     Value,
 )
+from onnx_backend.subgraphs import reads
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
+_OPTIONAL = ("BatchNormalization", "Dropout", "LayerNormalization", "MaxPool")
 _LARGEST_FOLDED = 1 << 22  # elements of a constant that is computed at conversion time
 
 
@@ -45,8 +51,10 @@ def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, V
             continue
         kind = info.type.tensor_type.elem_type
         values[info.name] = Integers(info.name, dtype=kind) if kind in INTEGER_TYPES else FloatInput(info.name)
+    read = {name for node in model.graph.node for name in reads(node)} | {info.name for info in model.graph.output}
     makers = {name: label(node) for node in model.graph.node for name in node.output}
-    for node in model.graph.node:
+    for given in model.graph.node:
+        node = _trimmed(given, read)
         found: Value | tuple[Value, ...] = Failed()
         args = [values.get(name, Failed()) if name else None for name in node.input]
         if not any(isinstance(arg, Failed) for arg in args) or node.op_type == "QuantizeLinear":
@@ -63,10 +71,25 @@ def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, V
     return values, refusals
 
 
+def _trimmed(node: NodeProto, read: Collection[str]) -> NodeProto:
+    """Give a node without the optional outputs that nothing reads, which have no integer form (a mask, indices)."""
+    if node.op_type not in _OPTIONAL or all(name in read for name in node.output[1:]):
+        return node
+    trimmed = NodeProto()
+    trimmed.CopyFrom(node)
+    trimmed.output[:] = [node.output[0], *(name if name in read else "" for name in node.output[1:])]
+    while trimmed.output and not trimmed.output[-1]:
+        trimmed.output.pop()
+    return trimmed
+
+
 def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
     standard = node.domain in ("", "ai.onnx") or (node.domain == "com.microsoft" and node.op_type in QDQ)
     if not standard:
-        raise Refused(f"it is of domain {node.domain!r}", "write it with standard operators")
+        raise Refused(
+            f"it is of domain {node.domain!r}",
+            "write it with standard operators: export the model without fusing operators for a runtime",
+        )
     if any(isinstance(arg, Floating) for arg in args) and node.op_type != "QuantizeLinear":
         raise Refused("it reads a tensor that allow_float keeps float", "name it in allow_float too, or quantize it")
     folded = _folded(ctx, node, args, coded=node.op_type not in LOWERINGS)
@@ -83,14 +106,16 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
 
 def _by_its_op(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
     lowering = LOWERINGS.get(node.op_type)
+    require_no_bodies(node)
+    if args and isinstance(args[0], Codes) and node.op_type in CODE_MOVES:
+        return moved_codes(ctx, node, args)
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
         return copied(ctx, node, args)
-    if node.op_type == "Cast" and lowering is None:
-        raise Refused("it keeps its tensor in a float type", "quantize that site: drop the rule that keeps it float")
     if lowering is None:
-        raise Refused("it has no integer form in this version", "replace it, or keep it outside the model")
+        raise no_form(node)
     return lowering(ctx, node, args)
+
 
 
 def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, coded: bool) -> tuple[Value, ...] | None:

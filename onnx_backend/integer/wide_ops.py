@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.context import Args, Context, attributes, constant_integers, label
 from onnx_backend.integer.curves import CURVES, bent
+from onnx_backend.integer.moves import MOVES
 from onnx_backend.integer.roots import logarithm, reciprocal, reciprocal_root, square_root, table_of_exponentials
 from onnx_backend.integer.values import (
     Array,
@@ -324,6 +325,23 @@ def wide_matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
     return Wide(ctx.builder.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
 
 
+def wide_gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply matrices as `wide_matmul` does, and add a bias."""
+    attrs = attributes(node)
+    if attrs.get("transA", 0):
+        raise Refused("it transposes an input that is not quantized", "put a QuantizeLinear/DequantizeLinear before it")
+    turn = helper.make_node("Transpose", [node.input[1]], [node.input[1]], perm=[1, 0])
+    right = MOVES["Transpose"](ctx, turn, [args[1]]) if attrs.get("transB", 0) else args[1]
+    value = wide_matmul(ctx, node, [args[0], right])
+    alpha, beta = (np.float32(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
+    if alpha != 1.0:
+        value = wide_mul(ctx, node, [value, Constant(np.asarray(alpha))])
+    if len(args) < 3 or args[2] is None:
+        return value
+    bias = args[2] if beta == 1.0 else wide_mul(ctx, node, [args[2], Constant(np.asarray(beta))])
+    return wide_add(ctx, node, [value, bias])
+
+
 #: What an op does with operands that have no short form.
 WIDE: Mapping[str, Lowering] = MappingProxyType(
     {
@@ -332,6 +350,7 @@ WIDE: Mapping[str, Lowering] = MappingProxyType(
         "Clip": wide_clip,
         "Div": wide_div,
         "Exp": wide_exp,
+        "Gemm": wide_gemm,
         "GlobalAveragePool": wide_mean,
         "HardSigmoid": wide_hard_sigmoid,
         "HardSwish": wide_hard_swish,

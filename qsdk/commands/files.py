@@ -22,7 +22,9 @@ def run_to_integer(options: Namespace) -> int:
         rounding=options.rounding,
         requantize=options.requantize,
         weights=options.weights,
+        product_bits=options.product_bits,
         allow_float=options.allow_float,
+        firmware=options.firmware,
     )
     show(report, as_json=options.json)
     return 0

@@ -114,16 +114,23 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_with_companions(
-    path: str | os.PathLike[str], data: bytes, companions: Mapping[str | os.PathLike[str], str]
+    path: str | os.PathLike[str], data: bytes, companions: Mapping[str | os.PathLike[str], str | bytes]
 ) -> None:
-    """Write `data` to `path` and texts to files in its folder; `path` appears last, so that it commits the others.
+    """Write `data` to `path` and others beside it or elsewhere; `path` appears last, so that it commits the others.
 
     Raises:
         ExportError: something cannot be written; all is left as it was.
     """
-    with staging(path) as stage:
-        texts = [(stage.write(partial(_write, data=text.encode())), Path(name)) for name, text in companions.items()]
-        stage.commit([*texts, (stage.write(partial(_write, data=data)), stage.target)])
+    with contextlib.ExitStack() as stack:
+        stage = stack.enter_context(staging(path))
+        others = []
+        for name, held in companions.items():
+            # a rename never crosses folders, which may be on different disks
+            near = Path(os.path.realpath(name)).parent == stage.target.parent
+            own = stage if near else stack.enter_context(staging(name))
+            content = held.encode() if isinstance(held, str) else held
+            others.append((own.write(partial(_write, data=content)), Path(name) if near else own.target))
+        stage.commit([*others, (stage.write(partial(_write, data=data)), stage.target)])
 
 
 def _write(path: Path, data: bytes) -> None:

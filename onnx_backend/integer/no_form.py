@@ -1,0 +1,46 @@
+"""Why operators without an integer form have none, and what to do instead."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from onnx import NodeProto
+
+from onnx_backend.integer.values import Refused
+from onnx_backend.subgraphs import captured, has_bodies
+
+_REPLACE = "replace it by operators that have one, or split the model there and run that part apart"
+_CONTROL_FLOW = (
+    "it is control flow, whose branches or steps are chosen while the model runs",
+    "export the model with the condition or the number of steps fixed, or split the model there",
+)
+_SEQUENCE = ("it works on a list of tensors", "export the model with separate tensors, Split or Concat instead")
+_DYNAMIC = (
+    "its scale and zero point depend on the data of every run",
+    "quantize the float model statically, with calibration data",
+)
+_REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("If", "Loop", "Scan"), _CONTROL_FLOW),
+        **{f"Sequence{rest}": _SEQUENCE for rest in ("At", "Construct", "Empty", "Erase", "Insert", "Length", "Map")},
+        **dict.fromkeys(("ConcatFromSequence", "SplitToSequence"), _SEQUENCE),
+        "DynamicQuantizeLinear": _DYNAMIC,
+        "Swish": ("it stays composed because allow_float names another Swish", "name all of them or none"),
+        "Attention": ("it stays composed because allow_float names another Attention", "name all of them or none"),
+    }
+)
+
+
+def no_form(node: NodeProto) -> Refused:
+    """Give the refusal of an operator that has no lowering."""
+    found = _REASONS.get(node.op_type)
+    return Refused(*found) if found else Refused(f"{node.op_type} has no integer form in this version", _REPLACE)
+
+
+def require_no_bodies(node: NodeProto) -> None:
+    """Refuse control flow that computes on more than integers that are its own inputs.
+
+    Raises:
+        Refused: a body reads tensors from outside, which have other names in the integer model, or none.
+    """
+    if has_bodies(node) and captured(node):
+        raise Refused(*_CONTROL_FLOW)

@@ -1,0 +1,120 @@
+"""The certificate: what a reviewer needs to compute every requantization again, and bounds held against measurement."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from firmware_models import MODELS, cnn, residual, sixteen_bits
+from integer_models import Net
+
+import qsdk
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.measure import measure, measured_inputs
+from onnx_backend.integer.operations import Requantization
+from onnx_backend.integer.reference import run_reference
+from qsdk.core.errors import IntegerError
+from qsdk.core.fixed_point import round_shift
+
+
+def written(model, tmp_path, **options):
+    onnx.save(model, tmp_path / "model.onnx")
+    qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "out.onnx", **options)
+    certificate = json.loads((tmp_path / "out.onnx.certificate.json").read_text())
+    return onnx.load(tmp_path / "out.onnx"), certificate["requantizations"]
+
+
+def along(values, shape):
+    """Shape the flat list of a certificate, one number or one per channel (axis 1), to a tensor."""
+    array = np.array(values)
+    return array.reshape([-1 if i == 1 else 1 for i in range(len(shape))]) if array.size > 1 else array.reshape(())
+
+
+@pytest.mark.parametrize("make", [cnn, residual, sixteen_bits])
+@pytest.mark.parametrize("rounding", ["half_even", "gemmlowp"])
+def test_every_code_can_be_computed_again_from_the_certificate(make, rounding, tmp_path):
+    model, feeds = make()
+    made, rows = written(model, tmp_path, rounding=rounding)
+    tensors = run_reference(made, feeds, every_tensor=True)
+    forms = set()
+    for row in rows:
+        forms.add(row["form"])
+        codes = tensors[row["tensor"]]
+        if row["form"] == "table":
+            if len(row.get("table", [])) != 256:
+                assert make is sixteen_bits
+                continue
+            np.testing.assert_array_equal(codes, np.array(row["table"])[tensors[row["input"]]])
+            continue
+        total = along(row["addends"], codes.shape)
+        for name, mantissas in zip(row["accumulators"], row["mantissas"], strict=True):
+            total = total + tensors[name].astype(np.int64) * along(mantissas, codes.shape)
+        rounded = round_shift(total, along(row["shifts"], codes.shape), rounding=row["rounding"])
+        lo, hi = row["codes"]
+        np.testing.assert_array_equal(codes, (rounded + row["output_zero_point"]).clip(lo, hi))
+        assert 0 < row["accumulator_measured"] <= row["accumulator_bound"]
+    assert forms == {"fixed point", "table"}
+
+
+def extreme(zero):
+    """A layer of weights 127 whose accumulator reaches its bound where every code is at one end."""
+    net = Net()
+    x = net.qdq(net.input(["n", 8]), 0.03, zero)
+    weight = net.op("DequantizeLinear", net.const(np.full((8, 2), 127, np.int8)), net.const(np.float32(0.01)))
+    net.output(net.qdq(net.op("MatMul", x, weight), 0.9, 120), ["n", 2])
+    return net.model()
+
+
+@pytest.mark.parametrize(("zero", "value"), [(0, 1e6), (255, -1e6), (100, 1e6)])
+def test_the_largest_accumulator_is_measured_and_may_reach_the_bound(zero, value, tmp_path):
+    data = [{"x": np.full((3, 8), value, np.float32)}]
+    _, (row,) = written(extreme(zero), tmp_path, data=data)
+    assert row["accumulator_measured"] == row["accumulator_bound"] == 8 * 127 * max(zero, 255 - zero)
+
+
+def test_the_bias_counts(tmp_path):
+    net = Net()
+    x = net.qdq(net.input([1, 4]), 0.5, 0)
+    weight = net.op("DequantizeLinear", net.const(np.ones((4, 2), np.int8)), net.const(np.float32(0.5)))
+    bias = net.op("DequantizeLinear", net.const(np.array([5, -70], np.int32)), net.const(np.float32(0.25)))
+    net.output(net.qdq(net.op("Gemm", x, weight, bias), 0.9, 120), [1, 2])
+    _, (row,) = written(net.model(), tmp_path, data=[{"x": np.zeros((1, 4), np.float32)}])
+    assert row["accumulator_measured"] == 70
+
+
+def test_a_wrong_bound_is_refused():
+    model, _ = cnn()
+    result = convert(model)
+    planted = next(op for op in result.operations if isinstance(op, Requantization))
+    planted.row["accumulator_bound"] = 1000
+    inputs = measured_inputs(model, result.model, None)
+    words = rf"an accumulator of '{planted.label}' reaches \d+ in the measurement, beyond its bound of 1000"
+    with pytest.raises(IntegerError, match=words):
+        measure(model, result.model, inputs, edges="float", operations=result.operations)
+
+
+def test_a_bound_that_is_too_small_by_one_is_refused():
+    model = extreme(0)
+    result = convert(model)
+    inputs = {"x": np.full((1, 8), 1e6, np.float32)}
+    measure(model, result.model, inputs, edges="float", operations=result.operations)
+    (op,) = [op for op in result.operations if isinstance(op, Requantization)]
+    wrong = replace(op, row={**op.row, "accumulator_bound": op.row["accumulator_bound"] - 1})
+    with pytest.raises(IntegerError, match="beyond its bound"):
+        measure(model, result.model, inputs, edges="float", operations=[wrong])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_model_exceeds_a_bound(name, tmp_path):
+    model, feeds = MODELS[name]()
+    _, rows = written(model, tmp_path, data=[feeds])
+    for row in rows:
+        if "accumulator_bound" in row:
+            assert 0 <= row["accumulator_measured"] <= row["accumulator_bound"]
+
+
+def test_kernels_have_no_measured_accumulator(tmp_path):
+    model, _ = cnn()
+    _, rows = written(model, tmp_path, target="onnxruntime")
+    assert not any("accumulator_measured" in row for row in rows)
