@@ -200,6 +200,14 @@ def _add_to_integer(commands: Any) -> None:
     integer.add_argument(
         "--weights", choices=("unsigned", "signed"), default="unsigned", help="of kernels (signed: see the guide)"
     )
+    integer.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        default=[],
+        metavar="INPUT=1,3,224,224",
+        help="fix the open dimensions of an input",
+    )
     integer.add_argument("--product-bits", type=int, choices=(32, 64), default=64, help="of requantization")
     integer.add_argument(
         "--allow-float", action="append", default=[], metavar="GLOB", help="a node or op type that may stay float"

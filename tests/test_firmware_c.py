@@ -65,7 +65,12 @@ def compare(model, feeds, folder, *flags, **options):
     return made
 
 
-@pytest.mark.parametrize("name", IN_C)
+# with sanitizers a compilation takes seconds: one network by default, every form in the slow tests
+QUICK = "cnn of int8"
+FORMS = [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IN_C]
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_every_byte_is_the_references(name, tmp_path):
     # the sanitizers end the program at an overflow, a wrong shift or an access outside an array
     compare(*IN_C[name](), tmp_path, "-fsanitize=undefined,address", "-fno-sanitize-recover")
@@ -77,7 +82,9 @@ def test_roundings_where_ties_occur(rounding, tmp_path):
     assert [op["attributes"]["rounding"] for op in made.ops if op["op"] == "Requantize"] == [rounding]
 
 
-@pytest.mark.parametrize("name", ["cnn", "residual", "pools"])
+@pytest.mark.parametrize(
+    "name", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "pools"))]
+)
 def test_requantization_in_32_bits(name, tmp_path):
     made = compare(*IN_C[name](), tmp_path, "-fsanitize=undefined,address", "-fno-sanitize-recover", product_bits=32)
     assert "Requantize32" in {op["op"] for op in made.ops}
@@ -115,14 +122,14 @@ def demo(tmp_path_factory):
     sim = qsdk.quantize(load_pretrained(), torch.from_numpy(data.calibration_images[:2]), qsdk.w8a8())
     qsdk.calibrate(sim, [torch.from_numpy(data.calibration_images[:100])], progress=False)
     qsdk.export(sim, folder / "model.onnx")
-    return folder, data.test_images[:64], data.test_labels[:64]
+    return folder, data.test_images[:24], data.test_labels[:24]
 
 
 def test_the_demo_network_on_real_images(demo, tmp_path):
     folder, images, labels = demo
     made = compare(onnx.load(folder / "model.onnx"), {"images": images}, tmp_path)
     codes = run(tmp_path / "network", firmware_runner.codes(made.inputs[0], images).tobytes())
-    logits = np.frombuffer(codes, np.uint8).reshape(64, 10)
+    logits = np.frombuffer(codes, np.uint8).reshape(24, 10)
     assert (logits.argmax(1) == labels).mean() > 0.85
 
 
@@ -140,7 +147,7 @@ def test_the_readme_does_as_it_says(demo, monkeypatch):
         subprocess.run(command, shell=True, check=True)
     found = {}
     exec(after, found)
-    assert found["logits"].shape == (64, 10)
+    assert found["logits"].shape == (24, 10)
     assert (found["logits"].argmax(1) == labels).mean() > 0.85
     reference = run_reference(onnx.load("model.int.onnx"), {"images": images})["output"]
     np.testing.assert_array_equal(found["logits"], reference)
