@@ -24,8 +24,10 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 import qsdk
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).parent))
 from detectors import Reader, images
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fetch import NUDENET, fetch
 
 ROUNDS = 15

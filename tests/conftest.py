@@ -1,8 +1,11 @@
 """Settings of every test session."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+from exact_products import exact_sessions
 from hypothesis import HealthCheck, settings
 
 # A loaded machine is slow, not wrong. In CI the same examples are drawn every time, so that a run can be repeated.
@@ -16,3 +19,10 @@ settings.load_profile("house")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """Sessions whose integer products are exact on every processor, for tests that compare numbers at default level."""
+    with exact_sessions():
+        yield

@@ -14,6 +14,8 @@ import onnx_backend.validate
 from onnx_backend import validation
 from qsdk.cli import main
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 GUIDE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 

@@ -26,6 +26,8 @@ from qsdk.core.dtypes import DTYPES
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ExportError, FileFormatError
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 WIDTH = 520  # 1.03 MiB in float32: more than is read at once
 X = batches(WIDTH)
 

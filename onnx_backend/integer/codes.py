@@ -56,7 +56,7 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
     if isinstance(value, FloatInput):
         codes = entered(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
-    raise Refused("it quantizes an integer tensor", "quantize float tensors only")
+    raise Refused("its input is an integer tensor", "remove the QuantizeLinear, or cast its input to float32")
 
 
 def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:

@@ -28,6 +28,7 @@ Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
 Lowering = Callable[["Context", NodeProto, Args], Value | tuple[Value, ...]]
 
+_FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
@@ -71,7 +72,7 @@ class Context:
         found = [None] if shape is None else [shape[axis] for axis in axes]
         sizes = [size for size in found if size is not None]
         if len(sizes) != len(found):
-            raise Refused(f"the sizes of {tensor!r} along axes {list(axes)} are not static", "export with fixed sizes")
+            raise Refused(f"the sizes of {tensor!r} along axes {list(axes)} are not static", _FIXED_SIZES)
         return sizes
 
     def rank(self, tensor: str) -> int:
@@ -82,7 +83,7 @@ class Context:
         """
         shape = self.shapes.get(tensor)
         if shape is None:
-            raise Refused(f"the rank of {tensor!r} is unknown", "run ONNX shape inference on the model first")
+            raise Refused(f"how many axes {tensor!r} has is unknown", "export the model with the shapes of its tensors")
         return len(shape)
 
 
@@ -146,7 +147,10 @@ def encoded(value: Value | None, what: str = "its input") -> tuple[str, Encoding
     if isinstance(value, Lookup) and value.encoding is not None:
         return value.name, value.encoding
     if isinstance(value, Constant):
-        raise Refused(f"{what} is a constant where an activation is expected", "fold the constant subgraph first")
+        raise Refused(
+            f"{what} is a constant where an activation is expected",
+            "compute the result of this node once and store it in the model",
+        )
     raise Refused(f"{what} is a float tensor", _NEEDS_QUANTIZE)
 
 

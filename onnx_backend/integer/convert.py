@@ -27,10 +27,16 @@ from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
 
-_STILL_FLOAT = ("is a float tensor", "leaves the model unquantized", "no QuantizeLinear reads it", "weight is float")
+_STILL_FLOAT = (
+    "is a float tensor",
+    "leaves the model unquantized",
+    "no QuantizeLinear reads it",
+    "float or block-wise",
+    "is not quantized",
+)
 _QUANTIZE_THE_REST = (
-    "what the file leaves float, qsdk quantizes: sim = qsdk.quantize(model, None, qsdk.w8a8()), then calibrate(sim, data) "
-    "and export(sim, path)"
+    "what the file leaves float, qsdk quantizes: sim = qsdk.quantize(model, None, qsdk.w8a8()), then "
+    "qsdk.calibrate(sim, data) and qsdk.export(sim, path)"
 )
 _COLUMNS = ("node", "site", "op_type", "form", "rounding", "accumulator_bound", "channels")
 _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10

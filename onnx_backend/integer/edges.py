@@ -32,7 +32,7 @@ def entered(ctx: Context, value: FloatInput, encoding: Encoding, name: str) -> s
         if known and ctx.edges == "integer":
             raise Refused(
                 f"input {value.name!r} is quantized with two encodings, an integer input has one",
-                'use edges="float" or tie the encodings',
+                'use edges="float", or let one QuantizeLinear serve all that read it',
             )
         found = _edge_in(ctx, value.name, encoding, name)
         known.append(Codes(found, encoding))

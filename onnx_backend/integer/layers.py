@@ -76,7 +76,7 @@ def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple
 def weight_parts(coded: CodedConstant, integers: Array) -> list[CodedConstant]:
     """Give a weight as summands of 8 bits: itself, or its bytes.
 
-    Zero points per channel and 16 bits need more than the 8 bits that integer kernels take; `256 * high + low` is exact.
+    Zero points per channel and 16 bits need more than the 8 bits that kernels take; `256 * high + low` is exact.
     """
     lower, factor = [], 1.0
     while int(integers.max(initial=0)) - int(integers.min(initial=0)) > 255:

@@ -111,7 +111,7 @@ def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any]
 
 
 def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:
-    """One array per input of `model`: floats uniform over the range of their quantizer in `source`, indices in theirs."""
+    """One array per input of `model`: floats uniform over the range of their quantizer, indices in their table."""
     wanted, rows = set(input_names(model.graph)), index_bounds(model)
     return {
         info.name: _random(info, source, generator, rows.get(info.name))

@@ -25,6 +25,7 @@ from onnx_backend.integer.values import (
 )
 from onnx_backend.integer.widen import moved as move_wide
 
+_BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 _ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 
 
@@ -38,7 +39,7 @@ def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args],
         if isinstance(value, Constant):
             return _folded(node, value, args)
         if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
-            raise Refused("a decreasing function stands directly in front of it", "quantize in front of it")
+            raise Refused("a decreasing function stands directly in front of it", _BEFORE)
         rest = tuple(integer_name(ctx, arg) for arg in args[1:])
         found = tuple(applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
         return found[0] if len(found) == 1 else found
@@ -58,7 +59,7 @@ def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
         return move_wide(ctx, value, step)
     pending = None if value is None else moved(value, step)
     if pending is None:
-        raise Refused("its input is not a quantized activation", "put a DequantizeLinear in front of it")
+        raise Refused("its input is not quantized", _BEFORE)
     return pending
 
 
@@ -85,7 +86,7 @@ def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
             integers = coded.integers.reshape(wanted)
             return Constant(value.values.reshape(wanted), CodedConstant(integers, coded.scale, None, coded.dtype))
         return Constant(value.values.reshape(wanted))
-    raise Refused("it computes on a constant", "fold constant subgraphs first")
+    raise Refused("it computes on a constant", "compute its result once and store it in the model")
 
 
 def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, ...] | None:
@@ -190,7 +191,9 @@ def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
         attrs = attributes(node)
         return Integers("", whole[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
     else:
-        raise Refused("the tensor it measures does not exist in the integer model", "take the shape of its input")
+        raise Refused(
+            "the tensor it measures is computed together with the next ones", "take the Shape of a quantized tensor"
+        )
     return Integers(ctx.builder.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
 
 
@@ -218,7 +221,7 @@ def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     if not isinstance(value, Lookup):
         return applied(ctx, value, step, node.output[0])
     if value.encoding is None:
-        raise Refused("a function stands between the DequantizeLinear and it", "quantize in front of it")
+        raise Refused("another op stands between the DequantizeLinear and it", _BEFORE)
     code = int(value.encoding.quantize(fill))
     if abs(float(value.values[code]) - fill) > 1e-6 * value.encoding.scale:
         raise Refused(f"its fill value {fill} is not on its input's grid", "quantize its output, not its input")

@@ -14,6 +14,10 @@ _CONTROL_FLOW = (
     "export the model with the condition or the number of steps fixed, or split the model there",
 )
 _SEQUENCE = ("it works on a list of tensors", "export the model with separate tensors, Split or Concat instead")
+_COMPOSED = (
+    "it was left in one piece, because allow_float names another node of its type",
+    "name all nodes of this type in allow_float, or none",
+)
 _DYNAMIC = (
     "its scale and zero point depend on the data of every run",
     "quantize the float model statically, with calibration data",
@@ -24,8 +28,7 @@ _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **{f"Sequence{rest}": _SEQUENCE for rest in ("At", "Construct", "Empty", "Erase", "Insert", "Length", "Map")},
         **dict.fromkeys(("ConcatFromSequence", "SplitToSequence"), _SEQUENCE),
         "DynamicQuantizeLinear": _DYNAMIC,
-        "Swish": ("it stays composed because allow_float names another Swish", "name all of them or none"),
-        "Attention": ("it stays composed because allow_float names another Attention", "name all of them or none"),
+        **dict.fromkeys(("Attention", "RotaryEmbedding"), _COMPOSED),
     }
 )
 

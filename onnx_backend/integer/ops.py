@@ -73,7 +73,7 @@ def _clip(args: Args, lo: float, hi: float) -> Value:
     value = args[0]
     done = None if value is None else clipped(value, lo, hi)
     if done is None:
-        raise Refused("its input is neither quantized nor an accumulator", _BETWEEN)
+        raise Refused("its input is not quantized", _BETWEEN)
     return done
 
 
@@ -132,7 +132,7 @@ def _negated(constant: Constant) -> Constant:
 def _summand(node: NodeProto, value: Value | None) -> Linear:
     found = None if value is None else linear(value, node.name or node.output[0])
     if found is None:
-        raise Refused("one of its inputs is a float tensor that is not a plain accumulator", _BETWEEN)
+        raise Refused("one of its inputs is not quantized", _BETWEEN)
     return found
 
 
@@ -265,7 +265,7 @@ def div(ctx: Context, node: NodeProto, args: Args) -> Value:
         return mapped
     if isinstance(right, Constant):
         return _scaled(_summand(node, left), 1.0 / right.values.astype(np.float64))
-    raise Refused("it divides by an activation", "there is no integer form of it in this version")
+    raise Refused("it divides by an activation", _BETWEEN)
 
 
 def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -292,7 +292,10 @@ def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     """
     for name in filter(None, node.output):
         if ctx.types.get(name, TensorProto.UNDEFINED) not in INTEGER_TYPES:
-            raise Refused("it makes a float tensor", "compute it on integers or fold it into a constant")
+            raise Refused(
+                "it makes a float tensor from integers",
+                "compute it on integers, or store its result if it never changes",
+            )
     b = ctx.builder
     inputs = [integer_name(ctx, arg) for arg in args]
     outputs = [b.fresh(name) if name else "" for name in node.output]

@@ -12,7 +12,7 @@ from onnx_backend.simplify import simplify
 from onnx_backend.skeleton import declared_types
 from qsdk.core.errors import IntegerError
 
-#: Operators that ONNX defines by others and that have no lowering of their own; the runtime has no kernel for Swish.
+#: Operators that ONNX defines by others and that have no lowering; Swish has one, but the runtime no kernel for it.
 _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
 
 
@@ -65,8 +65,8 @@ def _written_out(model: ModelProto, op_types: Sequence[str]) -> ModelProto:
         result = onnx.inliner.inline_selected_functions(result, names, inline_schema_functions=True)
     except RuntimeError as error:
         raise IntegerError(
-            f"{' and '.join(op_types)} cannot be written out in simpler operators ({str(error).strip()}); export the "
-            "model at opset 22 or below, which has none of them"
+            f"{' and '.join(op_types)} cannot be written out in simpler operators (ONNX's inliner says: "
+            f"{str(error).strip()}); export the model at opset 22 or below, which has none of them"
         ) from error
     del result.graph.value_info[:]
     return result

@@ -215,7 +215,7 @@ def logarithm(ctx: Context, value: Wide) -> Wide:
 def _positive(ctx: Context, value: Wide, least: int) -> Wide:
     value = single_scale(ctx, unmasked(value))
     if float(value.scale) < 0:
-        raise Refused("its input is negative", "check the model")
+        raise Refused("its input is negative", "clip its input to positive numbers")
     if value.lo < least:
         raise Refused(
             "its input can be negative or 0" if least else "its input can be negative",

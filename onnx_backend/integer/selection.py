@@ -47,7 +47,7 @@ def extreme(ctx: Context, node: NodeProto, args: Args) -> Value:
             # one operand suffices: the extreme of all is the bounded one's with the others
             bounded = clipped(parts[0], *limits)
             if bounded is None:
-                raise Refused("one of its operands is neither quantized nor an accumulator", _QUANTIZE)
+                raise Refused("one of its operands is not quantized", _QUANTIZE)
             parts[0] = bounded
     if len(parts) == 1:
         return parts[0]

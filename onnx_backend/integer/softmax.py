@@ -175,7 +175,9 @@ def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bo
         return gathered(ctx, table, below, below), 0.5
     low = (last.bit_length() + 1) // 2
     if low > 14:
-        raise Refused("its scores are too fine for tables", "put a QuantizeLinear/DequantizeLinear pair before it")
+        raise Refused(
+            "its input has steps too fine for a table", "put a QuantizeLinear/DequantizeLinear pair before it"
+        )
     unsigned = b.cast(below, TensorProto.UINT32)
     high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
     rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)

@@ -22,7 +22,9 @@ def table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
             with np.errstate(all="ignore"):
                 values = function(value.values.astype(np.float64), attributes(node)).astype(np.float32)
             if not np.all(np.isfinite(values)):
-                raise Refused("it is not finite on some code of its input", "clip its input away from the pole")
+                raise Refused(
+                    "it is not finite for some value that its input can have", "clip its input away from the pole"
+                )
             made_by = Function(node.op_type, value.encoding, attributes(node)) if value.encoding else None
             return Lookup(value.name, values, None, made_by)
         if isinstance(value, Constant):

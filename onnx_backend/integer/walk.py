@@ -117,7 +117,6 @@ def _by_its_op(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value
     return lowering(ctx, node, args)
 
 
-
 def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, coded: bool) -> tuple[Value, ...] | None:
     """Compute a node on constants (shape arithmetic, anchor grids) at conversion time; None if it is not one.
 

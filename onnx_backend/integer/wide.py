@@ -313,7 +313,7 @@ def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -
         Refused: an infinity is in the value and the bounds do not clip what stands for it.
     """
     if value.infinite and value.infinite < max(abs(real) for real in reals):
-        raise Refused("it divides by a tensor that is 0 on some code", "clip the divisor away from 0")
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     value = _floored(ctx, value, reals)
     largest = float(np.max(np.abs(value.scale), initial=0.0))
     if not value.narrow:

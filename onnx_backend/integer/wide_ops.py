@@ -130,7 +130,7 @@ def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
     if numerator.constant.any() or spread(numerator) or numerator.scale.size != 1:
-        raise Refused("it divides by a tensor that is 0 on some code", "clip the divisor away from 0")
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     least = divisor.infinite * abs(float(numerator.scale))  # of any quotient by 0, except 0 / 0, which is 0 here
     return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
 
@@ -193,7 +193,10 @@ def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
     step = abs(float(value.scale))
     highest = max(value.lo * float(value.scale), value.hi * float(value.scale))
     if highest > 28.0:
-        raise Refused(f"its input can reach {highest:.4g}", "clip its input, or put a Q/DQ pair before it")
+        raise Refused(
+            f"its input can reach {highest:.4g}",
+            "clip its input, or put a QuantizeLinear/DequantizeLinear pair before it",
+        )
     last = min(value.hi - value.lo, math.ceil((highest + 22.0) / step))
     b = ctx.builder
     rising = float(value.scale) > 0
@@ -329,7 +332,7 @@ def wide_gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Multiply matrices as `wide_matmul` does, and add a bias."""
     attrs = attributes(node)
     if attrs.get("transA", 0):
-        raise Refused("it transposes an input that is not quantized", "put a QuantizeLinear/DequantizeLinear before it")
+        raise Refused("it transposes an input that is not quantized", _BETWEEN)
     turn = helper.make_node("Transpose", [node.input[1]], [node.input[1]], perm=[1, 0])
     right = MOVES["Transpose"](ctx, turn, [args[1]]) if attrs.get("transB", 0) else args[1]
     value = wide_matmul(ctx, node, [args[0], right])

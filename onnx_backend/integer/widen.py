@@ -83,7 +83,7 @@ def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
     masks = values <= MASK
     finite = values[~masks]
     if not np.all(np.isfinite(finite)) or finite.size == 0:
-        raise Refused("it is not finite on some code of its input", "clip its input away from the pole")
+        raise Refused("it is not finite for some value that its input can have", "clip its input away from the pole")
     table, unit, error, relative = _grid(np.where(masks, 0.0, values), most)
     lo, hi = int(table.min()), int(table.max())
     narrow = fits_int32(lo, hi)

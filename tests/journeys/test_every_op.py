@@ -12,6 +12,8 @@ import qsdk
 from onnx_backend.integer.check import integer_findings
 from onnx_backend.integer.reference import run_reference
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 LEVELS = [
     ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,

@@ -11,7 +11,7 @@ import qsdk
 from onnx_backend.integer.check import integer_findings
 from onnx_backend.integer.reference import run_reference
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.usefixtures("exact_products")]
 
 
 class Road:

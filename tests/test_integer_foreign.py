@@ -1,0 +1,175 @@
+"""Integer-only models of what other tools write, and of Q/DQ written in unusual ways: exact, measured, or refused."""
+
+import numpy as np
+import onnx
+import pytest
+from foreign_forms import FORMS, attention, stamped
+from foreign_models import aimet, by_onnxruntime, pt2e
+from foreign_nets import NETS, lstm
+from integer_models import LEVELS, Net, run
+from onnxruntime.quantization import QuantType
+from qdq_models import convnet, mlp
+
+import qsdk
+from onnx_backend.integer.measure import random_inputs
+from onnx_backend.integer.reference import run_reference
+
+U8, S8, U16, S16, U4, S4 = (
+    getattr(QuantType, f"Q{name}") for name in ("UInt8", "Int8", "UInt16", "Int16", "UInt4", "Int4")
+)
+OPTIONS = {
+    "standard": {},
+    "onnxruntime": {"target": "onnxruntime"},
+    "qlinear": {"requantize": "qlinear"},
+}
+
+
+def converted(model, folder, **options):
+    """Convert with every option; the standard one computes in the runtime, at every level, what NumPy does."""
+    for name, chosen in OPTIONS.items():
+        out = folder / f"{name}.onnx"
+        summary = qsdk.to_integer(model, out, **chosen, **options).summary
+        assert summary["float_tensors"] == 0
+        assert summary["quantize_nodes"] == 0
+        assert summary["operations_max_lsb"] <= 1, name
+        assert summary["operations_differing"] <= 0.01, name
+    written = onnx.load(folder / "standard.onnx")
+    feeds = random_inputs(written, written, np.random.default_rng(7))
+    wanted = run_reference(written, feeds)
+    for level in LEVELS:
+        for output, found in run(written, feeds, level).items():
+            np.testing.assert_array_equal(found, wanted[output], err_msg=f"{output} at {level}")
+            assert np.unique(found).size > 1
+    return written
+
+
+# --- onnxruntime.quantization ---------------------------------------------------------------------------------------
+
+
+def of_tool(activation, weight, per_channel=False, **extra):
+    return {"activation_type": activation, "weight_type": weight, "per_channel": per_channel, "extra_options": extra}
+
+
+KINDS = {
+    "uint8": of_tool(U8, S8),
+    "uint8 per channel": of_tool(U8, S8, True),
+    "int8": of_tool(S8, S8),
+    "int8 per channel": of_tool(S8, S8, True),
+    "uint8 weights per channel": of_tool(U8, U8, True),
+    "uint16": of_tool(U16, S8),
+    "uint16 per channel": of_tool(U16, S8, True),
+    "int16 per channel": of_tool(S16, S8, True),
+    "16-bit weights": of_tool(S16, S16, True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("net", [net for net in NETS if net is not lstm], ids=lambda net: net.__name__)
+def test_what_onnxruntime_quantizes(net, kind, tmp_path):
+    converted(by_onnxruntime(net(21), NETS[net], tmp_path, **KINDS[kind]), tmp_path)
+
+
+@pytest.mark.parametrize("opset", [18, 19, 23, 25])
+@pytest.mark.parametrize("net", [net for net in NETS if net is not lstm], ids=lambda net: net.__name__)
+def test_every_opset(net, opset, tmp_path):
+    written = converted(by_onnxruntime(net(opset), NETS[net], tmp_path, **KINDS["uint8 per channel"]), tmp_path)
+    assert written.opset_import[0].version == max(opset, 21)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8 per channel"])
+def test_an_lstm_with_quantized_weights(kind, tmp_path):
+    options = {"op_types_to_quantize": ["LSTM", "Squeeze", "Gemm"], **KINDS[kind]}
+    converted(by_onnxruntime(lstm(21), NETS[lstm], tmp_path, **options), tmp_path)
+
+
+def test_an_lstm_that_the_tool_leaves_float_is_refused_and_the_remedy_helps(tmp_path):
+    model = by_onnxruntime(lstm(21), NETS[lstm], tmp_path, **KINDS["uint8"])
+    with pytest.raises(qsdk.IntegerError) as caught:
+        qsdk.to_integer(model, tmp_path / "integer.onnx")
+    assert "LSTM 'lstm': its input is a float tensor; put a QuantizeLinear" in str(caught.value)
+    assert "qsdk.quantize(model, None, qsdk.w8a8())" in str(caught.value)
+    converted(completed(model, np.random.default_rng(0).normal(size=NETS[lstm]), tmp_path), tmp_path)
+
+
+def completed(model, x, folder):
+    """What is float in a file, quantized as the message says."""
+    sim = qsdk.quantize(model, None, qsdk.w8a8())
+    qsdk.calibrate(sim, [{"x": x.astype(np.float32)}], progress=False)
+    qsdk.export(sim, folder / "completed.onnx")
+    return onnx.load(folder / "completed.onnx")
+
+
+TOOL = {
+    "asymmetric weights": ("mlp", 21, of_tool(U8, U8, True)),
+    "runtime's domain": ("convnet", 13, of_tool(U16, S4)),
+    "16 and 4 bits": ("mlp", 21, of_tool(S16, U4, True)),
+    "8 bits of that domain": ("mlp", 13, of_tool(U8, S8, True, UseQDQContribOps=True)),
+    "float weights": ("mlp", 21, of_tool(U8, S8, True, AddQDQPairToWeight=True)),
+    "a pair per reader": ("convnet", 21, of_tool(U8, S8, DedicatedQDQPair=True)),
+    "activations kept": ("convnet", 21, of_tool(U8, S8, QDQKeepRemovableActivations=True)),
+    "float bias": ("convnet", 21, of_tool(U8, S8, QuantizeBias=False)),
+}
+
+
+@pytest.mark.parametrize("name", TOOL)
+def test_the_options_of_onnxruntimes_tool(name, tmp_path):
+    net, opset, options = TOOL[name]
+    made = {"mlp": mlp, "convnet": convnet}[net](opset)
+    converted(by_onnxruntime(made, {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}[net], tmp_path, **options), tmp_path)
+
+
+# --- other tools ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prequantized", [False, True])
+def test_what_aimet_exports(prequantized, tmp_path):
+    converted(aimet(prequantized), tmp_path)
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+def test_what_pt2e_exports_is_refused_where_it_is_float_and_the_remedy_helps(opset, tmp_path):
+    model = pt2e(opset)
+    with pytest.raises(qsdk.IntegerError, match=r"graph output 'y': it leaves the model unquantized; quantize it"):
+        qsdk.to_integer(model, tmp_path / "integer.onnx")
+    converted(completed(model, np.random.default_rng(0).normal(size=(2, 3, 8, 8)), tmp_path), tmp_path)
+
+
+def test_what_pt2e_leaves_float_may_stay_float(tmp_path):
+    report = qsdk.to_integer(pt2e(), tmp_path / "integer.onnx", allow_float=["node_mean", "node_linear"])
+    assert report.summary["float_nodes"] == 2
+    assert report.summary["operations_max_lsb"] == 0
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_unusual_forms(name, tmp_path):
+    converted(FORMS[name](), tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("RotaryEmbedding", "Attention"))])
+def test_what_is_written_out_computes_what_the_runtimes_own_kernel_does(name, tmp_path):
+    model = FORMS[name]()
+    written = converted(model, tmp_path)
+    feeds = random_inputs(written, written, np.random.default_rng(9))
+    wanted, found = (run(made, feeds, "ORT_DISABLE_ALL")["y"] for made in (model, written))
+    assert np.abs(found - wanted).max() <= 0.048  # a step of the output
+    assert (found != wanted).mean() <= 0.02
+
+
+def test_one_of_several_composed_nodes_cannot_stay(tmp_path):
+    net = Net()
+    x = net.qdq(net.input([1, 2, 4, 8]), 0.031, 119)
+    first = net.op("Attention", x, x, x)
+    hidden = net.qdq(first, 0.03, 120)
+    net.output(net.qdq(net.op("Attention", hidden, hidden, hidden), 0.03, 120), [1, 2, 4, 8])
+    said = r"1 node cannot.*\n  Attention 'node_attention_\d+': it was left in one piece.*; name all nodes"
+    with pytest.raises(qsdk.IntegerError, match=said):
+        qsdk.to_integer(stamped(net, 23), tmp_path / "integer.onnx", allow_float=[f"node_{first}"])
+
+
+def test_what_allow_float_names_stays_composed(tmp_path):
+    report = qsdk.to_integer(attention(), tmp_path / "integer.onnx", allow_float=["Attention"])
+    assert report.summary["float_nodes"] == 1
+    assert "Attention" in {node.op_type for node in onnx.load(tmp_path / "integer.onnx").graph.node}
