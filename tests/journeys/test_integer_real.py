@@ -15,7 +15,7 @@ from onnx_backend.integer.reference import run_reference
 pytestmark = pytest.mark.network
 LAYERS = ("Conv", "Gemm", "MatMul", "ConvTranspose")
 #: Recurrent layers, attention, detectors with their boxes, squeeze and excitation, transposed convolutions.
-FILES = ("silero-vad sequence", "PP-OCR cls", "PP-OCRv4 det", "PP-OCRv4 rec", "nudenet", "open-nsfw")
+FILES = (
     "silero-vad sequence",
     "PP-OCR cls",
     "PP-OCRv4 det",
