@@ -277,7 +277,7 @@ def test_a_nameless_node_without_integer_form_is_named_as_in_the_users_file(tmp_
     sim = quantize(model, None, w8a8())
     calibrate(sim, [np.ones((2, 3), np.float32), np.eye(2, 3, dtype=np.float32)], progress=False)
     export(sim, tmp_path / "m.onnx")
-    with pytest.raises(IntegerError, match="Hardmax 'y': it has no integer form"):
+    with pytest.raises(IntegerError, match="Hardmax 'y': Hardmax has no integer form"):
         to_integer(tmp_path / "m.onnx", tmp_path / "int.onnx")
 
 

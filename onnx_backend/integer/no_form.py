@@ -8,7 +8,7 @@ from onnx import NodeProto
 from onnx_backend.integer.values import Refused
 from onnx_backend.subgraphs import captured, has_bodies
 
-_REPLACE = "replace it by operators that have one, or split the model there and run that part apart"
+_REPLACE = "replace it by operators that have one, or keep it float: name it in allow_float"
 _CONTROL_FLOW = (
     "it is control flow, whose branches or steps are chosen while the model runs",
     "export the model with the condition or the number of steps fixed, or split the model there",
