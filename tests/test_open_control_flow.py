@@ -12,6 +12,8 @@ from onnx_backend.qdq import insert
 from qsdk.core.config import w8a8
 from qsdk.core.planning.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 node, value = helper.make_node, helper.make_tensor_value_info
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 

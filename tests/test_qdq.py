@@ -25,6 +25,8 @@ from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 node = helper.make_node
 X = np.random.default_rng(7).normal(size=(3, 3, 8, 8)).astype(np.float32)
 CONFIGS = {
