@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from exact_products import products_saturate
 from runtime_probes import LABELS, Probe
 
 from onnx_backend.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
@@ -11,6 +12,8 @@ from qsdk.core.errors import ConfigError
 
 #: whether a float8 tensor is off by more than an ulp depends on the weight's values where the weight is requantized
 BY_VALUE = {f"{op}/{weight}" for op in ("ConvTranspose", "Gemm") for weight in ("float32", "float16")}
+#: the runtime makes int8 of float weights there too, and some processors cannot add up its products
+SATURATING = {"Gemm/float32", "Gemm/float16"} if products_saturate() else set()
 KEYS = sorted(WRONG)
 WRITTEN = [key for key in KEYS if key[1] == ("zero_point" if key[0] == "int8" else "output_dtype")]
 WRITTEN += [key for key in KEYS if key[1] == "both" and key[0] != "int8"]
@@ -33,12 +36,12 @@ def test_the_table_is_what_the_installed_runtime_does(dtype, form):
         assert len(found) >= len(LABELS) - 4
         return
     by_value = BY_VALUE if dtype.startswith("float8") else set()
-    assert found - by_value == said - by_value
+    assert found - by_value - SATURATING == said - by_value - SATURATING
 
 
 @pytest.mark.parametrize(("dtype", "form"), WRITTEN)
 def test_what_is_kept_apart_is_right_at_the_default_level(dtype, form):
-    assert wrong_readers(dtype, form, separated=True) == set()
+    assert wrong_readers(dtype, form, separated=True) - SATURATING == set()
 
 
 def test_only_what_is_wrong_is_kept_apart():
