@@ -34,6 +34,7 @@ def lowered(name: str, dialect: str = "onnxruntime") -> onnx.ModelProto:
     return insert(marked, plan, encodings, dialect=dialect)[0]
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_default_session_gives_what_is_simulated(name: str):
     model = lowered(name)
@@ -100,6 +101,7 @@ def test_bad_data_is_refused():
         check_session(model, [IMAGES, {"x": IMAGES, "y": IMAGES}], progress=False)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_a_dynamic_range_is_not_cut():
     sim = qsdk.quantize(mlp(), None, w8a8().override("mm1", dynamic_activations=True))
     qsdk.calibrate(sim, [VECTORS], progress=False)
