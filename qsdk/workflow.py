@@ -307,9 +307,8 @@ def to_integer(
         FileFormatError: the model is unreadable or invalid.
     """
     require_firmware_path(firmware, out)
-    opened = prepared(onnx_model.with_weights(opened_qdq(model)), allow_float)
-    if shapes:
-        opened = with_shapes(opened, shapes)
+    opened = onnx_model.with_weights(opened_qdq(model))
+    opened = prepared(with_shapes(opened, shapes) if shapes else opened, allow_float)
     result = convert(
         opened,
         target=target,

@@ -204,3 +204,35 @@ def test_sixteen_bits_keep_their_integer_form():
         assert integer_findings(model, kernels="onnxruntime") == []
         found, wanted = run(model, feeds)["y"], simulate(net.model(), feeds)["y"]
         assert np.abs(found - wanted).max() <= max(first[0], second[0] / 10) * 1.01
+
+
+def silu(scale, zero, *, between):
+    """x * sigmoid(x) of every code, the sigmoid with a quantizer of its own or not."""
+    net = Net()
+    x = net.qdq(net.input([256]), 0.05, 100)
+    gate = net.op("Sigmoid", x)
+    gate = net.qdq(gate, 1 / 256, 0) if between else gate
+    net.output(net.qdq(net.op("Mul", x, gate), scale, zero), [256])
+    return net.model(), {"x": ((np.arange(256) - 100) * np.float32(0.05)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_silu_is_two_kernels_within_one_step(between):
+    model, feeds = silu(0.033, 9, between=between)
+    result = compare(model, feeds, ["QLinearSigmoid", "QLinearMul"], tolerance=0.2, **ORT)
+    assert "GatherElements" not in {node.op_type for node in result.model.graph.node}
+
+
+def test_silu_stays_a_table_where_8_bits_for_its_sigmoid_are_not_enough():
+    model, feeds = silu(0.002, 140, between=False)
+    result = convert(model, **ORT)
+    assert [row["form"] for row in result.certificate["requantizations"]] == ["table"]
+    np.testing.assert_array_equal(run(result.model, feeds)["y"], simulate(model, feeds)["y"])
+
+
+def test_a_function_of_a_table_is_one_table_of_what_that_reads():
+    model, feeds = silu(0.033, 9, between=True)
+    result = convert(model)
+    assert [row["form"] for row in result.certificate["requantizations"]] == ["table"]
+    assert "Mul" not in {node.op_type for node in result.model.graph.node}
+    np.testing.assert_array_equal(run(result.model, feeds)["y"], simulate(model, feeds)["y"])

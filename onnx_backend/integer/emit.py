@@ -5,7 +5,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.fixed import Plan, plan
 from onnx_backend.integer.narrow import NarrowPlan, narrow_plan
@@ -68,6 +68,17 @@ class Builder:
         """Append a node that makes `output`, a name that is taken already."""
         node = helper.make_node(op_type, inputs, [output], name=f"{output}_node", domain=domain, **attributes)
         self.nodes.append(node)
+
+    def copy(self, node: NodeProto, inputs: Sequence[str]) -> list[str]:
+        """Append a node of the Q/DQ model with other inputs and give the names of its outputs."""
+        outputs = [self.fresh(name) if name else "" for name in node.output]
+        copied = NodeProto()
+        copied.CopyFrom(node)
+        del copied.input[:], copied.output[:]
+        copied.input.extend(inputs)
+        copied.output.extend(outputs)
+        self.nodes.append(copied)
+        return outputs
 
     def cast(self, tensor: str, to: int, *, name: str | None = None) -> str:
         """Append a Cast."""

@@ -68,13 +68,7 @@ def floated(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, .
     b = ctx.builder
     before = len(b.nodes)
     inputs = [_as_float(ctx, arg) if arg is not None else "" for arg in args]
-    outputs = [b.fresh(name) if name else "" for name in node.output]
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    del copy.input[:], copy.output[:]
-    copy.input.extend(inputs)
-    copy.output.extend(outputs)
-    b.nodes.append(copy)
+    outputs = b.copy(node, inputs)
     made = [made for made in b.nodes[before:] if isinstance(made, NodeProto)]
     ctx.floats.update(name for one in made for name in one.output)
     stored = {tensor.name for tensor in b.initializers if tensor.data_type == TensorProto.FLOAT}

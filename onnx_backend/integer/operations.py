@@ -15,8 +15,30 @@ from onnx_backend.integer.narrow import NarrowPlan
 from onnx_backend.integer.values import Array, Encoding, Function, Linear
 
 
+class Made:
+    """What every operation has: the one tensor that it makes."""
+
+    result: str
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+class OfCodes(Made):
+    """An operation that reads one tensor of codes."""
+
+    codes: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.codes,)
+
+
 @dataclass(frozen=True)
-class Accumulation:
+class Accumulation(OfCodes):
     """The int32 sum of products of a layer with a constant weight.
 
     Attributes:
@@ -49,16 +71,6 @@ class Accumulation:
     label: str
     rank: int | None = None
 
-    @property
-    def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
-        return (self.codes,)
-
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
-
 
 @dataclass(frozen=True)
 class Operand:
@@ -69,7 +81,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(Made):
     """The int32 product of two activations, elementwise (`Mul`) or of matrices (`MatMul`)."""
 
     op_type: str
@@ -83,19 +95,13 @@ class Product:
         """Names of the tensors it reads."""
         return (self.left.codes, self.right.codes)
 
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
-
 
 @dataclass(frozen=True)
-class WindowSum:
+class WindowSum(OfCodes):
     """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes.
 
     Attributes:
         op_type: `AveragePool` or `ReduceSum`.
-        source: the ONNX node it was made from, so that a target with a kernel for it can use that.
         codes: the uint8 activation.
         encoding: of the activation.
         attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
@@ -108,7 +114,6 @@ class WindowSum:
     """
 
     op_type: str
-    source: NodeProto
     codes: str
     encoding: Encoding
     attributes: Mapping[str, Any]
@@ -118,16 +123,6 @@ class WindowSum:
     channels: int = 0
     axes: tuple[int, ...] = ()
     count: int = 0
-
-    @property
-    def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
-        return (self.codes,)
-
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Requantization:
+class Requantization(Made):
     """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
 
     Attributes:
@@ -178,14 +173,9 @@ class Requantization:
         """Names of the tensors it reads."""
         return tuple(term.name for term in self.value.terms)
 
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
-
 
 @dataclass(frozen=True)
-class Table:
+class Table(OfCodes):
     """Codes to codes by a table with one entry per code.
 
     Attributes:
@@ -208,19 +198,9 @@ class Table:
     label: str
     row: dict[str, Any] = field(compare=False)
 
-    @property
-    def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
-        return (self.codes,)
-
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
-
 
 @dataclass(frozen=True)
-class Join:
+class Join(Made):
     """A Concat of codes in one encoding."""
 
     parts: tuple[str, ...]
@@ -233,11 +213,6 @@ class Join:
     def input(self) -> Sequence[str]:
         """Names of the tensors it reads."""
         return self.parts
-
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
-        return (self.result,)
 
 
 Recorded = Accumulation | Product | WindowSum | Requantization | Table | Join

@@ -296,15 +296,7 @@ def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
                 "it makes a float tensor from integers",
                 "compute it on integers, or store its result if it never changes",
             )
-    b = ctx.builder
-    inputs = [integer_name(ctx, arg) for arg in args]
-    outputs = [b.fresh(name) if name else "" for name in node.output]
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    del copy.input[:], copy.output[:]
-    copy.input.extend(inputs)
-    copy.output.extend(outputs)
-    b.nodes.append(copy)
+    outputs = ctx.builder.copy(node, [integer_name(ctx, arg) for arg in args])
     values = tuple(Integers(o, dtype=ctx.types.get(n, 0)) for n, o in zip(node.output, outputs, strict=True))
     return values[0] if len(values) == 1 else values
 

@@ -70,7 +70,6 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
     along = tuple(axes)
     whole = WindowSum(
         "ReduceSum",
-        node,
         codes,
         encoding,
         {"keepdims": keepdims},
@@ -110,7 +109,7 @@ def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
     parts = []
     for codes, encoding in activation:
         result = b.fresh(f"{node.output[0]}.accumulator")
-        pooled = WindowSum("AveragePool", node, codes, encoding, geometry, result, b.label, 2 + spatial, channels)
+        pooled = WindowSum("AveragePool", codes, encoding, geometry, result, b.label, 2 + spatial, channels)
         b.nodes.append(pooled)
         ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
         low, high = (np.asarray(end, np.int64) for end in ends)

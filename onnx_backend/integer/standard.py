@@ -24,15 +24,11 @@ _WORTH_SHARING = 1 << 12
 
 
 def accumulate(b: Builder, op: Accumulation) -> None:
-    """Write a layer's sum of products; weights of 4 bits stay packed and are widened by a Cast."""
-    weight, zero = _stored_weight(b, op), b.constant(op.zero, np.uint8)
+    """Write a layer's sum of products; weights of 4 and 2 bits stay packed and are widened by a Cast."""
+    weight, zero = b.packed(op.weight + op.zero, op.bits, op.stem), b.constant(op.zero, np.uint8)
     codes, point = op.codes, b.constant(op.encoding.zero_point, np.uint8)
     inputs = [weight, codes, zero, point] if op.weight_first else [codes, weight, point, zero]
     b.write(f"{op.op_type}Integer", inputs, op.result, **op.attributes)
-
-
-def _stored_weight(b: Builder, op: Accumulation) -> str:
-    return b.packed(op.weight + op.zero, op.bits, op.stem)
 
 
 def multiply(b: Builder, op: Product) -> None:
