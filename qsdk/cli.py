@@ -198,7 +198,7 @@ def _add_to_integer(commands: Any) -> None:
         "--requantize", choices=("integer", "qlinear"), default="integer", help="on integers alone, or by QLinearConv"
     )
     integer.add_argument(
-        "--weights", choices=("unsigned", "signed"), default="unsigned", help="of kernels (signed: see the guide)"
+        "--weights", choices=("auto", "unsigned", "signed"), default="auto", help="of kernels (see the guide)"
     )
     integer.add_argument(
         "--shape",

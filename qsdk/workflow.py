@@ -271,7 +271,7 @@ def to_integer(
     edges: str = "float",
     rounding: Rounding = "half_even",
     requantize: str = "integer",
-    weights: str = "unsigned",
+    weights: str = "auto",
     product_bits: int = 64,
     allow_float: Sequence[str] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -293,8 +293,8 @@ def to_integer(
         edges: `float` takes and gives float32 behind one Q/DQ node each, `integer` integers with metadata.
         rounding: of requantization: `half_even` (as QuantizeLinear), `half_up`, `half_away`, or `gemmlowp`.
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
-        weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but on x86 without VNNI the
-            runtime's kernels saturate sums of two products.
+        weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but saturates on x86 without
+            VNNI; `auto` is `signed` where it is exact on this processor.
         product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).

@@ -726,7 +726,7 @@ def refused(net_or_model, *fragments, **options):
     [
         ({"target": "tflite"}, 'choose "standard" or "onnxruntime"'),
         ({"requantize": "float"}, 'choose "integer" or "qlinear"'),
-        ({"weights": "int8"}, 'choose "unsigned" or "signed"'),
+        ({"weights": "int8"}, 'choose "auto", "unsigned" or "signed"'),
         ({"edges": "none"}, '"float" or "integer"'),
         ({"rounding": "up"}, "half_even"),
     ],

@@ -162,9 +162,9 @@ def test_a_weight_is_int8_only_where_no_pair_of_products_saturates():
         net.output(net.qdq(net.op("Conv", x, weight), 1.0, 0), [1, 4, 4, 4])
         feeds = {"x": np.full([1, 8, 4, 4], 0.031 * 255, np.float32)}
         model = (
-            compare(net.model(), feeds, ["QLinearConv"], **ORT).model
+            compare(net.model(), feeds, ["QLinearConv"], weights="unsigned", **ORT).model
             if top == 64
-            else convert(net.model(), **ORT).model
+            else convert(net.model(), weights="unsigned", **ORT).model
         )
         np.testing.assert_allclose(run(model, feeds)["y"], simulate(net.model(), feeds)["y"])
         node = next(n for n in model.graph.node if n.op_type == "QLinearConv")
@@ -236,3 +236,18 @@ def test_a_function_of_a_table_is_one_table_of_what_that_reads():
     assert [row["form"] for row in result.certificate["requantizations"]] == ["table"]
     assert "Mul" not in {node.op_type for node in result.model.graph.node}
     np.testing.assert_array_equal(run(result.model, feeds)["y"], simulate(model, feeds)["y"])
+
+
+@pytest.mark.parametrize(("saturate", "weights", "dtype"), [(True, "unsigned", UINT8), (False, "signed", INT8)])
+def test_weights_are_what_the_kernels_of_this_processor_add_up_exactly(monkeypatch, saturate, weights, dtype):
+    net, layer = Net(), np.random.default_rng(3).integers(-128, 128, (8, 8, 3, 3))
+    x = net.qdq(net.input([1, 8, 6, 6]), 0.05, 100)
+    weight = net.op("DequantizeLinear", net.const(layer.astype(np.int8)), net.const(np.float32(0.01)))
+    net.output(net.qdq(net.op("Conv", x, weight), 0.9, 128), [1, 8, 4, 4])
+    monkeypatch.setattr("onnx_backend.integer.convert.products_saturate", lambda: saturate)
+    for options in (ORT, QLINEAR):
+        made = convert(net.model(), **options)
+        assert made.certificate["weights"] == weights
+        (kernel,) = (node for node in made.model.graph.node if node.op_type == "QLinearConv")
+        stored = next(t for t in made.model.graph.initializer if t.name == kernel.input[3])
+        assert stored.data_type == dtype

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from exact_products import products_saturate
 from runtime_probes import LABELS, Probe
 
+from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
 from qsdk.core.dtypes import dtype_named
 from qsdk.core.errors import ConfigError

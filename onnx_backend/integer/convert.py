@@ -17,6 +17,7 @@ from onnx_backend.integer.check import integer_findings, require_integer_only
 from onnx_backend.integer.context import Context, label, surroundings
 from onnx_backend.integer.edges import edge_dtype, leave
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.integer.expand import expand, live
 from onnx_backend.integer.islands import Islands
 from onnx_backend.integer.operations import Operation
@@ -76,7 +77,7 @@ def convert(
     edges: str = "float",
     rounding: Rounding = "half_even",
     requantize: str = "integer",
-    weights: str = "unsigned",
+    weights: str = "auto",
     product_bits: int = 64,
     allow_float: Sequence[str] = (),
 ) -> IntegerResult:
@@ -92,7 +93,8 @@ def convert(
         requantize: `integer` on integers alone, `qlinear` with QLinearConv and QLinearMatMul, whose scales are float
             constants, wherever they fit. The target `onnxruntime` uses those in any case.
         weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
-            VNNI the kernels for uint8 x int8 saturate sums of two products.
+            VNNI the kernels for uint8 x int8 saturate sums of two products. `auto` is `signed` if the kernels of this
+            processor are exact; the certificate says which it was.
         product_bits: of requantization on integers: 32 is for hardware without 64-bit products, and moves a value by up
             to the stated `error_bound` of its row before it is rounded (ties up).
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
@@ -115,11 +117,13 @@ def convert(
     if refusals:
         raise IntegerError(_message(refusals))
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
-    used = Kernels(contrib=kernels == "onnxruntime", signed=weights == "signed") if kernels else None
+    used = _kernels(kernels, weights)
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
     integer = _assembled(source, context, outputs, opset, used)
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
+    if used is not None:
+        options["weights"] = "signed" if used.signed else "unsigned"
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
     report, constants = _report(integer, certificate, edges, kernels), tuple(builder.initializers)
     return IntegerResult(integer, certificate, report, context.sites, operations, constants)
@@ -130,14 +134,22 @@ def _require_options(target: str, edges: str, rounding: str, requantize: str, we
         raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
     if requantize not in ("integer", "qlinear"):
         raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
-    if weights not in ("unsigned", "signed"):
-        raise ConfigError(f'weights={weights!r} is unknown; choose "unsigned" or "signed"')
+    if weights not in ("auto", "unsigned", "signed"):
+        raise ConfigError(f'weights={weights!r} is unknown; choose "auto", "unsigned" or "signed"')
     if product_bits not in (32, 64):
         raise ConfigError(f"product_bits={product_bits!r} is unknown; choose 64 or 32")
     if edges not in ("float", "integer"):
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:
         raise ConfigError(f"rounding={rounding!r} is unknown; choose one of {', '.join(ROUNDINGS)}")
+
+
+def _kernels(kernels: str, weights: str) -> Kernels | None:
+    """Say which kernels may be written, None for integer arithmetic alone."""
+    if not kernels:
+        return None
+    signed = weights == "signed" or (weights == "auto" and not products_saturate())
+    return Kernels(contrib=kernels == "onnxruntime", signed=signed)
 
 
 def _reserved(model: ModelProto) -> list[str]:
