@@ -2,10 +2,11 @@
 
 A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Five more:
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Six more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel;
 a float bias beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits
-is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); a Relu behind a layer whose
+is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a
+MatMulNBits replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
 copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
 which is then quantized.
@@ -36,6 +37,9 @@ from onnx_backend.runtime_table import NARROW, Form, is_wrong
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
+_EIGHT_BITS = frozenset({"int8", "uint8"})
+_MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
+_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Sum", "Transpose", "Unsqueeze"})
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
@@ -68,10 +72,9 @@ class _Separation:
             nodes.append(node)
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
                 nodes += self._apart(node.output[0], self._wrong_readers(node))
-            elif node.op_type == "DequantizeLinear" and self._is_packed_wrongly(node):
-                layers = (reader for reader in self.readers.get(node.output[0], []) if reader.op_type in _LAYERS)
-                nodes += self._apart(node.output[0], list(layers))
-            elif node.op_type != "DequantizeLinear":
+            elif node.op_type == "DequantizeLinear":
+                nodes += self._apart(node.output[0], self._packing_readers(node))
+            else:
                 for name in (name for name in node.output if name in self.outputs):
                     nodes += self._apart(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
         replace_nodes(self.graph, nodes)
@@ -96,10 +99,25 @@ class _Separation:
         maker = self.makers.get(tensor)
         return maker is not None and maker.op_type == "DequantizeLinear"
 
-    def _is_packed_wrongly(self, dequantize: NodeProto) -> bool:
-        """Whether the runtime would pack a stored weight of 2 bits for MatMulNBits, which needs whole bytes per row."""
-        weight = self.stored[dequantize.input[0]]
-        return weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0
+    def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
+        """The layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
+        weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
+        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in _LAYERS]
+        if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
+            return layers  # it needs whole bytes per row
+        if _name(weight.data_type) not in _NBITS:
+            return []
+        return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
+
+    def _rounds(self, layer: NodeProto) -> bool:
+        """Whether a layer's input is quantized, and not to 8 bits, to which MatMulNBits rounds it."""
+        maker = self.makers.get(layer.input[0])
+        while maker is not None and maker.op_type in _MOVES:
+            maker = self.makers.get(maker.input[0])
+        if maker is None or maker.op_type != "DequantizeLinear":
+            return False
+        quantize = self.makers.get(maker.input[0])
+        return quantize is not None and self._type(quantize) not in _EIGHT_BITS
 
     def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         quantize = self.makers.get(dequantize.input[0])

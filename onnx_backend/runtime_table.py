@@ -1,7 +1,8 @@
 """What ONNX Runtime's default level gets wrong in Q/DQ models, measured, and the form of QuantizeLinear that follows.
 
-Measured on onnxruntime 1.31 (CPU, x86); `tests/test_runtime_table.py` derives the table again on the installed runtime
-and fails where it has changed, in either direction.
+Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/test_runtime_table.py` derives the table again on the installed
+runtime and fails where it has changed, in either direction. What only one of the two gets wrong is in it too: a model is
+run by another version than the one it was exported with.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ _KERNELS = _words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoi
 #: its WeightBiasQuantization makes int8 of a float weight that stands between quantized activations
 _FLOAT_CONV = _layers("Conv ConvTranspose", ("float32", "float16"))
 _FLOAT_GEMM = _layers("Gemm", ("float32", "float16"))
-#: QLinearConv and QLinearMatMul know neither blocks nor float8
+#: QLinearConv knows no blocks; in 1.31 neither it nor QLinearMatMul knows blocks or float8
 _FOREIGN = _layers("Conv MatMul", ("int8 blocks", "uint8 blocks", "float8e4m3fn"))
 #: what an int8 DequantizeLinear is pushed past, with an attribute that the rewrite to uint8 then forgets
 _PUSHED = _words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")

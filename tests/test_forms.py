@@ -15,7 +15,7 @@ from onnx_backend.qdq import insert, lower
 from onnx_backend.qdq_read import places, read
 from onnx_backend.session import simulation_session
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import QuantConfig, w4a16, weight_only
+from qsdk.core.config import QuantConfig, w4a16, w8a16, weight_only
 from qsdk.core.dtypes import float32, int4, int8
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.spec import PerBlock, PerTensor
@@ -103,6 +103,20 @@ def test_two_bit_weights_are_right_at_the_default_level(dtype: str, channels: in
     (got,) = run(model, {"x": x})
     assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()  # int8 activations inside MatMulNBits
     assert optimized(model, tmp_path).count("MatMulNBits") == (2 if channels % 4 == 0 else 1)
+    assert OnnxSim.from_qdq(model).encodings == encodings
+
+
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("preset", [w8a16, w4a16])
+def test_activations_of_sixteen_bits_are_not_rounded_to_eight_at_the_default_level(preset, block, tmp_path):
+    """From onnxruntime 1.32 on, MatMulNBits would replace these layers too."""
+    marked, _, plan, encodings = prepared(linears(64, 48), preset(block_size=block))
+    model, _ = insert(marked, plan, encodings)
+    x = np.random.default_rng(3).normal(size=(4, 64)).astype(np.float32)
+    (expected,) = simulation_session(model).run(None, {"x": x})
+    (got,) = run(model, {"x": x})
+    assert np.abs(got - expected).max() <= 1.01 * encodings["second:output"].scale.max()
+    assert "MatMulNBits" not in optimized(model, tmp_path)
     assert OnnxSim.from_qdq(model).encodings == encodings
 
 
