@@ -3,10 +3,10 @@
 A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
 2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Six more:
-QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel;
-a float bias beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits
-is wrong wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a
-MatMulNBits replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
+QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
+beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits is wrong
+wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a MatMulNBits
+replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
 copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
 which is then quantized.

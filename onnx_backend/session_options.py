@@ -33,7 +33,7 @@ def needed_options(model: ModelProto, dialect: Dialect) -> dict[str, str]:
 
 
 def _becomes_nbits(node: NodeProto, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
-    """Whether the runtime makes a MatMulNBits of a node (measured, onnxruntime 1.31)."""
+    """Whether the runtime makes a MatMulNBits of a node (measured, onnxruntime 1.31 and 1.32)."""
     if node.op_type not in ("MatMul", "Gemm") or (node.op_type == "Gemm" and attributes(node).get("transB")):
         return False
     source, weight = makers.get(node.input[0]), makers.get(node.input[1])

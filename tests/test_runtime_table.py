@@ -16,7 +16,7 @@ INSTALLED = tuple(int(part) for part in ort.__version__.split(".")[:2])
 BY_VALUE = {f"{op}/{weight}" for op in ("ConvTranspose", "Gemm") for weight in ("float32", "float16")}
 #: the runtime makes int8 of float weights there too, and some processors cannot add up its products
 SATURATING = {"Gemm/float32", "Gemm/float16"} if products_saturate() else set()
-#: weights that the runtime (from 1.32 on) packs for MatMulNBits where the activation has 16 bits; `keep_apart` sees to it
+#: weights that the runtime (from 1.32 on) packs for MatMulNBits where the activation has 16 bits, unless kept apart
 PACKED = {f"{op}/{weight}" for op in ("MatMul", "Gemm") for weight in ("int8", "uint8", "int4")}
 #: what 1.31 gets wrong and 1.32 does not, which models that both shall run need kept apart
 REPAIRED = {"Conv/float8e4m3fn", "MatMul/float8e4m3fn", "MatMul/int8 blocks", "MatMul/uint8 blocks"}
