@@ -4,7 +4,7 @@ One JSON line per number of threads (`--threads=1,2`, the default). The network 
 registries, quantized at W8A8 by qsdk (a SiLU is one step) and by onnxruntime.quantization (a Sigmoid and a Mul with a
 quantizer each); `--network=mini_lm` is MiniLM on 8 texts of 128 tokens, `--network=stories15m` a Llama on 4 texts of
 128 tokens, both quantized by qsdk. Every round times all sessions in turn; ratios are taken per round, and their median
-is given.
+is given: of processor time for one thread, so that other programs do not count, of the clock on the wall for more.
 `qdq` is the runtime's default session of the quantized file; the others are what `to_integer` makes of it, `a / qdq`
 against that session. `default` says which weights `to_integer` writes on this processor: on x86 without VNNI the
 kernels for int8 weights saturate pairs of products (in the session of the Q/DQ file too); unsigned ones are exact.
@@ -97,16 +97,17 @@ def session(path: Path, threads: int) -> ort.InferenceSession:
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def ratios(sessions: dict[str, ort.InferenceSession], feeds: Feeds) -> dict[str, float]:
+def ratios(sessions: dict[str, ort.InferenceSession], feeds: Feeds, threads: int) -> dict[str, float]:
+    clock = time.process_time if threads == 1 else time.perf_counter  # threads that wait count as processor time
     rows: dict[str, list[float]] = {name: [] for name in sessions}
     for session in sessions.values():
         session.run(None, feeds)
     for _ in range(ROUNDS):
         taken = {}
         for name, session in sessions.items():
-            start = time.perf_counter()
+            start = clock()
             session.run(None, feeds)
-            taken[name] = time.perf_counter() - start
+            taken[name] = clock() - start
         for name, seconds in taken.items():
             rows[name].append(seconds / taken["float"])
     for name in [name for name in rows if "onnxruntime" in name.partition(" ")[2]]:
@@ -135,7 +136,7 @@ def main(threads: list[int], network: str) -> None:
         for count in threads:
             sessions = {"float": session(paths["float"], count)}
             sessions |= {name: session(path, count) for name, path in files.items()}
-            row = {**named, "threads": count, **default, **ratios(sessions, feeds), "targets": TARGETS}
+            row = {**named, "threads": count, **default, **ratios(sessions, feeds, count), "targets": TARGETS}
             print(json.dumps(row), flush=True)
         print(json.dumps({**named, "seconds to convert and measure": seconds}))
 
