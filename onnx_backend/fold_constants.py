@@ -28,6 +28,7 @@ _MOVES = frozenset(
     | {"Transpose", "Trilu", "Unique"}
 )
 _FOLDED = _ELEMENTWISE | _VIEWS | _MOVES
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
 
 
 def fold(
@@ -44,12 +45,28 @@ def fold(
     """
     if node.op_type not in _FOLDED or node.domain not in ("", "ai.onnx"):
         return None
+    if weights_stay and node.op_type in _MOVES and any(_is_weight(small[name]) for name in node.input if name in small):
+        return None
+    return evaluated(node, small, opsets, limit=limit)
+
+
+def evaluated(
+    node: NodeProto, known: Mapping[str, Array], opsets: Mapping[str, int], *, limit: int
+) -> dict[str, Array] | None:
+    """The values of a node of any operator that gives the same on every run, or None.
+
+    Args:
+        node: of the standard domain; None for every other, and where an input is not `known`.
+        known: name -> value.
+        opsets: domain -> version.
+        limit: the most elements of a result.
+    """
     names = [name for name in node.input if name]
-    if not names or any(name not in small for name in names):
+    if not names or any(name not in known for name in names):
         return None
-    values = {name: small[name] for name in names}
-    if weights_stay and node.op_type in _MOVES and any(_is_weight(value) for value in values.values()):
+    if node.op_type in _RANDOM or node.domain not in ("", "ai.onnx"):
         return None
+    values = {name: known[name] for name in names}
     try:
         if _result_size(node, [values.get(name) for name in node.input]) > limit:
             return None
@@ -80,7 +97,9 @@ def _result_size(node: NodeProto, values: list[Array | None]) -> float:
     first, second = (np.asarray(value) if value is not None else np.zeros(0) for value in (*values, None, None)[:2])
     if node.op_type == "ConstantOfShape":
         return math.prod(float(n) for n in first.reshape(-1))
-    if node.op_type in ("Expand", "Tile"):
+    if node.op_type == "Expand":
+        return math.prod(float(n) for n in np.broadcast_shapes(first.shape, tuple(int(n) for n in second.reshape(-1))))
+    if node.op_type == "Tile":
         return max(1.0, float(first.size)) * math.prod(max(1.0, float(n)) for n in second.reshape(-1))
     if node.op_type == "Range" and values[2] is not None:
         step = float(values[2])

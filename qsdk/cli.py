@@ -210,6 +210,9 @@ def _add_to_integer(commands: Any) -> None:
     )
     integer.add_argument("--product-bits", type=int, choices=(32, 64), default=64, help="of requantization")
     integer.add_argument(
+        "--tables", choices=("exact", "interpolated"), default="exact", help="of functions of 16-bit codes"
+    )
+    integer.add_argument(
         "--allow-float", action="append", default=[], metavar="GLOB", help="a node or op type that may stay float"
     )
     integer.add_argument(

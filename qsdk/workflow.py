@@ -1,6 +1,5 @@
 """The verbs: each composes the two doors. Only this file and `verbs_*` know both."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -14,12 +13,8 @@ from onnx_backend import validate as validation
 from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.external_data import require_no_external_data
-from onnx_backend.integer.convert import IntegerResult, convert
-from onnx_backend.integer.firmware_files import firmware_file, require_firmware_path
-from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.forced import operations, teacher_forced, with_parity
-from onnx_backend.integer.measure import measure, measured_inputs
-from onnx_backend.integer.prepare import prepared
+from onnx_backend.integer.files import write_integer
+from onnx_backend.integer.firmware_files import require_firmware_path
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.open_adopted import open_with_config
 from onnx_backend.runtime_table import Dialect
@@ -31,7 +26,6 @@ from qsdk.algorithms.ranks import gathered
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.estimators import PERCENTILE
-from qsdk.core.files import write_with_companions
 from qsdk.core.fixed_point import Rounding
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.provenance import provenance_of
@@ -273,6 +267,7 @@ def to_integer(
     requantize: str = "integer",
     weights: str = "auto",
     product_bits: int = 64,
+    tables: str = "exact",
     allow_float: Sequence[str] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
@@ -293,9 +288,9 @@ def to_integer(
         edges: `float` takes and gives float32 behind one Q/DQ node each, `integer` integers with metadata.
         rounding: of requantization: `half_even` (as QuantizeLinear), `half_up`, `half_away`, or `gemmlowp`.
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
-        weights: of kernels: `unsigned` is exact on every processor; `signed` is faster, but saturates on x86 without
-            VNNI; `auto` is `signed` where it is exact on this processor.
+        weights: of kernels: `unsigned` is exact on every processor, `signed` faster; `auto`: signed where it is exact.
         product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
+        tables: of functions of 16-bit codes: `exact`, or `interpolated`: small, and off by at most one code, as stated.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, of which the first is measured with; random inputs within the input's range if there are none.
@@ -307,39 +302,21 @@ def to_integer(
         FileFormatError: the model is unreadable or invalid.
     """
     require_firmware_path(firmware, out)
-    opened = onnx_model.with_weights(opened_qdq(model))
-    opened = prepared(with_shapes(opened, shapes) if shapes else opened, allow_float)
-    result = convert(
-        opened,
+    return write_integer(
+        onnx_model.with_weights(opened_qdq(model)),
+        out,
         target=target,
         edges=edges,
         rounding=rounding,
         requantize=requantize,
         weights=weights,
         product_bits=product_bits,
+        tables=tables,
         allow_float=allow_float,
+        shapes=shapes,
+        data=data,
+        firmware=firmware,
     )
-    return _measured(opened, result, measured_inputs(opened, result.model, data), out, firmware)
-
-
-def _measured(
-    opened: ModelProto,
-    result: IntegerResult,
-    inputs: Mapping[str, Any],
-    out: str | os.PathLike[str],
-    firmware: str | os.PathLike[str] | None,
-) -> Report:
-    """Measure an integer-only model and write it with its companions."""
-    edges, recorded = result.certificate["edges"], result.operations
-    measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
-    parity = teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
-    measured |= operations(parity)
-    certificate = {**result.certificate, "measured": measured, "parity": parity}
-    companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
-    if firmware is not None:
-        companions[firmware] = firmware_file(result, firmware)
-    write_with_companions(out, onnx_model.serialized(result.model), companions)
-    return Report(result.report.title, with_parity(result.report.rows, parity), {**result.report.summary, **measured})
 
 
 def validate(model: OnnxSource) -> Report:

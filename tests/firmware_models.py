@@ -66,6 +66,29 @@ def pools():
     return net.model(), {"x": floats((2, 3, 9, 8))}
 
 
+def clips():
+    """Bounds of codes, behind no layer, of 8 and of 16 bits."""
+    net = Net(14)
+    for name, encoding in (("x", (0.031, 119, UINT8)), ("z", (1.3e-4, 31007, UINT16))):
+        x = net.qdq(net.input(["n", 40], name), *encoding)
+        bounded = net.op("Clip", x, net.const(np.float32(-0.5)), net.const(np.float32(2)))
+        net.output(net.qdq(bounded, *encoding), ["n", 40], f"bounded_{name}")
+    return net.model(), {"x": floats((2, 40)), "z": floats((2, 40), seed=4)}
+
+
+def silu_of_sixteen_bits():
+    """Three convolutions with SiLU, with activations of 16 bits."""
+    net = Net(13)
+    y = net.qdq(net.input(["n", 8, 6, 6]), 1.3e-4, 31007, UINT16)
+    for scale, zero in ((2.1e-4, 30001), (1.9e-4, 33333), (2.3e-4, 29999)):
+        weight, _ = net.weight((8, 8, 3, 3), 0)
+        y = net.qdq(net.op("Conv", y, weight, pads=[1] * 4), scale, zero, UINT16)
+        gate = net.qdq(net.op("Sigmoid", y), 1 / 65535, 0, UINT16)
+        y = net.qdq(net.op("Mul", y, gate), scale * 0.6, 3000, UINT16)
+    net.output(y, ["n", 8, 6, 6])
+    return net.model(), {"x": floats((2, 8, 6, 6), 4.0)}
+
+
 def one_axis():
     net = Net(6)
     x = net.qdq(net.input(["n", 3, 20]), 0.031, -9, INT8)
@@ -133,6 +156,17 @@ def wide_weights():
     return net.model(), {"x": floats((2, 3, 6, 6))}
 
 
+def blocks():
+    """A weight with a scale per block is three layers; what is added behind it is far from them in scale."""
+    net = Net(17)
+    x = net.qdq(net.input(["n", 40]), 0.031, 119)
+    codes = net.const(net.rng.integers(-128, 128, (40, 40)).astype(np.int8))
+    scale = net.const(net.rng.uniform(1e-4, 1e-3, (3, 40)).astype(np.float32))
+    y = net.op("MatMul", x, net.op("DequantizeLinear", codes, scale, axis=0, block_size=16))
+    net.output(net.qdq(net.op("Add", y, x), 0.047, 121), ["n", 40])
+    return net.model(), {"x": floats((3, 40))}
+
+
 def softmax():
     """Between quantizers on wide integers, in plain ONNX operators."""
     net = Net(12)
@@ -197,8 +231,10 @@ IN_C = {
     "joined": joined,
     "ties": ties,
     "wide weights": wide_weights,
+    "blocks": blocks,
     "enlarged": enlarged,
     "vector": vector,
     "nothing": nothing,
+    "clips": clips,
 }
 MODELS = {**IN_C, "softmax": softmax, "embedding": embedding}

@@ -194,6 +194,14 @@ def fitting(values):
     return values
 
 
+def interpolated_table(attrs, constants, codes):
+    cell, rest = np.divmod(codes, np.int32(256))
+    size = np.int32(1) << constants["bits"][cell].astype(np.int32)
+    segment = constants["first"][cell] + rest // size
+    line = constants["base"][segment] + constants["slope"][segment] * (rest % size)  # in int32
+    return np.clip(line, 0, attrs["top"] << attrs["fraction"]) >> attrs["fraction"]
+
+
 OPS = {
     "Requantize32": requantize_32,
     "AccumulateConv": accumulate_conv,
@@ -207,4 +215,6 @@ OPS = {
     "MaxPool": max_pool,
     "GatherElements": lambda attrs, constants, x, index: np.take_along_axis(x, index.astype(int), attrs["axis"]),
     "Table": lambda attrs, constants, x: constants["table"][x],
+    "InterpolatedTable": interpolated_table,
+    "ClampCodes": lambda attrs, constants, x: np.clip(x, attrs["lo"], attrs["hi"]),
 }

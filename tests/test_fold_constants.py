@@ -121,3 +121,12 @@ def test_weights_stay_where_they_are_but_bounds_are_computed():
 )
 def test_what_is_not_constant_or_not_plain_is_no_constant(only):
     assert fold(only, {"a": FLOATS}, {"": 21, "other": 1}, weights_stay=False) is None
+
+
+def test_an_expand_to_its_own_shape_is_no_larger_than_it_is():
+    values = {"a": np.arange(40), "s": i(40)}
+    found = fold(node("Expand", ["a", "s"], ["y"]), values, {"": 21}, weights_stay=False, limit=40)
+    np.testing.assert_array_equal(found["y"], values["a"])
+    assert (
+        fold(node("Expand", ["a", "s"], ["y"]), {"a": i(1), "s": i(41)}, {"": 21}, weights_stay=False, limit=40) is None
+    )

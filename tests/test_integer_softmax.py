@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from exact_integer import grid_codes, require_exact
-from integer_models import INT8, UINT8, Net
+from integer_models import INT8, UINT8, Net, run
 from onnx import TensorProto
 from test_integer import ENCODINGS, compare, noise
 
@@ -210,3 +210,14 @@ def test_what_a_mask_cannot_do(case):
 def test_grid_codes_are_what_the_tests_think():
     np.testing.assert_allclose(grid_codes((0.5, 2))[:4], [-1, -0.5, 0, 0.5])
     assert INT8 != UINT8
+
+
+@pytest.mark.parametrize("target", ["standard", "onnxruntime"])
+def test_a_softmax_of_one_element_is_one(target):
+    """A window of attention may hold a single patch."""
+    net = Net()
+    x = net.qdq(net.input([4, 1]), 0.031, 119)
+    net.output(net.qdq(net.op("Softmax", x, axis=-1), 1 / 255, 0), [4, 1])
+    feeds = {"x": np.linspace(-3, 3, 4, dtype=np.float32)[:, None]}
+    found = run(convert(net.model(), target=target).model, feeds)["y"]
+    np.testing.assert_array_equal(found, np.full((4, 1), np.float32(255) * np.float32(1 / 255)))

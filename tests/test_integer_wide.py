@@ -275,7 +275,11 @@ def curve_of(name, **attrs):
     return CURVES[name](attrs), lambda x: ALL_FUNCTIONS[name](x, attrs)
 
 
-CASES = [(name, {}) for name in sorted(CURVES)] + [("Gelu", {"approximate": "tanh"}), ("Elu", {"alpha": 0.3})]
+CASES = [(name, {}) for name in sorted(CURVES)] + [
+    ("Gelu", {"approximate": "tanh"}),
+    ("Elu", {"alpha": 0.3}),
+    ("Celu", {"alpha": 0.4}),
+]
 
 
 @pytest.mark.parametrize(("name", "attrs"), CASES)
@@ -308,7 +312,9 @@ def test_curves_are_within_their_error(name, attrs, scale, bounds):
         exact = function(values * scale)
     exact = np.where(np.abs(values * scale) > 100, _line(curve, values * scale, function), exact)
     require_near(found, integers, exact)
-    assert found.error * abs(found.scale) < 2.0**-21 * max(1.0, wide.reach(found) * abs(found.scale) / 64)
+    assert found.error * abs(found.scale) < 2.0**-21 * max(1.0, curve.bend) * max(
+        1.0, wide.reach(found) * abs(found.scale) / 64
+    )
 
 
 def _line(curve, x, function):

@@ -341,6 +341,24 @@ static void map(const struct qsdk_op *op, const struct qsdk_tensor *out)
     }
 }
 
+/* Straight lines instead of a table of 16-bit codes; everything is proven to stay in int32. */
+static void interpolate(const struct qsdk_op *op, const struct qsdk_tensor *out)
+{
+    const struct qsdk_tensor *in[5];
+    size_t i;
+    int32_t k;
+    for (k = 0; k < 5; k++) {
+        in[k] = &qsdk_tensors[op->inputs[k]];
+    }
+    for (i = 0; i < out->elements; i++) {
+        int32_t code = (int32_t)load(in[0], i), rest = code & 255, bits = (int32_t)load(in[1], (size_t)(code >> 8));
+        size_t segment = (size_t)(load(in[2], (size_t)(code >> 8)) + (rest >> bits));
+        int32_t base = (int32_t)load(in[3], segment), slope = (int32_t)load(in[4], segment);
+        int32_t line = base + slope * (rest & ((1 << bits) - 1));
+        store(out, i, clamp(line, 0, op->hi << op->fraction) >> op->fraction);
+    }
+}
+
 /* AXIS_SUM and AXIS_MAX: the output is read as if the reduced axes had stayed, with size 1. */
 static const int64_t least[] = {0, INT8_MIN, 0, INT16_MIN, 0, INT32_MIN, INT64_MIN};
 
@@ -411,6 +429,7 @@ static void execute(const struct qsdk_op *op)
     case QSDK_REQUANTIZE: case QSDK_REQUANTIZE_32: requantize(op, out); break;
     case QSDK_AXIS_SUM: case QSDK_AXIS_MAX: reduce(op, out); break;
     case QSDK_TABLE: case QSDK_CLIP: case QSDK_CAST: map(op, out); break;
+    case QSDK_INTERPOLATE: interpolate(op, out); break;
     case QSDK_CONCAT: concat(op, out); break;
     case QSDK_COPY: case QSDK_STRIDED: case QSDK_GATHER: move(op, out); break;
     case QSDK_ADD: case QSDK_SUBTRACT: case QSDK_MULTIPLY: case QSDK_AND: case QSDK_SHIFT_RIGHT:

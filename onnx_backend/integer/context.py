@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, shape_inference
+from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.integer.emit import Builder
+from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.integer.operations import Softmax
 from onnx_backend.integer.standard_pool import largest_of_slices
 from onnx_backend.integer.values import (
@@ -89,18 +90,10 @@ class Context:
 
 def surroundings(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> Context:
     """Build the context of a model by ONNX shape inference."""
-    inferred = shape_inference.infer_shapes(model, data_prop=True)
-    shapes, types = {}, {}
-    for info in (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info):
-        kind = info.type.tensor_type
-        types[info.name] = kind.elem_type
-        if kind.HasField("shape"):
-            dims = kind.shape.dim  # some exporters write -1 for a dynamic one
-            shapes[info.name] = tuple(
-                d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims
-            )
-    for tensor in inferred.graph.initializer:
-        types[tensor.name], shapes[tensor.name] = tensor.data_type, tuple(tensor.dims)
+    known = inferred(model)
+    graph, shapes = known.graph, static_sizes(known)
+    types = {i.name: i.type.tensor_type.elem_type for i in (*graph.input, *graph.output, *graph.value_info)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     return Context(builder, shapes, types, edges, opset, composes)
 

@@ -17,7 +17,7 @@ import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.context import Args, Context, attributes
-from onnx_backend.integer.halves import bytes_of, together
+from onnx_backend.integer.halves import bytes_of, reach, together
 from onnx_backend.integer.layers import (
     accumulated,
     accumulator_bounds,
@@ -87,7 +87,7 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
         Refused: the input is not quantized, the weight not stored as integers, or its geometry not static.
     """
     activation = bytes_of(ctx, args[0])
-    coded = coded_weight(args[1], 1)
+    coded = coded_weight(args[1], 1, activation)
     require_positive(coded.scale)
     attrs = attributes(node)
     group = int(attrs.get("group", 1))
@@ -110,7 +110,7 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
         shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)
         parts.append(accumulated(accumulator, shaped, low, high, node))
-    value = together(parts)
+    value = together(parts, coded.error * reach(activation))
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value

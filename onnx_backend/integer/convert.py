@@ -32,7 +32,7 @@ _STILL_FLOAT = (
     "is a float tensor",
     "leaves the model unquantized",
     "no QuantizeLinear reads it",
-    "float or block-wise",
+    "its weight is float",
     "is not quantized",
 )
 _QUANTIZE_THE_REST = (
@@ -79,6 +79,7 @@ def convert(
     requantize: str = "integer",
     weights: str = "auto",
     product_bits: int = 64,
+    tables: str = "exact",
     allow_float: Sequence[str] = (),
 ) -> IntegerResult:
     """Convert a Q/DQ model to one that computes on integers; `model` is left as it is.
@@ -97,19 +98,21 @@ def convert(
             processor are exact; the certificate says which it was.
         product_bits: of requantization on integers: 32 is for hardware without 64-bit products, and moves a value by up
             to the stated `error_bound` of its row before it is rounded (ties up).
+        tables: of functions of 16-bit codes: `exact` with an entry for every code, `interpolated` by straight lines,
+            which are at most one code off, as the row says, in a fraction of the room.
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
 
     Raises:
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, weights, product_bits)
+    _require_options(target, edges, rounding, requantize, weights, product_bits, tables)
     kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
     source = inliner.inline_local_functions(model) if model.functions else model
     opset = max((entry.version for entry in source.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _FIRST_OPSET:
         raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
-    builder = Builder(_reserved(source), rounding, product_bits)
+    builder = Builder(_reserved(source), rounding, product_bits, interpolates=tables == "interpolated")
     context = surroundings(source, builder, edges, composes=kernels != "onnxruntime")
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
@@ -121,7 +124,7 @@ def convert(
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
     integer = _assembled(source, context, outputs, opset, used)
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
-    options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding}
+    options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding, "tables": tables}
     if used is not None:
         options["weights"] = "signed" if used.signed else "unsigned"
     certificate = {**_certificate(model, integer, context, outputs, options), "float_nodes": islands.kept}
@@ -129,7 +132,9 @@ def convert(
     return IntegerResult(integer, certificate, report, context.sites, operations, constants)
 
 
-def _require_options(target: str, edges: str, rounding: str, requantize: str, weights: str, product_bits: int) -> None:
+def _require_options(
+    target: str, edges: str, rounding: str, requantize: str, weights: str, product_bits: int, tables: str
+) -> None:
     if target not in ("standard", "onnxruntime"):
         raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
     if requantize not in ("integer", "qlinear"):
@@ -138,6 +143,8 @@ def _require_options(target: str, edges: str, rounding: str, requantize: str, we
         raise ConfigError(f'weights={weights!r} is unknown; choose "auto", "unsigned" or "signed"')
     if product_bits not in (32, 64):
         raise ConfigError(f"product_bits={product_bits!r} is unknown; choose 64 or 32")
+    if tables not in ("exact", "interpolated"):
+        raise ConfigError(f'tables={tables!r} is unknown; choose "exact" or "interpolated"')
     if edges not in ("float", "integer"):
         raise ConfigError(f'edges={edges!r} is unknown; choose "float" or "integer"')
     if rounding not in ROUNDINGS:

@@ -60,6 +60,13 @@ def _elu(attrs: Attributes) -> Curve:
     return Curve(alpha, max(1.0, alpha), 24.0, alpha * 4e-11, right=1.0)
 
 
+def _celu(attrs: Attributes) -> Curve:
+    alpha = float(attrs.get("alpha", 1.0))
+    if alpha <= 0:
+        raise Refused(f"its alpha is {alpha}", "give it an alpha above 0")
+    return Curve(1.0 / alpha, 1.0, 24.0 * alpha, alpha * 4e-11, right=1.0)
+
+
 def _gelu(attrs: Mapping[str, object]) -> Curve:
     return Curve(1.2 if attrs.get("approximate") == "tanh" else 0.8, 1.13, 7.5, 1e-11, right=1.0)
 
@@ -67,6 +74,7 @@ def _gelu(attrs: Mapping[str, object]) -> Curve:
 #: By op type; the bounds of the derivatives are the closed forms' extrema, rounded up.
 CURVES: Mapping[str, Callable[[Attributes], Curve]] = MappingProxyType(
     {
+        "Celu": _celu,
         "Elu": _elu,
         "Erf": lambda a: Curve(0.968, 1.13, 4.8, 2e-11),
         "Gelu": _gelu,

@@ -1,6 +1,7 @@
 """Recording the integer graph: names, constants, nodes, requantizations and tables."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,19 +11,23 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx_backend.integer.fixed import Plan, plan
 from onnx_backend.integer.narrow import NarrowPlan, narrow_plan
 from onnx_backend.integer.operations import Operation, Requantization, Table
-from onnx_backend.integer.values import Array, Encoding, Linear, Lookup
+from onnx_backend.integer.segments import segments
+from onnx_backend.integer.values import Array, Encoding, Linear, Lookup, Refused
 from qsdk.core.fixed_point import Rounding
 
 
 class Builder:
     """Collects the operations and initializers of the integer graph and the rows of its certificate."""
 
-    def __init__(self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64) -> None:
+    def __init__(
+        self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64, *, interpolates: bool = False
+    ) -> None:
         self.nodes: list[Operation] = []
         self.initializers: list[TensorProto] = []
         self.certificate: list[dict[str, Any]] = []
         self.rounding = rounding
         self.product_bits = product_bits
+        self.interpolates = interpolates  # tables of 16-bit codes are written as straight lines
         self.label = ""  # the node being lowered
         self.behind = ""  # the node that made its first input
         self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
@@ -144,8 +149,17 @@ def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
 def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
     """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
-    The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction.
+    The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction. Of 16-bit
+    codes it becomes straight lines, if those are wanted and take less room.
+
+    Raises:
+        Refused: one of the values is not a number.
     """
+    if np.any(np.isnan(value.values)):
+        raise Refused(
+            "what is quantized is not a number for some value that the input can have (0 / 0, infinity - infinity)",
+            "clip the input to where it is defined",
+        )
     table = encoding.quantize(value.values)
     if np.array_equal(table, np.arange(table.size)) and encoding.wide == (table.size > 256):
         return value.name
@@ -163,5 +177,26 @@ def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
     }
     if table.size <= 256:  # those of 16 bits would be most of the certificate
         row["table"] = table.tolist()
-    b.nodes.append(Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row))
+    made = Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row)
+    if b.interpolates and table.size > 256 and not made.clips:
+        made = _interpolated(made)
+    b.nodes.append(made)
     return result
+
+
+def _interpolated(made: Table) -> Table:
+    """Give a table its straight lines, unless it jumps so often that they would take more room; its row says which."""
+    lines = segments(made.table, made.encoding.hi)
+    whole = made.table.size * (2 if made.encoding.wide else 1)
+    if lines.bytes >= whole:
+        made.row["kept_exact"] = f"its {lines.base.size} segments would take {lines.bytes} bytes, the table {whole}"
+        return made
+    made.row.update(
+        form="interpolated table",
+        error_bound=float(lines.deviation),
+        segments=int(lines.base.size),
+        table_bytes=lines.bytes,
+        largest_deviation=lines.deviation,
+        codes_differing=lines.differing,
+    )
+    return replace(made, segments=lines)

@@ -83,7 +83,7 @@ def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
     """Give the codes that a requantization makes for tables alone, which index with int32."""
     others = set(outputs)
     for operation in operations:
-        if not isinstance(operation, Table) or standard.clips(operation):
+        if not isinstance(operation, Table) or operation.clips:
             others.update(operation.input)
     made = (op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, Plan))
     return {op.result for op in made if op.result not in others}

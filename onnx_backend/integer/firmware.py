@@ -28,15 +28,21 @@ The ops, on exact integers; codes are uint8, or int32 0..65535 where activations
 - `Requantize` (inputs: one or more accumulators or codes; parameters: `mantissa_0`, `mantissa_1`, ... one per input,
   `shift`, and `bias` or `addend`): codes `clamp(round_shift(p, shift) + zero_point, lo, hi)` with the 64-bit product
   `p = (input + bias) * mantissa_0` where there is a `bias`, else `p = input_0 * mantissa_0 + input_1 * mantissa_1 +
-  ... + addend`. No partial sum leaves int64. `round_shift` divides by `2 ** shift` with one rounding, to the nearest
-  integer; what becomes of exact ties says `rounding`: `half_even`, `half_up` (towards plus infinity; also where no
-  tie can occur, so that any rounding will do: `ties_possible` is false), `half_away` (from zero). `gemmlowp` rounds
-  twice: by `min(shift, 31)` bits half up, then by the rest, if any, half away.
+  ... + addend`. A mantissa is int32, or int64 where terms are far apart; no partial sum leaves int64. `round_shift`
+  divides by `2 ** shift` with one rounding, to the nearest integer; what becomes of exact ties says `rounding`:
+  `half_even`, `half_up` (towards plus infinity; also where no tie can occur, so that any rounding will do:
+  `ties_possible` is false), `half_away` (from zero). `gemmlowp` rounds twice: by `min(shift, 31)` bits half up, then
+  by the rest, if any, half away.
 - `Requantize32` (inputs as above; parameters: `zero_0`, `cut_0`, `before_0`, `mantissa_0`, ... for each input, `shift`,
   `addend`): codes `clamp(round_shift(p, shift) + zero_point, lo, hi)` where `p` is `addend` plus the sum of
   `round_shift(t, before) * mantissa`, and `t` is `input - zero`, clamped to `-cut..cut` where `cut` is not 0. All of it
   fits in int32, ties go up, and a shift of 0 leaves a number as it is.
 - `Table` (inputs: codes; parameters: `table`): `table[code]`.
+- `ClampCodes` (inputs: codes): `clamp(code, lo, hi)`.
+- `InterpolatedTable` (inputs: codes; parameters: `bits`, `first`, `base`, `slope`; attributes `top`, `fraction`):
+  straight lines instead of a table, of a `cell = code >> 8` and a `rest = code & 255`. With `segment = first[cell] +
+  (rest >> bits[cell])` and `within = rest % 2 ** bits[cell]` it is `clamp(base[segment] + slope[segment] * within, 0,
+  top << fraction) >> fraction`. All of it fits in int32.
 - Any other op is the ONNX operator of that name and attributes, of the program's `opset`, on integers. `Shape` of an
   input that is only measured may name a tensor of floats, whose dtype its entry in `inputs` says.
 """
@@ -62,6 +68,7 @@ from onnx_backend.integer.operations import (
     Table,
     WindowSum,
 )
+from onnx_backend.integer.segments import FRACTION
 from onnx_backend.integer.values import Array
 from qsdk.core.errors import ConfigError, IntegerError
 
@@ -310,7 +317,7 @@ def _requantization(op: Requantization) -> _Described:
         return "Requantize32", facts, _narrow(op.plan)
     facts["ties_possible"] = op.plan.ties
     terms = op.value.terms
-    arrays = {f"mantissa_{i}": narrowest(m, (np.int32,)) for i, m in enumerate(op.plan.mantissas)}
+    arrays = {f"mantissa_{i}": narrowest(m, (np.int32, np.int64)) for i, m in enumerate(op.plan.mantissas)}
     arrays["shift"] = narrowest(op.plan.shift, (np.uint8,))
     if len(terms) == 1 and not np.any(op.value.constant):
         return "Requantize", facts, {**arrays, "bias": narrowest(-terms[0].zero, (np.int32,))}
@@ -328,7 +335,14 @@ def _narrow(plan: NarrowPlan) -> dict[str, Array]:
 
 
 def _table(op: Table) -> _Described:
-    return "Table", {}, {"table": narrowest(op.table, (np.int32,) if op.encoding.wide else (np.uint8,))}
+    if op.clips:
+        return "ClampCodes", {"lo": int(op.table.min()), "hi": int(op.table.max())}, {}
+    lines = op.segments
+    if lines is not None:
+        arrays = {"bits": narrowest(lines.bits, (np.uint8,)), "first": narrowest(lines.first, (np.int16,))}
+        arrays |= {"base": narrowest(lines.base, (np.int32,)), "slope": narrowest(lines.slope, (np.int32,))}
+        return "InterpolatedTable", {"top": lines.top, "fraction": FRACTION}, arrays
+    return "Table", {}, {"table": narrowest(op.table, (np.uint16,) if op.encoding.wide else (np.uint8,))}
 
 
 def _join(op: Join) -> _Described:

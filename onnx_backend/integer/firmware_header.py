@@ -32,6 +32,9 @@ _KINDS: Mapping[str, str] = MappingProxyType(
         "REQUANTIZE_32": "the same in 32 bits; inputs: terms, mantissas, zeros, cuts, shifts in front, shift, addend;"
         " p = sum(round_shift(clamp(term - zero, -cut, cut), before) * mantissa) + addend; 0 cuts or shifts nothing",
         "TABLE": "inputs[1][code]",
+        "INTERPOLATE": "inputs: codes, bits, first, base, slope; of cell = code >> 8 and rest = code & 255 it is"
+        " clamp(base[s] + slope[s] * (rest % (1 << bits[cell])), 0, hi << fraction) >> fraction with"
+        " s = first[cell] + (rest >> bits[cell])",
         "CONCAT": "the inputs one after the other along the axis",
         "MAX_POOL": "the largest of a window",
         "AXIS_MAX": "the largest along the reduced axes",
@@ -111,7 +114,7 @@ struct qsdk_op {
     int32_t group, kernel[3], stride[3], dilation[3], pad[3];
     int32_t terms, bias_first;
     enum qsdk_rounding rounding;
-    int32_t code_zero_point, lo, hi, fill, axis;
+    int32_t code_zero_point, lo, hi, fill, axis, fraction;
     int32_t reduced[QSDK_RANK];
     int32_t start, step[QSDK_RANK];
 };

@@ -252,6 +252,12 @@ def _table(low: _Lowering, op: dict[str, Any]) -> None:
     low.emit("TABLE", op, [op["inputs"][0], op["parameters"]["table"]])
 
 
+def _interpolated(low: _Lowering, op: dict[str, Any]) -> None:
+    parts = [op["parameters"][role] for role in ("bits", "first", "base", "slope")]
+    attrs = op["attributes"]
+    low.emit("INTERPOLATE", op, [op["inputs"][0], *parts], hi=attrs["top"], fraction=attrs["fraction"])
+
+
 def _concat(low: _Lowering, op: dict[str, Any]) -> None:
     axis = op["attributes"]["axis"] % len(low.shape(op["outputs"][0]))
     low.emit("CONCAT", op, op["inputs"], axis=axis)
@@ -262,6 +268,10 @@ def _clip(low: _Lowering, op: dict[str, Any]) -> None:
     ends = [low.value(op, 1), low.value(op, 2)]
     lo, hi = (int(limit if end is None else end) for end, limit in zip(ends, (limits.min, limits.max), strict=True))
     low.emit("CLIP", op, op["inputs"][:1], lo=lo, hi=hi)
+
+
+def _clamp(low: _Lowering, op: dict[str, Any]) -> None:
+    low.emit("CLIP", op, op["inputs"], lo=op["attributes"]["lo"], hi=op["attributes"]["hi"])
 
 
 def _cast(low: _Lowering, op: dict[str, Any]) -> None:
@@ -310,7 +320,9 @@ _FORMS: Mapping[str, Callable[[_Lowering, dict[str, Any]], None]] = MappingProxy
         "AxisSum": _along_axes,
         "Cast": _cast,
         "Clip": _clip,
+        "ClampCodes": _clamp,
         "Concat": _concat,
+        "InterpolatedTable": _interpolated,
         "MatMulCodes": _matmul,
         "MatMulInteger": _matmul,
         "MaxPool": _pool,

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-from onnx import ModelProto
+from onnx import ModelProto, shape_inference
 
 from onnx_backend.model import input_names
 from qsdk.core.errors import ConfigError
 
+#: Operators that ONNX defines by others, and whose shapes it then does not infer.
+_LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNormalization")
+
 
 def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> ModelProto:
-    """Give a copy whose inputs have these sizes; shapes of inner tensors and outputs are left to be inferred again.
+    """Give a copy whose inputs have these sizes, and whatever shares the name of a dynamic one with them.
 
     Args:
         model: any.
@@ -24,6 +27,7 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> Model
     unknown = sorted(set(shapes) - set(infos))
     if unknown:
         raise ConfigError(f"shapes= names {', '.join(unknown)}; the model's inputs are {', '.join(infos)}")
+    named: dict[str, set[int]] = {}
     for name, sizes in shapes.items():
         dims = infos[name].type.tensor_type.shape.dim
         if len(sizes) != len(dims) or any(size < 1 for size in sizes):
@@ -31,12 +35,45 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> Model
         for dim, size in zip(dims, sizes, strict=True):
             if dim.HasField("dim_value") and dim.dim_value > 0 and dim.dim_value != size:  # some exporters write -1
                 raise ConfigError(f"shapes[{name!r}] = {list(sizes)} contradicts the model's size {dim.dim_value}")
+            if dim.dim_param:
+                named.setdefault(dim.dim_param, set()).add(int(size))
             dim.dim_value = int(size)
-    del fixed.graph.value_info[:]
-    for info in fixed.graph.output:
-        kind = info.type.tensor_type
-        if kind.HasField("shape"):
-            for dim in kind.shape.dim:
-                if dim.dim_param:
-                    dim.ClearField("dim_param")
+    for info in (*fixed.graph.value_info, *fixed.graph.output):
+        for dim in info.type.tensor_type.shape.dim if info.type.tensor_type.HasField("shape") else ():
+            if dim.dim_param:
+                known = named.get(dim.dim_param, set())
+                dim.ClearField("dim_param")  # one without a size is inferred again, as is one of several
+                if len(known) == 1:
+                    dim.dim_value = next(iter(known))
     return fixed
+
+
+def inferred(model: ModelProto) -> ModelProto:
+    """Give a model with the shapes of its tensors as far as ONNX infers them; other operators may stand in it."""
+    return shape_inference.infer_shapes(_inferable(model), data_prop=True)
+
+
+def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+    """Give the dimensions of every tensor whose shape is known, None for a dynamic one."""
+    found: dict[str, tuple[int | None, ...]] = {}
+    for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if info.type.tensor_type.HasField("shape"):
+            dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
+            found[info.name] = tuple(
+                d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims
+            )
+    found.update((tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer)
+    return found
+
+
+def _inferable(model: ModelProto) -> ModelProto:
+    """Give a model of the same shapes without the operators that ONNX infers none for: each is as its first input."""
+    if all(node.op_type not in _LIKE_THEIR_INPUT for node in model.graph.node):
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    for node in result.graph.node:
+        if node.op_type in _LIKE_THEIR_INPUT and node.domain in ("", "ai.onnx"):
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
+    return result

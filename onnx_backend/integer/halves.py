@@ -37,7 +37,11 @@ def bytes_of(ctx: Context, value: Value | None, what: str = "its input") -> list
     return [(high, above), (low, Encoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
 
 
-def together(parts: Sequence[Linear]) -> Linear:
-    """Give the sum of accumulators of the same layer."""
-    first = parts[0]
-    return replace(first, terms=tuple(term for part in parts for term in part.terms))
+def together(parts: Sequence[Linear], error: float = 0.0) -> Linear:
+    """Give the sum of accumulators of the same layer, which is `error` from the real values, in real units."""
+    return replace(parts[0], terms=tuple(term for part in parts for term in part.terms), error=error)
+
+
+def reach(activation: Sequence[Bytes]) -> float:
+    """Give the largest magnitude of an activation, in real units."""
+    return sum(e.scale * max(e.zero_point, e.hi - e.zero_point) for _, e in activation)

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.integer.blocks import folded
 from onnx_backend.integer.context import Args, Context, attributes, label
-from onnx_backend.integer.halves import Bytes, bytes_of, together
+from onnx_backend.integer.halves import Bytes, bytes_of, reach, together
 from onnx_backend.integer.operations import Accumulation, Operand, Product
 from onnx_backend.integer.values import (
     Array,
@@ -31,20 +32,27 @@ _INT32 = (1 << 31) - 1
 _STORED_BITS: Mapping[int, int] = MappingProxyType(
     {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 )
+#: Bits of a weight into which scales per block are multiplied, for activations of one byte and of two.
+_FOLDED_BITS: Mapping[int, int] = MappingProxyType({1: 24, 2: 32})
 _TWO_BITS_OPSET = 25  # the first with 2-bit types
-_QUANTIZE_WEIGHT = "store it as an integer initializer behind a DequantizeLinear, per tensor or per output channel"
+_QUANTIZE_WEIGHT = (
+    "store it as an integer initializer behind a DequantizeLinear, per tensor, per output channel or per block"
+)
 
 
-def coded_weight(value: Value | None, axis: int | None) -> CodedConstant:
-    """Give the integers of a weight whose channels, if any, lie along `axis`.
+def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) -> CodedConstant:
+    """Give the integers of a weight whose channels, if any, lie along `axis`; scales per block are multiplied in.
 
     Raises:
         Refused: the weight is float, not constant, or has another granularity.
     """
     if not isinstance(value, Constant):
         raise Refused("its weight is not a constant", _QUANTIZE_WEIGHT)
+    if value.blocks is not None:
+        require_positive(value.blocks.scale)
+        return folded(value.blocks, axis, _FOLDED_BITS[len(activation)])
     if value.coded is None:
-        raise Refused("its weight is float or block-wise", _QUANTIZE_WEIGHT)
+        raise Refused("its weight is float", _QUANTIZE_WEIGHT)
     if value.coded.axis is not None and value.coded.axis != axis:
         raise Refused(f"its weight has one scale per index of axis {value.coded.axis}", _QUANTIZE_WEIGHT)
     return value.coded
@@ -76,13 +84,20 @@ def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple
 def weight_parts(coded: CodedConstant, integers: Array) -> list[CodedConstant]:
     """Give a weight as summands of 8 bits: itself, or its bytes.
 
-    Zero points per channel and 16 bits need more than the 8 bits that kernels take; `256 * high + low` is exact.
+    Zero points per channel, scales per block and 16 bits need more than the 8 bits that kernels take; `256 * high +
+    low` is exact. Lower bytes are signed, which halves their sums, except where the highest would then need 9 bits.
     """
-    lower, factor = [], 1.0
+    parts = min((_bytes_from(integers, least) for least in (-128, 0)), key=len)
+    return [replace(coded, integers=part, scale=coded.scale * 256.0**i) for i, part in enumerate(parts)][::-1]
+
+
+def _bytes_from(integers: Array, least: int) -> list[Array]:
+    """Split integers into bytes, the lowest first; all but the last one are `least` and above."""
+    parts = []
     while int(integers.max(initial=0)) - int(integers.min(initial=0)) > 255:
-        lower.append(replace(coded, integers=integers & 255, scale=coded.scale * factor))
-        integers, factor = integers >> 8, factor * 256.0
-    return [replace(coded, integers=integers, scale=coded.scale * factor), *lower]
+        parts.append(((integers - least) & 255) + least)
+        integers = (integers - least) >> 8
+    return [*parts, integers]
 
 
 def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
@@ -107,7 +122,7 @@ def require_int32(low: Array, high: Array, what: str = "its accumulator") -> Non
 def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower Conv: ConvInteger pads with the input's zero point, which is real zero."""
     activation = bytes_of(ctx, args[0])
-    coded = coded_weight(args[1], 0)
+    coded = coded_weight(args[1], 0, activation)
     require_positive(coded.scale)
     rank = coded.integers.ndim
     channels = (-1, *(1 for _ in range(rank - 2)))
@@ -118,7 +133,7 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
         scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
         parts.append(accumulated(result, scale.reshape(channels), *ends, node))
-    value = together(parts)
+    value = together(parts, coded.error * reach(activation))
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
@@ -215,12 +230,13 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     activation = bytes_of(ctx, args[0])
     if attrs.get("transA", 0):
         activation = [(ctx.builder.node("Transpose", [codes], perm=[1, 0]), e) for codes, e in activation]
-    coded = coded_weight(args[1], 0 if transposed else 1)
+    coded = coded_weight(args[1], 0 if transposed else 1, activation)
     integers = coded.integers.T if transposed else coded.integers
     value = _matmul(ctx, node, activation, coded, integers)
     alpha, beta = (float(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
     if alpha != 1.0:
-        value = replace(value, terms=tuple(replace(t, scale=t.scale * alpha) for t in value.terms))
+        terms = tuple(replace(t, scale=t.scale * alpha) for t in value.terms)
+        value = replace(value, terms=terms, error=value.error * abs(alpha))
     if len(args) > 2 and args[2] is not None:
         bias = args[2]
         if beta != 1.0 and isinstance(bias, Constant):
@@ -239,8 +255,8 @@ def matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
     activation = bytes_of(ctx, left)
     if isinstance(right, Constant) and right.values.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one column")
-    axis = right.values.ndim - 1 if isinstance(right, Constant) else None
-    coded = coded_weight(right, axis)
+    axis = right.values.ndim - 1 if isinstance(right, Constant) else 0
+    coded = coded_weight(right, axis, activation)
     return _matmul(ctx, node, activation, coded, coded.integers)
 
 
@@ -256,7 +272,7 @@ def _matmul(
         accumulator = _recorded(ctx, node, part, part.integers, 1, (codes, encoding))
         scale = encoding.scale * (part.scale if part.axis is not None else part.scale.reshape(()))
         parts.append(accumulated(accumulator, scale, low, high, node))
-    return together(parts)
+    return together(parts, coded.error * reach(activation))
 
 
 def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
@@ -287,14 +303,15 @@ def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
 
 def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: Value | None) -> Linear:
     activation = bytes_of(ctx, right, "its second input")
-    coded = coded_weight(left, None)
-    require_positive(coded.scale)
-    if coded.integers.ndim < 2:
+    if left.values.ndim < 2:
         raise Refused("its weight is a vector", "write it as a matrix with one row")
+    coded = coded_weight(left, left.values.ndim - 2, activation)
+    require_positive(coded.scale)
+    rows = (-1, 1) if coded.axis is not None else ()
     parts = []
     for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
         low, high = accumulator_bounds(part.integers, encoding, (coded.integers.ndim - 1,))
         accumulator = _recorded(ctx, node, part, part.integers, 0, (codes, encoding))
-        scale = np.asarray(encoding.scale * part.scale.reshape(()), np.float64)
+        scale = np.asarray(encoding.scale * part.scale.reshape(rows), np.float64)
         parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
-    return together(parts)
+    return together(parts, coded.error * reach(activation))

@@ -14,6 +14,7 @@ from onnx_backend.integer.passing import cast
 from onnx_backend.integer.recurrent import gru, lstm
 from onnx_backend.integer.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.tables import TABLES
+from onnx_backend.integer.turns import turned
 from onnx_backend.integer.values import Constant, Value
 from onnx_backend.integer.wide_edges import cast_to_float
 from onnx_backend.integer.wide_ops import WIDE, curve, either
@@ -43,6 +44,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         **ops.LOWERINGS,
         **{name: either(ops.LOWERINGS[name], wide) for name, wide in WIDE.items()},
         **{name: either(ops.LOWERINGS[name], curve(name, TABLES[name])) for name in CURVES},
+        **{name: either(ops.LOWERINGS[name], turned) for name in ("Sin", "Cos")},
         **NORMS,
         "Cast": cast,
         "Concat": concat,

@@ -79,7 +79,7 @@ def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
         if coded is not None:
             axis = None if coded.axis is None else order.index(coded.axis)
             coded = CodedConstant(coded.integers.transpose(order), coded.scale, axis, coded.dtype)
-        return Constant(value.values.transpose(order), coded)
+        return Constant(value.values.transpose(order), coded, value.blocks and value.blocks.transposed(order))
     wanted = _constant_shape(node, value, args)
     if wanted is not None:
         if coded is not None and coded.axis is None:
@@ -161,10 +161,10 @@ def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     coded = table.coded
     if coded is None or coded.axis is not None:
         raise Refused("it looks rows up in a float, per-channel or block-wise table", "quantize the table per tensor")
-    low, high = int(coded.integers.min()), int(coded.integers.max())
-    if low < -128 or high > 255 or high - low > 255:
+    low, high = int(coded.integers.min(initial=0)), int(coded.integers.max(initial=0))
+    if high - low > 255:
         raise Refused("its table needs more than 8 bits", "quantize the table to 8 bits")
-    zero = 128 if low < 0 and high <= 127 else max(0, -low)
+    zero = 128 if -128 <= low < 0 and high <= 127 else -low
     encoding = Encoding(float(coded.scale[0]), zero, TensorProto.UINT8)
     stored = ctx.builder.constant(coded.integers + zero, np.uint8, node.input[0])
     activation = Lookup(stored, encoding.values(), encoding)

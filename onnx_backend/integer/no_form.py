@@ -22,6 +22,10 @@ _DYNAMIC = (
     "its scale and zero point depend on the data of every run",
     "quantize the float model statically, with calibration data",
 )
+_EINSUM = (
+    "it has more than two factors, a diagonal, a sum over an axis of one factor alone, or several dynamic axes",
+    "write it as several Einsums of two tensors, with a QuantizeLinear/DequantizeLinear pair between them",
+)
 _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("If", "Loop", "Scan"), _CONTROL_FLOW),
@@ -29,6 +33,7 @@ _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         **dict.fromkeys(("ConcatFromSequence", "SplitToSequence"), _SEQUENCE),
         "DynamicQuantizeLinear": _DYNAMIC,
         **dict.fromkeys(("Attention", "RotaryEmbedding"), _COMPOSED),
+        "Einsum": _EINSUM,
     }
 )
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.fixed import Plan
 from onnx_backend.integer.narrow import NarrowPlan
+from onnx_backend.integer.segments import Segments
 from onnx_backend.integer.values import Array, Encoding, Function, Linear
 
 
@@ -176,7 +178,7 @@ class Requantization(Made):
 
 @dataclass(frozen=True)
 class Table(OfCodes):
-    """Codes to codes by a table with one entry per code.
+    """Codes to codes by a table with one entry per code, or by the straight lines that stand for it.
 
     Attributes:
         codes: the uint8 tensor that indexes it.
@@ -187,6 +189,7 @@ class Table(OfCodes):
         result: name of the codes.
         label: the node it was made from.
         row: its row of the certificate.
+        segments: what is written instead of the table, None for the table itself.
     """
 
     codes: str
@@ -197,6 +200,13 @@ class Table(OfCodes):
     result: str
     label: str
     row: dict[str, Any] = field(compare=False)
+    segments: Segments | None = field(default=None, compare=False)
+
+    @property
+    def clips(self) -> bool:
+        """Whether it only clips its codes."""
+        clip = np.arange(self.table.size).clip(self.table.min(), self.table.max())
+        return np.array_equal(self.table, clip) and self.encoding.wide == (self.table.size > 256)
 
 
 @dataclass(frozen=True)

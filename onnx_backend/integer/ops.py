@@ -36,7 +36,7 @@ from onnx_backend.integer.pool import average_pool, global_average_pool, reduce_
 from onnx_backend.integer.qdq import dequantize, quantize
 from onnx_backend.integer.resize import resize
 from onnx_backend.integer.selection import SELECTIONS
-from onnx_backend.integer.tables import TABLES, table
+from onnx_backend.integer.tables import NO_NUMBER, TABLES, table
 from onnx_backend.integer.values import (
     Array,
     Bent,
@@ -105,7 +105,8 @@ def _sum(node: NodeProto, args: Args, sign: int) -> Value:
         return plus_constant(_scaled(_summand(node, right), np.asarray(float(sign))), left)
     first, second = _summand(node, left), _scaled(_summand(node, right), np.asarray(float(sign)))
     source = node.name or node.output[0]
-    return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source)
+    error = first.error + second.error
+    return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source, error=error)
 
 
 def total(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -138,7 +139,8 @@ def _summand(node: NodeProto, value: Value | None) -> Linear:
 
 def _scaled(value: Linear, factor: Array) -> Linear:
     terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
-    return replace(value, terms=terms, constant=value.constant * factor)
+    error = value.error * float(np.max(np.abs(factor), initial=0.0))
+    return replace(value, terms=terms, constant=value.constant * factor, error=error)
 
 
 def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right: Value | None) -> Value | None:
@@ -205,12 +207,14 @@ def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | N
 
 
 def power(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Lower Pow with a stored exponent to a table."""
+    """Lower Pow with a stored exponent or base to a table."""
     left, right = args
     with np.errstate(all="ignore"):
-        mapped = _mapped(np.power, left, right) if isinstance(right, Constant) else None
-    if mapped is None or (isinstance(mapped, Lookup) and not np.all(np.isfinite(mapped.values))):
-        raise Refused("it is no finite power of one quantized tensor with a stored exponent", _BETWEEN)
+        mapped = _mapped(np.power, left, right) if isinstance(left, Constant) or isinstance(right, Constant) else None
+    if mapped is None:
+        raise Refused("it is no power of one quantized tensor with a stored exponent or base", _BETWEEN)
+    if isinstance(mapped, Lookup) and np.any(np.isnan(mapped.values)):
+        raise Refused(NO_NUMBER, "clip its input to where it is defined")
     return mapped
 
 

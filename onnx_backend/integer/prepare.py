@@ -1,4 +1,4 @@
-"""What has to be written out before the conversion: operators that ONNX defines by others, and decided branches."""
+"""What has to be written out before the conversion: operators that others compute, and decided branches."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -7,7 +7,10 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 
 from onnx_backend.integer.context import label
-from onnx_backend.model import opset_of
+from onnx_backend.integer.einsum import einsum
+from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.reductions import REDUCTIONS, reduction
+from onnx_backend.model import names_in, opset_of
 from onnx_backend.simplify import simplify
 from onnx_backend.skeleton import declared_types
 from qsdk.core.errors import IntegerError
@@ -17,7 +20,7 @@ _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
 
 
 def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
-    """Write out composed operators and replace every If whose condition is a constant by the branch that it takes.
+    """Write out composed operators and sums, and replace every If of a constant condition by the branch it takes.
 
     Args:
         model: a Q/DQ model; it is not changed, and given back as it is where there is nothing to write out.
@@ -31,15 +34,34 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
     composed = [node for node in model.graph.node if node.op_type in _COMPOSED and node.domain in ("", "ai.onnx")]
     kept = {node.op_type for node in composed if _matches(node, allow_float)}
     written = [node for node in composed if node.op_type not in kept]
-    if not written and all(node.op_type != "If" for node in model.graph.node):
+    if not written and all(node.op_type not in ("If", "Einsum", *REDUCTIONS) for node in model.graph.node):
         return model
     plain = onnx.inliner.inline_local_functions(model) if model.functions else model
     if written:
         plain = _written_out(plain, sorted({node.op_type for node in written}))
     result = ModelProto()
     result.CopyFrom(plain)
-    inferred = shape_inference.infer_shapes(result, data_prop=True)
-    return simplify(result, declared_types(inferred.graph))
+    if written or any(node.op_type == "If" for node in result.graph.node):
+        result = simplify(result, declared_types(inferred(result).graph))
+    _write_out_sums(result, allow_float)
+    return result
+
+
+def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
+    """Write out every Einsum and every reduction that is a sum between functions, in place."""
+    shapes, taken = static_sizes(inferred(model)), names_in(model.graph)
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        written = None
+        if node.domain in ("", "ai.onnx") and not _matches(node, allow_float):
+            if node.op_type == "Einsum":
+                written = einsum(node, taken, shapes)
+            elif node.op_type in REDUCTIONS:
+                written = reduction(node, taken)
+        nodes += [node] if written is None else written.nodes
+        model.graph.initializer.extend([] if written is None else written.stored)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _matches(node: NodeProto, patterns: Sequence[str]) -> bool:

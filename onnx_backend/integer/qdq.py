@@ -12,6 +12,7 @@ from onnx_backend.integer.operations import Requantization
 from onnx_backend.integer.values import (
     GRIDS,
     Array,
+    Blocks,
     CodedConstant,
     Codes,
     Constant,
@@ -135,27 +136,29 @@ def _zero_points(value: Value | None, scale: Array) -> Array:
     raise Refused("its zero point is not a constant integer", "store the zero point as an initializer")
 
 
-def _aligned(parameter: Array, shape: tuple[int, ...], attrs: dict[str, object]) -> tuple[Array, int | None, bool]:
-    """Give a parameter that broadcasts against `shape`, the channel axis, and whether it is block-wise."""
+def _aligned(
+    parameter: Array, shape: tuple[int, ...], attrs: dict[str, object]
+) -> tuple[Array, int | None, int | None]:
+    """Give a parameter that broadcasts against `shape`, the axis of its channels or blocks, and the blocks' size."""
     if parameter.size == 1 and (parameter.ndim == 0 or not shape or parameter.shape == (1,)):
-        return parameter.reshape(()), None, False
+        return parameter.reshape(()), None, None
     axis = int(attrs.get("axis", 1)) % len(shape)  # type: ignore[call-overload]
     block = int(attrs.get("block_size", 0)) or None  # type: ignore[call-overload]
     try:
-        return affine.align(parameter, shape, axis, block), axis, block is not None
+        return affine.align(parameter, shape, axis, block), axis, block
     except ValueError as error:
         raise Refused(str(error), "repair the model: scale and tensor do not belong together") from error
 
 
 def _dequantized_constant(value: Integers, scale: Array, points: Array, attrs: dict[str, object]) -> Constant:
     array = np.asarray(value.array).astype(np.int64)
-    wide, axis, blocks = _aligned(scale, array.shape, attrs)
+    wide, axis, block = _aligned(scale, array.shape, attrs)
     integers = array - _aligned(points, array.shape, attrs)[0]
     values = affine.dequantize(integers.astype(np.float32), wide, np.float32(0))
-    if blocks:
+    if block is not None and axis is not None:
         several = [i for i, size in enumerate(scale.shape) if size > 1]
         if axis in several or len(several) > 1:
-            return Constant(values)
+            return Constant(values, blocks=Blocks(integers, scale.astype(np.float64), axis, block, value.dtype))
         axis = several[0] if several else None  # one block holds the whole axis
     return Constant(values, CodedConstant(integers, scale.reshape(-1).astype(np.float64), axis, value.dtype))
 

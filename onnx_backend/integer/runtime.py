@@ -126,7 +126,7 @@ def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
     steps = np.rint(1.0 / op.encoding.scale)
     reach = min(steps, op.encoding.hi)
     error = reach * (abs(steps * op.encoding.scale - 1.0) + (whole.length + 8) * 2.0**-24)
-    if error > _CLOSE:
+    if error > _CLOSE or whole.length < 2:  # of one element, whose share is 1, the kernel gives 0
         return False
     scale = np.float32(op.encoding.scale)
     while np.floor(np.float32(1.0) / scale) < steps:
@@ -186,17 +186,18 @@ def function(b: Builder, op: Table) -> bool:
 def _silu(b: Builder, op: Table, encoding: Encoding) -> bool:
     """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
 
-    The rounding of the sigmoid must not move any code of the result by more than one step.
+    The rounding of the sigmoid must not move any code of the result by more than one step; the row says how many do.
     """
     gate = Encoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
     values = encoding.values().astype(np.float64)
     sigmoid = gate.values()[gate.quantize(1.0 / (1.0 + np.exp(-values)))]
-    error = np.abs(op.encoding.quantize(values * sigmoid) - op.table).max()
-    if encoding.wide or error > 1:
+    off = np.abs(op.encoding.quantize(values * sigmoid) - op.table)
+    if encoding.wide or off.max() > 1:
         return False
     name = b.node("QLinearSigmoid", [*_activation(b, op.codes, encoding), *_target(b, gate)], domain=CONTRIB)
     tensors = [*_activation(b, op.codes, encoding), *_activation(b, name, gate), *_target(b, op.encoding)]
-    op.row.update(form="QLinearSigmoid, QLinearMul", error_bound=float(error))
+    differing = int(np.count_nonzero(off))
+    op.row.update(form="QLinearSigmoid, QLinearMul", error_bound=float(off.max()), codes_differing=differing)
     b.write("QLinearMul", tensors, op.result, domain=CONTRIB)
     return True
 

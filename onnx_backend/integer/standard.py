@@ -15,6 +15,7 @@ from onnx_backend.integer.fixed import Plan
 from onnx_backend.integer.narrow import NarrowPlan
 from onnx_backend.integer.operations import Accumulation, Join, Product, Requantization, Table, WindowSum
 from onnx_backend.integer.standard_narrow import requantize_narrow
+from onnx_backend.integer.standard_segments import interpolate
 from onnx_backend.integer.values import Array, Encoding
 from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT
 
@@ -73,12 +74,15 @@ def requantize(b: Builder, op: Requantization) -> None:
 
 
 def look_up(b: Builder, op: Table) -> None:
-    """Write a table as a Clip where it is one, else as a gather."""
+    """Write a table as a Clip where it is one, as straight lines where it has them, else as a gather."""
     lo, hi = int(op.table.min()), int(op.table.max())
     kind, from_wide = op.encoding.kind, op.table.size > 256
-    if clips(op):
+    if op.clips:
         op.row["form"] = "clip"
         b.write("Clip", [op.codes, b.constant(lo, kind), b.constant(hi, kind)], op.result)
+        return
+    if op.segments is not None:
+        interpolate(b, op, op.segments)
         return
     # GatherElements on the flattened tensor is several times faster than Gather in ONNX Runtime; threads share its rows
     index = op.codes if from_wide or op.codes in b.indices else b.cast(op.codes, TensorProto.INT32)
@@ -89,12 +93,6 @@ def look_up(b: Builder, op: Table) -> None:
     if op.encoding.wide:
         found = b.cast(found, TensorProto.INT32)
     b.write("Reshape", [found, b.node("Shape", [op.codes])], op.result, allowzero=1)
-
-
-def clips(op: Table) -> bool:
-    """Say whether a table only clips its codes."""
-    clip = np.arange(op.table.size).clip(op.table.min(), op.table.max())
-    return np.array_equal(op.table, clip) and op.encoding.wide == (op.table.size > 256)
 
 
 def _rows(b: Builder, op: Table) -> int:

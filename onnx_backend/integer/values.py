@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.integer.coded import Blocks as Blocks
+from onnx_backend.integer.coded import CodedConstant as CodedConstant
 from onnx_backend.integer.wide_value import Wide as Wide
 from qsdk.core import affine
 
@@ -159,28 +161,12 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class CodedConstant:
-    """The integers of a dequantized constant, zero point already subtracted: `value = integers * scale`.
-
-    Attributes:
-        integers: int64, in the shape of the constant.
-        scale: float64, shape (1,) or (channels,).
-        axis: the channel axis, None per tensor.
-        dtype: the ONNX dtype it was stored in.
-    """
-
-    integers: Array
-    scale: Array
-    axis: int | None
-    dtype: int
-
-
-@dataclass(frozen=True)
 class Constant:
-    """A constant float tensor, with its integers if it came from a DequantizeLinear."""
+    """A constant float tensor, with its integers if it came from a DequantizeLinear: `coded`, or `blocks` of them."""
 
     values: Array
     coded: CodedConstant | None = None
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.fold_constants import fold
-from onnx_backend.integer.context import Context, label
+from onnx_backend.fold_constants import evaluated, fold
+from onnx_backend.integer.context import Context, attributes, label
 from onnx_backend.integer.islands import Islands, floated
 from onnx_backend.integer.lowerings import LOWERINGS, copied
 from onnx_backend.integer.no_form import no_form, require_no_bodies
@@ -29,6 +29,8 @@ from onnx_backend.subgraphs import reads
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _OPTIONAL = ("BatchNormalization", "Dropout", "LayerNormalization", "MaxPool")
+#: Operators that leave stored integers as they are; a Sum does of one operand, which keeps a runtime from fusing.
+_AS_THEY_ARE = CODE_MOVES | {"Sum"}
 _LARGEST_FOLDED = 1 << 22  # elements of a constant that is computed at conversion time
 
 
@@ -92,13 +94,13 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
         )
     if any(isinstance(arg, Floating) for arg in args) and node.op_type != "QuantizeLinear":
         raise Refused("it reads a tensor that allow_float keeps float", "name it in allow_float too, or quantize it")
-    folded = _folded(ctx, node, args, coded=node.op_type not in LOWERINGS)
+    folded = _folded(ctx, node, args, last=node.op_type not in _AS_THEY_ARE)
     if folded is not None:
         return folded
     try:
         return _by_its_op(ctx, node, args)
     except Refused:
-        folded = _folded(ctx, node, args, coded=True)
+        folded = _folded(ctx, node, args, last=True)
         if folded is None:
             raise
         return folded
@@ -117,21 +119,27 @@ def _by_its_op(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value
     return lowering(ctx, node, args)
 
 
-def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, coded: bool) -> tuple[Value, ...] | None:
-    """Compute a node on constants (shape arithmetic, anchor grids) at conversion time; None if it is not one.
+def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, last: bool) -> tuple[Value, ...] | None:
+    """Compute a node on constants at conversion time; None if it is not one.
 
-    Constants with integers of their own (`coded`) are weights, which the lowerings take as they are where there is one.
+    That is shape arithmetic, anchor grids, and whatever else a network computes of what it stores (attention among
+    learned queries). Constants with integers of their own are weights, which movements leave as they are where they
+    can; `last` says that this one cannot, or is none.
     """
     known = {
         name: arg.values if isinstance(arg, Constant) else arg.array
         for name, arg in zip(node.input, args, strict=True)
-        if (isinstance(arg, Constant) and (coded or arg.coded is None))
+        if (isinstance(arg, Constant) and (last or not (arg.coded or arg.blocks)))
         or (isinstance(arg, Integers) and arg.array is not None)
     }
-    if node.op_type == "Cast" and any(isinstance(arg, Constant) for arg in args):
+    narrow = node.op_type == "Cast" and attributes(node)["to"] not in INTEGER_TYPES
+    if node.op_type in QDQ or (narrow and any(isinstance(arg, Constant) for arg in args)):
         return None  # a rule that keeps a layer in another float type; saying so helps more than its float weight
     small = {name: array for name, array in known.items() if array is not None}
-    found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
+    if last:
+        found = evaluated(node, small, {"": ctx.opset}, limit=_LARGEST_FOLDED)
+    else:
+        found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
     if found is None:
         return None
     return tuple(_plain(found[name]) if name else Failed() for name in node.output)

@@ -17,6 +17,7 @@ from onnx_backend.integer.context import Args, Context, attributes, constant_int
 from onnx_backend.integer.curves import CURVES, bent
 from onnx_backend.integer.moves import MOVES
 from onnx_backend.integer.roots import logarithm, reciprocal, reciprocal_root, square_root, table_of_exponentials
+from onnx_backend.integer.tables import SELU, TABLES
 from onnx_backend.integer.values import (
     Array,
     Bent,
@@ -225,6 +226,14 @@ def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array])
     return lower
 
 
+def wide_selu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take an Elu `gamma` times: the line of a curve must have a slope that is exact, as 1 is."""
+    attrs = {**SELU, **attributes(node)}
+    with np.errstate(all="ignore"):
+        elu = bent(ctx, widened(ctx, args[0]), lambda x: TABLES["Elu"](x, attrs), CURVES["Elu"](attrs))
+    return scaled(elu, float(attrs["gamma"]))
+
+
 def wide_relu(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Clip a value below at 0."""
     return clip(ctx, widened(ctx, args[0]), 0.0, math.inf)
@@ -367,6 +376,7 @@ WIDE: Mapping[str, Lowering] = MappingProxyType(
         "ReduceMean": wide_mean,
         "ReduceSum": wide_sum,
         "Relu": wide_relu,
+        "Selu": wide_selu,
         "Sqrt": wide_sqrt,
         "Sub": wide_sub,
     }

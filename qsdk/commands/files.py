@@ -23,6 +23,7 @@ def run_to_integer(options: Namespace) -> int:
         requantize=options.requantize,
         weights=options.weights,
         product_bits=options.product_bits,
+        tables=options.tables,
         shapes=dict(options.shape),
         allow_float=options.allow_float,
         firmware=options.firmware,
