@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, helper
 
-from onnx_backend.integer.reference_ops import OPS
+from onnx_backend.integer.reference.ops import OPS
 from qsdk.core import affine
 
 Array = npt.NDArray[Any]

@@ -14,7 +14,7 @@ from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.external_data import require_no_external_data
 from onnx_backend.integer.files import write_integer
-from onnx_backend.integer.firmware_files import require_firmware_path
+from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.open_adopted import open_with_config
 from onnx_backend.runtime_table import Dialect

@@ -5,10 +5,10 @@ from integer_models import LEVELS, run
 from onnx import TensorProto, checker, helper
 from test_integer import compare
 
-from onnx_backend.integer.context import Context
-from onnx_backend.integer.emit import Builder
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.values import Wide
+from onnx_backend.integer.recording.context import Context
+from onnx_backend.integer.recording.emit import Builder
+from onnx_backend.integer.recording.values import Wide
+from onnx_backend.integer.reference.run import run_reference
 
 KINDS = {True: (TensorProto.INT32, np.int32), False: (TensorProto.INT64, np.int64)}
 

@@ -1,4 +1,4 @@
-"""An interpreter of firmware programs in NumPy, written from what `onnx_backend.integer.firmware` says about them.
+"""An interpreter of firmware programs in NumPy, from what `onnx_backend.integer.firmware.program` says about them.
 
 It reads nothing but the archive. What is a plain ONNX operator runs in ONNX's own reference implementation.
 """

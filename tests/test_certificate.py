@@ -11,9 +11,9 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.measure import measure, measured_inputs
-from onnx_backend.integer.operations import Requantization
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.proof.measure import measure, measured_inputs
+from onnx_backend.integer.recording.operations import Requantization
+from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 from qsdk.core.fixed_point import round_shift
 

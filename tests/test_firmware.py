@@ -12,10 +12,10 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.firmware import program
-from onnx_backend.integer.firmware_files import archive
-from onnx_backend.integer.firmware_header import header
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.firmware.files import archive
+from onnx_backend.integer.firmware.header import header
+from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.core.errors import ConfigError, ExportError, IntegerError
 from qsdk.workflow import opened_qdq

@@ -16,9 +16,9 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.firmware import program
-from onnx_backend.integer.firmware_header import header
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.firmware.header import header
+from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained

@@ -17,10 +17,10 @@ from test_integer import compare, noise, refused
 from torch import nn
 
 import qsdk
-from onnx_backend.integer.coded import Blocks
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.firmware import program
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.recording.coded import Blocks
+from onnx_backend.integer.reference.run import run_reference
 
 X = (0.031, 119)
 

@@ -6,7 +6,7 @@ from integer_models import INT4, INT8, UINT8, UINT16, Net, run, simulate
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 GEOMETRIES = {
     "plain": ((2, 3, 5, 4), (3, 4, 3, 3), {}),

@@ -9,9 +9,9 @@ from integer_models import INT4, INT8, UINT4, run, simulate
 from test_integer import noise
 from test_integer_blocks import BlockNet, X, multiplied
 
-from onnx_backend.integer.blocks import folded
-from onnx_backend.integer.coded import Blocks
 from onnx_backend.integer.convert import convert
+from onnx_backend.integer.lowering.blocks import folded
+from onnx_backend.integer.recording.coded import Blocks
 
 
 def levels(top):

@@ -7,10 +7,10 @@ from onnx import TensorProto, checker, helper
 from test_integer import ROUNDINGS, compare, exact
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.emit import Builder, requantize
-from onnx_backend.integer.expand import expand
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.values import Encoding, Linear, Term
+from onnx_backend.integer.recording.emit import Builder, requantize
+from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.writing.expand import expand
 
 I64 = np.int64
 

@@ -14,13 +14,13 @@ from test_firmware_c import COMPILER, compiled
 from test_firmware_c import run as run_c
 
 import qsdk
-from onnx_backend.integer.check import integer_findings
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.firmware import program
-from onnx_backend.integer.firmware_files import archive
-from onnx_backend.integer.firmware_header import header
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.segments import FRACTION, evaluate, segments
+from onnx_backend.integer.firmware.files import archive
+from onnx_backend.integer.firmware.header import header
+from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.proof.check import integer_findings
+from onnx_backend.integer.recording.segments import FRACTION, evaluate, segments
+from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.core.errors import ConfigError
 

@@ -8,10 +8,10 @@ from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
 from onnx import TensorProto, helper, shape_inference
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.emit import Builder, requantize
-from onnx_backend.integer.expand import expand
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.values import Encoding, Linear, Term
+from onnx_backend.integer.recording.emit import Builder, requantize
+from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.writing.expand import expand
 from qsdk.core.errors import ConfigError, IntegerError
 
 NARROW = {"product_bits": 32}

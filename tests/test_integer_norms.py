@@ -8,7 +8,7 @@ from test_integer import ENCODINGS, compare, noise
 from test_integer_softmax import on_grid
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 
 EPSILONS = [1e-12, 1e-5, 0.1]

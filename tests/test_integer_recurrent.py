@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 GATES = {"LSTM": 4, "GRU": 3}
 LENGTH, BATCH, INPUT, HIDDEN = 4, 3, 6, 5

@@ -173,7 +173,7 @@ JARGON = ("lowering", "subgraph", "Lookup", "Refused", "Value", "codes of", "fix
 
 def stated_texts():
     """Every refusal in the source with its texts: reasons and remedies, names of constants replaced."""
-    for path in sorted(Path(converter.__file__).parent.glob("*.py")):
+    for path in sorted(Path(converter.__file__).parent.rglob("*.py")):
         tree = ast.parse(path.read_text())
         constants = {
             node.targets[0].id: node.value

@@ -10,9 +10,9 @@ from onnx import TensorProto, helper
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.resize_geometry import Geometry, linear_taps, nearest_indices, positions
-from onnx_backend.integer.values import Refused
+from onnx_backend.integer.lowering.resize_geometry import Geometry, linear_taps, nearest_indices, positions
+from onnx_backend.integer.recording.values import Refused
+from onnx_backend.integer.reference.run import run_reference
 
 TRANSFORMATIONS = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")

@@ -10,7 +10,7 @@ from integer_models import INT8, INT16, LEVELS, UINT8, UINT16, Net, run
 from onnx import TensorProto, helper
 
 import qsdk
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 F32 = np.float32
 

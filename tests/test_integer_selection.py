@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from test_integer import compare, grid, noise, refused
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 FIRST, SECOND = (0.031, 119, UINT8), (0.0173, -7, INT8)

@@ -10,8 +10,8 @@ from test_integer import compare, noise
 from test_integer_wide import integers_of, require_near
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
-from onnx_backend.integer.turns import turned
+from onnx_backend.integer.fixed_point.turns import turned
+from onnx_backend.integer.reference.run import run_reference
 
 FREQUENCIES = (1.0 / 10000 ** (np.arange(4) / 4)).astype(np.float32)
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")

@@ -9,10 +9,10 @@ from exact_integer import integers_of, require_near, surroundings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onnx_backend.integer import roots, wide, widen
-from onnx_backend.integer.curves import CURVES, bent
-from onnx_backend.integer.tables import TABLES
-from onnx_backend.integer.values import Constant, Linear, Lookup, Refused, Term, Wide
+from onnx_backend.integer.fixed_point import roots, wide, widen
+from onnx_backend.integer.fixed_point.curves import CURVES, bent
+from onnx_backend.integer.lowering.tables import TABLES
+from onnx_backend.integer.recording.values import Constant, Linear, Lookup, Refused, Term, Wide
 
 ALL_FUNCTIONS = dict(TABLES)
 

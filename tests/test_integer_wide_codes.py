@@ -7,7 +7,7 @@ from onnx import TensorProto
 from test_integer import noise
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 
 def sixteen(net, x, scale, zero):

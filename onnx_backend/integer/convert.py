@@ -13,17 +13,17 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
-from onnx_backend.integer.check import integer_findings, require_integer_only
-from onnx_backend.integer.context import Context, label, surroundings
-from onnx_backend.integer.edges import edge_dtype, leave
-from onnx_backend.integer.emit import Builder
 from onnx_backend.integer.exact_products import products_saturate
-from onnx_backend.integer.expand import expand, live
-from onnx_backend.integer.islands import Islands
-from onnx_backend.integer.operations import Operation
-from onnx_backend.integer.runtime import CONTRIB, Kernels
-from onnx_backend.integer.values import Codes, Failed, FloatInput, Refused, Value
-from onnx_backend.integer.walk import QDQ, Refusal, walk
+from onnx_backend.integer.lowering.edges import edge_dtype, leave
+from onnx_backend.integer.lowering.islands import Islands
+from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
+from onnx_backend.integer.proof.check import integer_findings, require_integer_only
+from onnx_backend.integer.recording.context import Context, label, surroundings
+from onnx_backend.integer.recording.emit import Builder
+from onnx_backend.integer.recording.operations import Operation
+from onnx_backend.integer.recording.values import Codes, Failed, FloatInput, Refused, Value
+from onnx_backend.integer.writing.expand import expand, live
+from onnx_backend.integer.writing.runtime import CONTRIB, Kernels
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report

@@ -9,11 +9,11 @@ from onnx import ModelProto
 
 from onnx_backend import model as onnx_model
 from onnx_backend.integer.convert import IntegerResult, convert
-from onnx_backend.integer.firmware_files import firmware_file
+from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.forced import operations, teacher_forced, with_parity
-from onnx_backend.integer.measure import measure, measured_inputs
-from onnx_backend.integer.prepare import prepared
+from onnx_backend.integer.preparing.prepare import prepared
+from onnx_backend.integer.proof.forced import operations, teacher_forced, with_parity
+from onnx_backend.integer.proof.measure import measure, measured_inputs
 from qsdk.core.files import write_with_companions
 from qsdk.core.report import Report
 

@@ -10,7 +10,7 @@ import zoo
 from integer_models import LEVELS, run
 
 import qsdk
-from onnx_backend.integer.reference import run_reference
+from onnx_backend.integer.reference.run import run_reference
 
 pytestmark = pytest.mark.network
 LAYERS = ("Conv", "Gemm", "MatMul", "ConvTranspose")

@@ -1,0 +1,1 @@
+"""An integer-only model as a program for firmware. Import the files."""

@@ -1,0 +1,58 @@
+"""A firmware program as a file: a NumPy archive, which holds everything, or a C header."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_backend.integer.convert import IntegerResult
+from onnx_backend.integer.firmware.header import header
+from onnx_backend.integer.firmware.program import Program, program
+from qsdk.core.errors import ConfigError
+
+_SUFFIXES = (".npz", ".h")
+_PROGRAM = "program.json"
+
+
+def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os.PathLike[str]) -> None:
+    """Refuse a path that says no format, or that is one of the other files to write; None is fine.
+
+    Raises:
+        ConfigError: the suffix is neither `.npz` nor `.h`, or the path is taken.
+    """
+    if path is None:
+        return
+    if Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"firmware={os.fspath(path)!r} ends in no known format; end it in .npz or .h")
+    if os.path.realpath(path) in [os.path.realpath(other) for other in others]:
+        raise ConfigError(f"firmware={os.fspath(path)!r} is the model's own path; give it another name")
+
+
+def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
+    """Give what is to be written to `path`: a NumPy archive for `.npz`, a C99 header for `.h`.
+
+    Raises:
+        ConfigError: the suffix is another, or the conversion is not one to integers alone.
+        IntegerError: a header cannot express an operation; it is named.
+    """
+    require_firmware_path(path)
+    made = program(result)
+    return archive(made) if Path(path).suffix == ".npz" else header(made).encode()
+
+
+def archive(made: Program) -> bytes:
+    """Give a program as the bytes of a NumPy archive.
+
+    The member `program.json` is a 0-dimensional array with the text of `Program.to_dict()` as JSON, and in it `arrays`,
+    which leads from the names of arrays to the members that hold them. Equal programs give equal bytes.
+    """
+    members = {name: f"array_{index}" for index, name in enumerate(made.arrays)}
+    text = json.dumps({**made.to_dict(), "arrays": members}, indent=1)
+    held: dict[str, Any] = {_PROGRAM: np.array(text)}
+    held |= {members[name]: values for name, values in made.arrays.items()}
+    file = io.BytesIO()
+    np.savez_compressed(file, **held)
+    return file.getvalue()

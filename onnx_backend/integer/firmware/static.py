@@ -1,0 +1,338 @@
+"""A firmware program for a batch of 1: every size known, shape arithmetic computed, every tensor's place in one arena.
+
+What only moves elements (Reshape, Transpose, Slice, Pad, ...) is run once on the positions of its elements, which shows
+what it is: a copy, a strided read, or a read by a table of positions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, helper
+
+from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, placed_in_arena
+from onnx_backend.integer.firmware.program import Program, narrowest, static_sizes
+from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.reference.ops import OPS
+from onnx_backend.integer.reference.run import run_reference
+from qsdk.core.errors import IntegerError
+
+_REMEDY = "write the program as .npz, which has them all"
+_TYPES = frozenset({"uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"})
+_MOVES = (
+    *("DepthToSpace", "Expand", "Flatten", "Gather", "GatherND", "Identity", "Pad", "Reshape", "Resize", "Slice"),
+    *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+)
+_BINARY: Mapping[str, str] = MappingProxyType(
+    {
+        "Add": "ADD",
+        "BitShift": "SHIFT_RIGHT",
+        "BitwiseAnd": "AND",
+        "Max": "MAXIMUM",
+        "Min": "MINIMUM",
+        "Mul": "MULTIPLY",
+        "Sub": "SUBTRACT",
+    }
+)
+_SPATIAL = 3
+
+
+def static_program(made: Program) -> StaticProgram:
+    """Give a program for a batch of 1.
+
+    Raises:
+        IntegerError: an input has another dynamic size, or the interpreter has no form for an operation: it is named.
+    """
+    lowering = _Lowering(made, run_reference(made.model, _zeros(made.model), every_tensor=True))
+    for op in made.ops:
+        lowering.add(op)
+    ops = needed(lowering.ops, [entry["tensor"] for entry in made.outputs])
+    read = {name for op in ops for name in op.inputs}
+    outputs = made.outputs
+    inputs = [entry for entry in made.inputs if entry["tensor"] in read or entry["dtype"] in _TYPES]
+    edges = [entry["tensor"] for entry in (*inputs, *outputs)]
+    names = dict.fromkeys([*edges, *(name for op in ops for name in (*op.inputs, op.output))])
+    tensors = {name: lowering.tensor(name) for name in names}
+    for name in edges:
+        if tensors[name].values is not None:
+            raise IntegerError(f"{name!r} leaves the model and is a constant, which C has no form for; {_REMEDY}")
+    placed, arena = placed_in_arena(tensors, ops, [e["tensor"] for e in inputs], [e["tensor"] for e in outputs])
+    return StaticProgram(inputs, outputs, placed, ops, arena)
+
+
+def _zeros(model: ModelProto) -> dict[str, Array]:
+    """One input each, of batch 1.
+
+    Raises:
+        IntegerError: another axis than the first is dynamic.
+    """
+    found = {}
+    stored = {tensor.name for tensor in model.graph.initializer}
+    for info in model.graph.input:
+        if info.name in stored:
+            continue
+        if not info.type.tensor_type.HasField("shape"):
+            raise IntegerError(f"input {info.name!r} has no shape; export with one, or {_REMEDY}")
+        dims = static_sizes(info)
+        sizes = [1 if i == 0 and size is None else size for i, size in enumerate(dims)]
+        known = [size for size in sizes if size is not None]
+        if len(known) != len(sizes):
+            raise IntegerError(
+                f"input {info.name!r} has the dynamic shape {dims}; fix its sizes with shapes=, or {_REMEDY}"
+            )
+        found[info.name] = np.zeros(known, helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type))
+    return found
+
+
+class _Lowering:
+    """Turns the ops of a program into those of the interpreter; `seen` holds every tensor of one run."""
+
+    def __init__(self, made: Program, seen: Mapping[str, Array]) -> None:
+        self._seen = seen
+        self.constants = dict(made.arrays)
+        self._dtypes = {name: op["dtypes"][i] for op in made.ops for i, name in enumerate(op["outputs"])}
+        self.ops: list[StaticOp] = []
+
+    def add(self, op: dict[str, Any]) -> None:
+        """Add an op, unless it depends on sizes alone."""
+        inputs = [name for name in op["inputs"] if name]
+        if op["op"] == "Shape" or (inputs and all(name in self.constants for name in inputs)):
+            self.constants.update((name, self._seen[name]) for name in op["outputs"] if name)
+            return
+        lower = _FORMS.get(op["op"])
+        if lower is None:
+            raise _inexpressible(op, f"the operator {op['op']} has no form in C")
+        lower(self, op)
+
+    def emit(self, kind: str, op: dict[str, Any], inputs: Sequence[str], output: str = "", **fields: Any) -> None:
+        """Append an operation."""
+        self.ops.append(StaticOp(kind, op["node"], tuple(inputs), output or op["outputs"][0], fields))
+
+    def add_constant(self, stem: str, values: Array) -> str:
+        """Give the name of a new constant."""
+        name = stem
+        while name in self.constants or name in self._seen:
+            name += "_"
+        self.constants[name] = values
+        return name
+
+    def value(self, op: dict[str, Any], index: int) -> Array | None:
+        """Give a constant input, None if it is absent.
+
+        Raises:
+            IntegerError: it is not constant.
+        """
+        name = op["inputs"][index] if index < len(op["inputs"]) else ""
+        if name and name not in self.constants:
+            raise _inexpressible(op, f"its input {name!r} is computed from data")
+        return self.constants[name] if name else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Give the shape of a tensor."""
+        return self.constants[name].shape if name in self.constants else self._seen[name].shape
+
+    def tensor(self, name: str) -> StaticTensor:
+        """Give a tensor, without its place.
+
+        Raises:
+            IntegerError: its dtype has no form in C.
+        """
+        values = self.constants.get(name)
+        found = self._seen[name] if values is None else values
+        dtype = self._dtypes.get(name) or found.dtype.name
+        if dtype not in _TYPES:
+            raise IntegerError(f"tensor {name!r} is of {dtype}, which has no form in C; {_REMEDY}")
+        return StaticTensor(name, dtype, found.shape, values)
+
+
+def _inexpressible(op: dict[str, Any], reason: str) -> IntegerError:
+    return IntegerError(f"the header cannot express {op['op']} {op['node']!r}: {reason}; {_REMEDY}")
+
+
+def _conv(low: _Lowering, op: dict[str, Any]) -> None:
+    codes, weight, attrs = op["inputs"][0], op["parameters"]["weight"], op["attributes"]
+    window = _window(low, op, low.shape(weight)[2:])
+    low.emit("CONV", op, [codes, weight], zero_point=[attrs["zero_point"], 0], group=attrs["group"], **window)
+
+
+def _window(low: _Lowering, op: dict[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
+    """Give kernel, strides, dilations and pads at the begin, of 3 spatial axes."""
+    rank, attrs = len(kernel), op["attributes"]
+    if rank > _SPATIAL:
+        raise _inexpressible(op, f"it has {rank} spatial axes")
+    strides, dilations = (list(attrs.get(key, [1] * rank)) for key in ("strides", "dilations"))
+    pads = list(attrs.get("pads", [0] * 2 * rank))[:rank]
+    how = attrs.get("auto_pad", "NOTSET")
+    if how != "NOTSET":
+        ends = low.shape(op["inputs"][0])[2:], low.shape(op["outputs"][0])[2:]
+        axes = zip(*ends, strides, kernel, dilations, strict=True)
+        totals = [max((count - 1) * s + (k - 1) * d + 1 - size, 0) for size, count, s, k, d in axes]
+        pads = [total - total // 2 if how == "SAME_LOWER" else total // 2 for total in totals]
+    front, ones = [0] * (_SPATIAL - rank), [1] * (_SPATIAL - rank)
+    return {
+        "kernel": [*ones, *kernel],
+        "stride": [*ones, *strides],
+        "dilation": [*ones, *dilations],
+        "pad": [*front, *pads],
+    }
+
+
+def _matmul(low: _Lowering, op: dict[str, Any]) -> None:
+    attrs, parameters = op["attributes"], op["parameters"]
+    if op["op"] == "MatMulCodes":
+        inputs, zero_points = list(op["inputs"]), attrs["zero_points"]
+    elif op["op"] == "MatMulInteger":
+        given = [low.value(op, 2), low.value(op, 3)]
+        if any(zeros is not None and zeros.size > 1 for zeros in given):
+            raise _inexpressible(op, "it has several zero points")
+        inputs, zero_points = op["inputs"][:2], [0 if zeros is None else int(zeros.item()) for zeros in given]
+    else:
+        inputs, zero_points = [op["inputs"][0], parameters["weight"]], [attrs["zero_point"], 0]
+        if attrs["weight_first"]:
+            inputs, zero_points = inputs[::-1], zero_points[::-1]
+    if min(len(low.shape(name)) for name in inputs) < 2:
+        raise _inexpressible(op, "one of its operands is a vector")
+    low.emit("MATMUL", op, inputs, zero_point=zero_points)
+
+
+def _multiply(low: _Lowering, op: dict[str, Any]) -> None:
+    low.emit("MULTIPLY", op, op["inputs"], zero_point=op["attributes"]["zero_points"])
+
+
+def _binary(low: _Lowering, op: dict[str, Any]) -> None:
+    if op["op"] == "BitShift" and op["attributes"]["direction"] != "RIGHT":
+        raise _inexpressible(op, "it shifts to the left")
+    low.emit(_BINARY[op["op"]], op, op["inputs"])
+
+
+def _pool(low: _Lowering, op: dict[str, Any]) -> None:
+    window = _window(low, op, op["attributes"]["kernel_shape"])
+    kind = "WINDOW_SUM" if op["op"] == "WindowSum" else "MAX_POOL"
+    dtype = low.tensor(op["inputs"][0]).dtype
+    if dtype != "uint8":
+        raise _inexpressible(op, f"it reads {dtype}, not codes of 8 bits")
+    low.emit(kind, op, op["inputs"][:1], zero_point=[op["attributes"].get("zero_point", 0), 0], **window)
+
+
+def _along_axes(low: _Lowering, op: dict[str, Any]) -> None:
+    attrs, rank = op["attributes"], len(low.shape(op["inputs"][0]))
+    if op["op"] == "AxisSum":
+        kind, axes = "AXIS_SUM", attrs["axes"]
+    else:
+        given = low.value(op, 1)
+        kind, axes = "AXIS_MAX", [] if given is None else given.tolist()
+        if not axes and not attrs.get("noop_with_empty_axes", 0):
+            axes = list(range(rank))
+    reduced = [int(i in {axis % rank for axis in axes}) for i in range(rank)]
+    low.emit(kind, op, op["inputs"][:1], reduced=reduced, zero_point=[attrs.get("zero_point", 0), 0])
+
+
+def _requantize(low: _Lowering, op: dict[str, Any]) -> None:
+    attrs, parameters, terms = op["attributes"], op["parameters"], len(op["inputs"])
+    kind, last = "REQUANTIZE", "bias" if "bias" in parameters else "addend"
+    each = ["mantissa"]
+    if op["op"] == "Requantize32":
+        kind, each = "REQUANTIZE_32", ["mantissa", "zero", "cut", "before"]
+    roles = [*(f"{role}_{i}" for role in each for i in range(terms)), "shift", last]
+    low.emit(
+        kind,
+        op,
+        [*op["inputs"], *(parameters[role] for role in roles)],
+        terms=terms,
+        bias_first=int(last == "bias"),
+        rounding=attrs["rounding"],
+        code_zero_point=attrs["zero_point"],
+        lo=attrs["lo"],
+        hi=attrs["hi"],
+    )
+
+
+def _table(low: _Lowering, op: dict[str, Any]) -> None:
+    low.emit("TABLE", op, [op["inputs"][0], op["parameters"]["table"]])
+
+
+def _interpolated(low: _Lowering, op: dict[str, Any]) -> None:
+    parts = [op["parameters"][role] for role in ("bits", "first", "base", "slope")]
+    attrs = op["attributes"]
+    low.emit("INTERPOLATE", op, [op["inputs"][0], *parts], hi=attrs["top"], fraction=attrs["fraction"])
+
+
+def _concat(low: _Lowering, op: dict[str, Any]) -> None:
+    axis = op["attributes"]["axis"] % len(low.shape(op["outputs"][0]))
+    low.emit("CONCAT", op, op["inputs"], axis=axis)
+
+
+def _clip(low: _Lowering, op: dict[str, Any]) -> None:
+    limits = np.iinfo(low.tensor(op["outputs"][0]).dtype)
+    ends = [low.value(op, 1), low.value(op, 2)]
+    lo, hi = (int(limit if end is None else end) for end, limit in zip(ends, (limits.min, limits.max), strict=True))
+    low.emit("CLIP", op, op["inputs"][:1], lo=lo, hi=hi)
+
+
+def _clamp(low: _Lowering, op: dict[str, Any]) -> None:
+    low.emit("CLIP", op, op["inputs"], lo=op["attributes"]["lo"], hi=op["attributes"]["hi"])
+
+
+def _cast(low: _Lowering, op: dict[str, Any]) -> None:
+    low.emit("CAST", op, op["inputs"])
+
+
+def _move(low: _Lowering, op: dict[str, Any]) -> None:
+    """Lower what moves elements, by moving their positions."""
+    source, rest = op["inputs"][0], [low.value(op, i) for i in range(1, len(op["inputs"]))]
+    if source in low.constants:
+        raise _inexpressible(op, "it reads a constant at places computed from data")
+    fill = 0
+    if op["op"] == "Pad" and op["attributes"].get("mode", "constant") == "constant":
+        fill = 0 if len(rest) < 2 or rest[1] is None else int(rest[1])
+        rest = [rest[0], np.asarray(-1), *rest[2:]]
+    attrs = {key: value.encode() if isinstance(value, str) else value for key, value in op["attributes"].items()}
+    positions = np.arange(int(np.prod(low.shape(source)))).reshape(low.shape(source))
+    found = OPS[op["op"]](attrs, positions, *rest)
+    for name, part in zip(op["outputs"], found if isinstance(found, tuple) else (found,), strict=False):
+        _read(low, op, source, name, np.asarray(part), positions.size, fill)
+
+
+def _read(low: _Lowering, op: dict[str, Any], source: str, name: str, positions: Array, total: int, fill: int) -> None:
+    """Emit the read of `positions` of a flat tensor, -1 being the fill."""
+    if np.array_equal(positions.reshape(-1), np.arange(total)):
+        low.emit("COPY", op, [source], name)
+        return
+    strides = [
+        int(positions.take(1, i).flat[0] - positions.flat[0]) if size > 1 else 0
+        for i, size in enumerate(positions.shape)
+    ]
+    start = int(positions.flat[0]) if positions.size else 0
+    steps = [np.arange(size) * stride for size, stride in zip(positions.shape, strides, strict=True)]
+    regular = sum(np.ix_(*steps), np.asarray(start)) if steps else np.asarray(start)
+    if positions.size and positions.min() >= 0 and np.array_equal(positions, regular):
+        low.emit("STRIDED", op, [source], name, start=start, step=strides)
+        return
+    table = low.add_constant(f"{name}.positions", narrowest(positions, (np.int32,)))
+    low.emit("GATHER", op, [source, table], name, fill=fill)
+
+
+_FORMS: Mapping[str, Callable[[_Lowering, dict[str, Any]], None]] = MappingProxyType(
+    {
+        "AccumulateConv": _conv,
+        "AccumulateMatMul": _matmul,
+        "AxisSum": _along_axes,
+        "Cast": _cast,
+        "Clip": _clip,
+        "ClampCodes": _clamp,
+        "Concat": _concat,
+        "InterpolatedTable": _interpolated,
+        "MatMulCodes": _matmul,
+        "MatMulInteger": _matmul,
+        "MaxPool": _pool,
+        "MultiplyCodes": _multiply,
+        "ReduceMax": _along_axes,
+        "Requantize": _requantize,
+        "Requantize32": _requantize,
+        "Table": _table,
+        "WindowSum": _pool,
+        **dict.fromkeys(_BINARY, _binary),
+        **dict.fromkeys(_MOVES, _move),
+    }
+)

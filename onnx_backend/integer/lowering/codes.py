@@ -1,0 +1,73 @@
+"""From a value to the codes of an encoding: what a QuantizeLinear means for whatever stands before it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.lowering.edges import entered, quantized
+from onnx_backend.integer.recording.context import Context, attributes, move
+from onnx_backend.integer.recording.emit import Builder, look_up, requantize
+from onnx_backend.integer.recording.operations import Join
+from onnx_backend.integer.recording.values import (
+    Bent,
+    Constant,
+    Encoding,
+    Floating,
+    FloatInput,
+    Joined,
+    Linear,
+    Lookup,
+    Refused,
+    Selected,
+    Step,
+    Value,
+)
+
+
+def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
+    """Emit the codes of a value in `encoding`: what its QuantizeLinear means.
+
+    Raises:
+        Refused: the value cannot be brought to that encoding with integers.
+    """
+    b = ctx.builder
+    if isinstance(value, Lookup):
+        return look_up(b, value, encoding, name)
+    if isinstance(value, Constant):
+        return b.constant(encoding.quantize(value.values), encoding.kind, name)
+    if isinstance(value, Linear):
+        codes = requantize(b, value, encoding, name)
+        return _moved(ctx, value.after, codes, encoding, name)
+    if isinstance(value, Bent):
+        return _unbent(b, value, encoding, name)
+    if isinstance(value, Selected):
+        chosen = [to_codes(ctx, part, encoding, f"{name}.{i}") for i, part in enumerate(value.parts)]
+        inputs = [chosen[i] if isinstance(i, int) else i for i in value.inputs]
+        codes = b.node(value.node.op_type, inputs, name=name, **attributes(value.node))
+        return _moved(ctx, value.after, codes, encoding, name)
+    if isinstance(value, Joined):
+        parts = [to_codes(ctx, part, encoding, f"{name}.{i}") for i, part in enumerate(value.parts)]
+        joined = b.fresh(name)
+        b.nodes.append(Join(tuple(parts), encoding, value.axis, joined, b.label))
+        return _moved(ctx, value.after, joined, encoding, name)
+    if isinstance(value, Floating):
+        return quantized(b, value.name, encoding, name)
+    if isinstance(value, FloatInput):
+        codes = entered(ctx, value, encoding, name)
+        return _moved(ctx, value.after, codes, encoding, name)
+    raise Refused("its input is an integer tensor", "remove the QuantizeLinear, or cast its input to float32")
+
+
+def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:
+    """Emit both halves: each is at the zero point where the other is not, so their sum lacks only one zero point."""
+    halves = [("positive", value.positive), ("negative", value.negative)]
+    codes = [b.cast(requantize(b, half, encoding, f"{name}.{side}"), TensorProto.INT32) for side, half in halves]
+    total = b.node("Sub", [b.node("Add", codes), b.constant(encoding.zero_point, np.int32)])
+    return b.cast(total, encoding.onnx_kind, name=name)
+
+
+def _moved(ctx: Context, steps: Sequence[Step], codes: str, encoding: Encoding, name: str) -> str:
+    for step in steps:
+        codes = move(ctx, step, codes, encoding, name)
+    return codes

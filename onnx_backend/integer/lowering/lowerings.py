@@ -1,0 +1,58 @@
+"""The whole table of lowerings: the short forms of `ops` first, fixed point where an operand has no short form."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto
+
+from onnx_backend.integer.fixed_point.curves import CURVES
+from onnx_backend.integer.fixed_point.turns import turned
+from onnx_backend.integer.fixed_point.wide_edges import cast_to_float
+from onnx_backend.integer.lowering import ops
+from onnx_backend.integer.lowering.norms import NORMS
+from onnx_backend.integer.lowering.passing import cast
+from onnx_backend.integer.lowering.recurrent import gru, lstm
+from onnx_backend.integer.lowering.softmax import is_nan, log_softmax, softmax, where
+from onnx_backend.integer.lowering.tables import TABLES
+from onnx_backend.integer.lowering.wide_ops import WIDE, curve, either
+from onnx_backend.integer.recording.context import Args, Context, Lowering, attributes
+from onnx_backend.integer.recording.values import Constant, Value
+
+
+def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Copy a node that computes on integers already, or take the integers that it casts to float as numbers.
+
+    Raises:
+        Refused: an input or an output is not an integer or boolean tensor.
+    """
+    numbers = cast_to_float(ctx, node, args)
+    return ops.copied(ctx, node, args) if numbers is None else numbers
+
+
+def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Concat, of constants to a constant."""
+    constants = [arg for arg in args if isinstance(arg, Constant)]
+    if len(constants) == len(args):
+        return Constant(np.concatenate([arg.values for arg in constants], int(attributes(node)["axis"])))
+    return ops.concat(ctx, node, args)
+
+
+#: Every op that can be lowered.
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
+    {
+        **ops.LOWERINGS,
+        **{name: either(ops.LOWERINGS[name], wide) for name, wide in WIDE.items()},
+        **{name: either(ops.LOWERINGS[name], curve(name, TABLES[name])) for name in CURVES},
+        **{name: either(ops.LOWERINGS[name], turned) for name in ("Sin", "Cos")},
+        **NORMS,
+        "Cast": cast,
+        "Concat": concat,
+        "GRU": gru,
+        "IsNaN": is_nan,
+        "LSTM": lstm,
+        "LogSoftmax": log_softmax,
+        "Softmax": softmax,
+        "Where": where,
+    }
+)

@@ -1,0 +1,248 @@
+"""Lowering of ops that move, copy or select values without changing them: they work on codes as they are."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper
+
+from onnx_backend.integer.fixed_point.widen import moved as move_wide
+from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, integer_name, move
+from onnx_backend.integer.recording.values import (
+    CodedConstant,
+    Codes,
+    Constant,
+    Encoding,
+    FloatInput,
+    Integers,
+    Linear,
+    Lookup,
+    Refused,
+    Step,
+    Value,
+    Wide,
+    moved,
+)
+
+_BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
+_ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+
+
+def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args], Value | tuple[Value, ...]]:
+    """Make the lowering of a movement; `monotone` ops compare values, so codes must be in the order of values."""
+
+    def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+        value = args[0]
+        if isinstance(value, Constant) and node.op_type == "Expand" and np.unique(value.values).size == 1:
+            value = _one_value(ctx, value)  # the shape may be dynamic, as of a first state of zeros
+        if isinstance(value, Constant):
+            return _folded(node, value, args)
+        if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
+            raise Refused("a decreasing function stands directly in front of it", _BEFORE)
+        rest = tuple(integer_name(ctx, arg) for arg in args[1:])
+        found = tuple(applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
+        return found[0] if len(found) == 1 else found
+
+    return lower
+
+
+def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
+    """Apply a movement to codes now, to a pending value once its codes exist.
+
+    Raises:
+        Refused: the value is neither.
+    """
+    if isinstance(value, Lookup):
+        return Lookup(move(ctx, step, value.name, value.encoding or _ANY, name), value.values, value.encoding)
+    if isinstance(value, Wide):
+        return move_wide(ctx, value, step)
+    pending = None if value is None else moved(value, step)
+    if pending is None:
+        raise Refused("its input is not quantized", _BEFORE)
+    return pending
+
+
+def _one_value(ctx: Context, value: Constant) -> Lookup:
+    """Give a constant that is the same everywhere as codes 0 with that value."""
+    codes, number = ctx.builder.constant(np.zeros(value.values.shape), np.uint8), value.values.reshape(-1)[0]
+    return Lookup(codes, np.full(256, number, np.float32), None)
+
+
+def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
+    """Apply a movement to a constant at conversion time (a weight that is transposed behind its DequantizeLinear)."""
+    coded, attrs = value.coded, attributes(node)
+    if node.op_type == "Identity":
+        return value
+    if node.op_type == "Transpose":
+        order = list(attrs.get("perm", range(value.values.ndim)[::-1]))
+        if coded is not None:
+            axis = None if coded.axis is None else order.index(coded.axis)
+            coded = CodedConstant(coded.integers.transpose(order), coded.scale, axis, coded.dtype)
+        return Constant(value.values.transpose(order), coded, value.blocks and value.blocks.transposed(order))
+    wanted = _constant_shape(node, value, args)
+    if wanted is not None:
+        if coded is not None and coded.axis is None:
+            integers = coded.integers.reshape(wanted)
+            return Constant(value.values.reshape(wanted), CodedConstant(integers, coded.scale, None, coded.dtype))
+        return Constant(value.values.reshape(wanted))
+    raise Refused("it computes on a constant", "compute its result once and store it in the model")
+
+
+def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, ...] | None:
+    """Give the shape that a reshaping node gives a constant, None if it is no reshaping or not known."""
+    old = value.values.shape
+    given = constant_integers(args[1]) if len(args) > 1 else None
+    if node.op_type == "Reshape" and given is not None:
+        sizes = [
+            old[i] if size == 0 and not attributes(node).get("allowzero", 0) else size for i, size in enumerate(given)
+        ]
+        return np.empty(old, bool).reshape(sizes).shape
+    if node.op_type == "Unsqueeze" and given is not None:
+        return np.expand_dims(np.empty(old, bool), tuple(given)).shape
+    if node.op_type == "Squeeze":
+        return np.squeeze(np.empty(old, bool), None if given is None else tuple(given)).shape
+    return None
+
+
+def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed.
+
+    Raises:
+        Refused: there are no codes yet, or more than 8 bits, and the sizes are not static.
+    """
+    value, attrs = args[0], attributes(node)
+    if isinstance(value, Lookup) and (value.encoding is None or not value.encoding.wide) and value.values.size <= 256:
+        return _movement()(ctx, node, args)
+    (c, h, w), size = ctx.sizes(node.input[0], [1, 2, 3]), int(attrs["blocksize"])
+    if node.op_type == "SpaceToDepth":
+        split, order = [0, c, h // size, size, w // size, size], [0, 3, 5, 1, 2, 4]
+        whole = [0, c * size**2, h // size, w // size]
+    else:
+        first = attrs.get("mode", "DCR") == "DCR"
+        depth = c // size**2
+        split = [0, size, size, depth, h, w] if first else [0, depth, size, size, h, w]
+        order = [0, 3, 4, 1, 5, 2] if first else [0, 1, 4, 2, 5, 3]
+        whole = [0, depth, h * size, w * size]
+    b = ctx.builder
+    reshape, transpose = (helper.make_node(kind, ["x"], ["y"]) for kind in ("Reshape", "Transpose"))
+    transpose.attribute.append(helper.make_attribute("perm", order))
+    steps = [
+        Step(reshape, (b.constant(split, np.int64),)),
+        Step(transpose),
+        Step(reshape, (b.constant(whole, np.int64),)),
+    ]
+    for step in steps:
+        value = applied(ctx, value, step, node.output[0])
+    assert value is not None  # the steps make one
+    return value
+
+
+def max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower MaxPool: the largest code is the code of the largest value, and padding never wins."""
+    if len(node.output) > 1 and node.output[1]:
+        raise Refused("its second output, the indices, is read", "write what reads them without indices")
+    return _movement(monotone=True)(ctx, node, args)
+
+
+def global_max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower GlobalMaxPool to ReduceMax, which has a uint8 kernel."""
+    axes = list(range(2, ctx.rank(node.input[0])))
+    name = ctx.builder.constant(axes, np.int64)
+    reduced = helper.make_node("ReduceMax", [node.input[0], name], list(node.output), name=node.name, keepdims=1)
+    return _movement(monotone=True)(ctx, reduced, [args[0], Integers(name)])
+
+
+def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower Gather, also of rows of a table stored per tensor (an embedding)."""
+    table = args[0]
+    if not isinstance(table, Constant):
+        return _movement()(ctx, node, args)
+    coded = table.coded
+    if coded is None or coded.axis is not None:
+        raise Refused("it looks rows up in a float, per-channel or block-wise table", "quantize the table per tensor")
+    low, high = int(coded.integers.min(initial=0)), int(coded.integers.max(initial=0))
+    if high - low > 255:
+        raise Refused("its table needs more than 8 bits", "quantize the table to 8 bits")
+    zero = 128 if -128 <= low < 0 and high <= 127 else -low
+    encoding = Encoding(float(coded.scale[0]), zero, TensorProto.UINT8)
+    stored = ctx.builder.constant(coded.integers + zero, np.uint8, node.input[0])
+    activation = Lookup(stored, encoding.values(), encoding)
+    return _movement()(ctx, node, [activation, *args[1:]])
+
+
+def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Shape: a constant where all sizes are static; else the codes have the shape of the values."""
+    value = args[0]
+    sizes = ctx.shapes.get(node.input[0])
+    if sizes is not None and None not in sizes:
+        attrs = attributes(node)
+        return Integers("", np.asarray(sizes, np.int64)[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
+    if isinstance(value, Lookup | Codes | Integers):
+        name = integer_name(ctx, value) if isinstance(value, Integers) else value.name
+    elif isinstance(value, FloatInput) and not value.after:
+        name = value.name
+    elif isinstance(value, Linear) and not value.after and len(value.terms) == 1:
+        name = value.terms[0].name
+    elif isinstance(value, Wide):
+        name = value.name
+    elif isinstance(value, Constant):
+        whole = np.asarray(value.values.shape, np.int64)
+        attrs = attributes(node)
+        return Integers("", whole[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
+    else:
+        raise Refused(
+            "the tensor it measures is computed together with the next ones", "take the Shape of a quantized tensor"
+        )
+    return Integers(ctx.builder.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
+
+
+def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Drop Identity and inference-time Dropout."""
+    if len(node.output) > 1 and node.output[1]:
+        raise Refused("its second output, the mask, is read", "export the model in evaluation mode, without Dropout")
+    value = args[0]
+    assert value is not None  # the input is required by the standard
+    return value
+
+
+def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower Pad: a constant is filled in as its code, which must be exact."""
+    value, pads = args[0], args[1] if len(args) > 1 else None
+    mode = attributes(node).get("mode", "constant")
+    axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
+    if mode != "constant":
+        return applied(ctx, value, Step(node, (integer_name(ctx, pads), "", axes)), node.output[0])
+    given = args[2] if len(args) > 2 else None
+    if given is not None and not isinstance(given, Constant):
+        raise Refused("its fill value is not a constant", "store the fill value as an initializer")
+    fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
+    step = Step(node, (integer_name(ctx, pads), axes), fill=fill)
+    if not isinstance(value, Lookup):
+        return applied(ctx, value, step, node.output[0])
+    if value.encoding is None:
+        raise Refused("another op stands between the DequantizeLinear and it", _BEFORE)
+    code = int(value.encoding.quantize(fill))
+    if abs(float(value.values[code]) - fill) > 1e-6 * value.encoding.scale:
+        raise Refused(f"its fill value {fill} is not on its input's grid", "quantize its output, not its input")
+    return applied(ctx, value, step, node.output[0])
+
+
+#: Movements by op type; the data is the first input, all others are integers.
+MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
+    {
+        **{name: _movement() for name in ("Expand", "Flatten", "GatherND", "Reshape", "Slice", "Split", "Squeeze")},
+        "DepthToSpace": blocks,
+        "GatherElements": _movement(),
+        **{name: _movement() for name in ("Tile", "Transpose", "Unsqueeze")},
+        "Dropout": identity,
+        "Gather": gather,
+        "GlobalMaxPool": global_max_pool,
+        "Identity": identity,
+        "MaxPool": max_pool,
+        "ReduceMax": _movement(monotone=True),
+        "ReduceMin": _movement(monotone=True),
+        "Shape": shape,
+        "SpaceToDepth": blocks,
+    }
+)

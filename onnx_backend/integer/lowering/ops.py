@@ -1,0 +1,367 @@
+"""The table of lowerings: one function per op type, from the values of its inputs to the value of its output.
+
+A lowering has the signature `(ctx, node, args) -> Value | tuple of Value`; an absent optional input is None. It raises
+`Refused` where the op cannot be computed on integers alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.integer.lowering.conv_transpose import conv_transpose
+from onnx_backend.integer.lowering.factors import as_sum, factor
+from onnx_backend.integer.lowering.halves import bytes_of
+from onnx_backend.integer.lowering.layers import (
+    accumulated,
+    conv,
+    gemm,
+    matmul,
+    plus_constant,
+    products,
+)
+from onnx_backend.integer.lowering.moves import MOVES, pad
+from onnx_backend.integer.lowering.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
+from onnx_backend.integer.lowering.qdq import dequantize, quantize
+from onnx_backend.integer.lowering.resize import resize
+from onnx_backend.integer.lowering.selection import SELECTIONS
+from onnx_backend.integer.lowering.tables import NO_NUMBER, TABLES, table
+from onnx_backend.integer.recording.context import (
+    Args,
+    Context,
+    Lowering,
+    attributes,
+    integer_name,
+    settled,
+)
+from onnx_backend.integer.recording.values import (
+    Array,
+    Bent,
+    Constant,
+    Function,
+    Integers,
+    Joined,
+    Linear,
+    Lookup,
+    Refused,
+    Value,
+    clipped,
+    linear,
+)
+
+_BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
+
+
+def relu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Relu to a lower clip of 0, folded into the requantization before it."""
+    return _clip(args, 0.0, math.inf)
+
+
+def clip(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Clip with constant bounds, folded into the requantization before it."""
+    bounds = [_scalar(args[i]) if i < len(args) and args[i] is not None else None for i in (1, 2)]
+    attrs = attributes(node)  # bounds were attributes before opset 11
+    lo = attrs.get("min", -math.inf) if bounds[0] is None else bounds[0]
+    hi = attrs.get("max", math.inf) if bounds[1] is None else bounds[1]
+    return _clip(args, float(lo), float(hi))
+
+
+def _clip(args: Args, lo: float, hi: float) -> Value:
+    value = args[0]
+    done = None if value is None else clipped(value, lo, hi)
+    if done is None:
+        raise Refused("its input is not quantized", _BETWEEN)
+    return done
+
+
+def _scalar(value: Value | None) -> float:
+    if isinstance(value, Constant) and value.values.size == 1:
+        return float(value.values.reshape(-1)[0])
+    raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
+
+
+def add(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Add of activations and constants to one fixed point with a common shift and one rounding."""
+    return _sum(node, args, 1)
+
+
+def sub(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Sub as an Add with a negative multiplier."""
+    return _sum(node, args, -1)
+
+
+def _sum(node: NodeProto, args: Args, sign: int) -> Value:
+    left, right = args
+    mapped = _mapped(np.add if sign > 0 else np.subtract, left, right)
+    if mapped is not None:
+        return mapped
+    if isinstance(right, Constant):
+        constant = right if sign > 0 else _negated(right)
+        return plus_constant(_summand(node, left), constant)
+    if isinstance(left, Constant):
+        return plus_constant(_scaled(_summand(node, right), np.asarray(float(sign))), left)
+    first, second = _summand(node, left), _scaled(_summand(node, right), np.asarray(float(sign)))
+    source = node.name or node.output[0]
+    error = first.error + second.error
+    return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source, error=error)
+
+
+def total(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Sum to one fixed point; a Sum of one operand, which keeps a runtime from fusing, is dropped."""
+    value = args[0]
+    for other in args[1:]:
+        value = _sum(node, [value, other], 1)
+    assert value is not None  # the first input is required by the standard
+    return value
+
+
+def mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Mean to a Sum whose scales are divided by the number of operands."""
+    value = total(ctx, node, args)
+    mapped = _mapped(np.divide, value, Constant(np.asarray(len(args), np.float32)))
+    return _scaled(_summand(node, value), np.asarray(1.0 / len(args))) if mapped is None else mapped
+
+
+def _negated(constant: Constant) -> Constant:
+    coded = constant.coded and replace(constant.coded, integers=-constant.coded.integers)
+    return Constant(-constant.values, coded)
+
+
+def _summand(node: NodeProto, value: Value | None) -> Linear:
+    found = None if value is None else linear(value, node.name or node.output[0])
+    if found is None:
+        raise Refused("one of its inputs is not quantized", _BETWEEN)
+    return found
+
+
+def _scaled(value: Linear, factor: Array) -> Linear:
+    terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
+    error = value.error * float(np.max(np.abs(factor), initial=0.0))
+    return replace(value, terms=terms, constant=value.constant * factor, error=error)
+
+
+def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right: Value | None) -> Value | None:
+    """Compute an elementwise function of one uint8 tensor, or of constants, by its table of values."""
+    if isinstance(left, Constant) and isinstance(right, Constant):
+        return Constant(function(left.values, right.values))
+    if isinstance(left, Lookup) and isinstance(right, Lookup):
+        return _of_both(function, left, right)
+    if isinstance(left, Lookup) and isinstance(right, Constant) and _single(right, left):
+        return Lookup(left.name, function(left.values, right.values.reshape(())), None)
+    if isinstance(right, Lookup) and isinstance(left, Constant) and _single(left, right):
+        return Lookup(right.name, function(left.values.reshape(()), right.values), None)
+    return None
+
+
+def _of_both(function: Callable[[Array, Array], Array], left: Lookup, right: Lookup) -> Lookup | None:
+    """Compute a function of two functions of the same codes; None if they are of different ones."""
+    for name in {left.name, right.name, *(side.root.name for side in (left, right) if side.root is not None)}:
+        one, other = left.of(name), right.of(name)
+        if one is not None and other is not None:
+            return Lookup(name, function(one.values, other.values), None, root=one.root or other.root)
+    return None
+
+
+def _silu(left: Value | None, right: Value | None) -> Function | None:
+    """Say whether a product is `x * sigmoid(x)` of codes."""
+    for x, gate in ((left, right), (right, left)):
+        if isinstance(x, Lookup) and isinstance(gate, Lookup) and x.name == gate.name and x.encoding is not None:
+            made = gate.function
+            if made is not None and made.op_type == "Sigmoid" and made.encoding == x.encoding:
+                return Function("Silu", x.encoding, {})
+    return None
+
+
+def _single(constant: Constant, activation: Lookup) -> bool:
+    # a one-element constant of any rank; a higher rank than the activation's would add axes, which only a
+    # degenerate export writes: shape inference then contradicts the table's shape and the checker refuses
+    return constant.values.size == 1 and constant.values.ndim <= 1
+
+
+def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Mul of two activations to an int32 product, of an activation and a constant to a scale."""
+    left, right = args
+    mapped = _mapped(np.multiply, left, right)
+    if mapped is not None:
+        return replace(mapped, function=_silu(left, right)) if isinstance(mapped, Lookup) else mapped
+    if isinstance(left, Constant):
+        left, right = right, left
+    if isinstance(right, Constant):
+        return _scaled(_summand(node, as_sum(ctx, left)), right.values.astype(np.float64))
+    return _product(ctx, node, left, right)
+
+
+def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
+    if isinstance(left, Lookup) and isinstance(right, Lookup) and left.encoding and right.encoding:
+        both_wide = left.encoding.wide and right.encoding.wide  # one of them in bytes keeps the products in int32
+        sides = bytes_of(ctx, left) if both_wide else [(left.name, left.encoding)]
+        return products(ctx, node, "Mul", sides, [(right.name, right.encoding)])
+    first, second = factor(ctx, left, "its first input"), factor(ctx, right, "its second input")
+    product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
+    ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
+    low, high = (np.asarray(end, np.int64) for end in (min(ends), max(ends)))
+    return accumulated(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
+
+
+def power(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Pow with a stored exponent or base to a table."""
+    left, right = args
+    with np.errstate(all="ignore"):
+        mapped = _mapped(np.power, left, right) if isinstance(left, Constant) or isinstance(right, Constant) else None
+    if mapped is None:
+        raise Refused("it is no power of one quantized tensor with a stored exponent or base", _BETWEEN)
+    if isinstance(mapped, Lookup) and np.any(np.isnan(mapped.values)):
+        raise Refused(NO_NUMBER, "clip its input to where it is defined")
+    return mapped
+
+
+def leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower LeakyRelu: behind a layer to two requantizations, of one tensor to a table."""
+    slope = float(attributes(node).get("alpha", 0.01))
+    if isinstance(args[0], Linear):
+        return _bent(args[0], np.asarray(slope))
+    return table(TABLES["LeakyRelu"])(ctx, node, args)
+
+
+def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower PRelu with a stored slope, as LeakyRelu with a slope per channel."""
+    value, slope = args
+    if not isinstance(slope, Constant):
+        raise Refused("its slope is an activation", "store the slope as an initializer")
+    if isinstance(value, Lookup) and _single(slope, value):
+        factor = slope.values.reshape(()).astype(np.float32)
+        return Lookup(value.name, np.where(value.values >= 0, value.values, value.values * factor), None)
+    return _bent(_summand(node, value), slope.values.astype(np.float64))
+
+
+def _bent(value: Linear, slope: Array) -> Value:
+    if np.any(slope <= 0):
+        raise Refused("its slope is not positive", _BETWEEN)
+    if not value.open:
+        raise Refused("its input is clipped or moved first", _BETWEEN)
+    return Bent(replace(value, lo=0.0), replace(_scaled(value, slope), hi=0.0))
+
+
+def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower an inference-time BatchNormalization to a scale and a constant per channel."""
+    attrs = attributes(node)
+    parameters = [arg.values.astype(np.float64) for arg in args[1:] if isinstance(arg, Constant)]
+    if len(parameters) != 4 or attrs.get("training_mode", 0):
+        raise Refused("its statistics are not constants", "export the model in evaluation mode")
+    gain, bias, mean, variance = parameters
+    factor = gain / np.sqrt(variance + attrs.get("epsilon", 1e-5))
+    channels = (-1, *(1 for _ in range(ctx.rank(node.input[0]) - 2)))
+    value = _scaled(_summand(node, args[0]), factor.reshape(channels))
+    return replace(value, constant=value.constant + (bias - mean * factor).reshape(channels))
+
+
+def div(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Div by a constant to a scale, of one tensor by a function of itself to a table."""
+    left, right = args
+    if isinstance(right, Constant) and not np.all(right.values):
+        raise Refused("it divides by zero", "remove the zero from the constant")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mapped = _mapped(np.divide, left, right)
+    if mapped is not None:
+        return mapped
+    if isinstance(right, Constant):
+        return _scaled(_summand(node, left), 1.0 / right.values.astype(np.float64))
+    raise Refused("it divides by an activation", _BETWEEN)
+
+
+def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Concat: free where all inputs share one encoding, else each input is brought to the output's."""
+    axis = int(attributes(node)["axis"])
+    parts = tuple(arg for arg in args if arg is not None)
+    if any(isinstance(part, Integers) for part in parts):
+        raise Refused("it mixes integer and float tensors", "concatenate tensors of one type")
+    shapes = [ctx.shapes.get(name) for name in node.input]
+    first = shapes[0]
+    axis = axis % len(first) if first else axis
+    sizes = tuple(shape[axis] if shape else None for shape in shapes)
+    if any(sizes) and 0 in sizes:  # a part without elements adds nothing
+        parts = tuple(part for part, size in zip(parts, sizes, strict=True) if size != 0)
+        sizes = tuple(size for size in sizes if size != 0)
+    return settled(ctx, Joined(parts, axis, sizes), node.output[0])
+
+
+def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Copy a node that computes on integers already (shape arithmetic).
+
+    Raises:
+        Refused: an input or an output is not an integer or boolean tensor.
+    """
+    for name in filter(None, node.output):
+        if ctx.types.get(name, TensorProto.UNDEFINED) not in INTEGER_TYPES:
+            raise Refused(
+                "it makes a float tensor from integers",
+                "compute it on integers, or store its result if it never changes",
+            )
+    outputs = ctx.builder.copy(node, [integer_name(ctx, arg) for arg in args])
+    values = tuple(Integers(o, dtype=ctx.types.get(n, 0)) for n, o in zip(node.output, outputs, strict=True))
+    return values[0] if len(values) == 1 else values
+
+
+def constant(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Read a Constant node."""
+    attribute = node.attribute[0]
+    found = helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return stored(found)
+    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    if attribute.name not in kinds:
+        raise Refused(f"a Constant with {attribute.name}", "store it as a tensor")
+    return stored(numpy_helper.from_array(np.asarray(found, kinds[attribute.name])))
+
+
+def stored(tensor: TensorProto) -> Value:
+    """Give the value of an initializer: float tensors as constants, all others as integers."""
+    array = numpy_helper.to_array(tensor)
+    if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
+        return Constant(array.astype(np.float32))
+    return Integers("", array, tensor.data_type)
+
+
+INTEGER_TYPES = frozenset(
+    {
+        *(TensorProto.INT64, TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.BOOL),
+        *(TensorProto.UINT64, TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8),
+    }
+)
+
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
+    {
+        "Add": add,
+        "AveragePool": average_pool,
+        "BatchNormalization": batch_normalization,
+        "Clip": clip,
+        "Concat": concat,
+        "Constant": constant,
+        "Conv": conv,
+        "ConvTranspose": conv_transpose,
+        "DequantizeLinear": dequantize,
+        "Div": div,
+        "Gemm": gemm,
+        "GlobalAveragePool": global_average_pool,
+        "LeakyRelu": leaky_relu,
+        "MatMul": matmul,
+        "Mean": mean,
+        "Mul": mul,
+        "PRelu": prelu,
+        "Pad": pad,
+        "Pow": power,
+        "QuantizeLinear": quantize,
+        "ReduceMean": reduce_mean,
+        "ReduceSum": reduce_sum,
+        "Relu": relu,
+        "Resize": resize,
+        "Sub": sub,
+        "Sum": total,
+        **MOVES,
+        **SELECTIONS,
+        **{name: table(function) for name, function in TABLES.items() if name != "LeakyRelu"},
+    }
+)

@@ -1,0 +1,1 @@
+"""What is written out in simpler operators before the conversion. Import the files."""

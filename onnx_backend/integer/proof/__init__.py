@@ -1,0 +1,1 @@
+"""What is checked and measured of an integer-only model. Import the files."""

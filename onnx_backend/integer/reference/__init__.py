@@ -1,0 +1,1 @@
+"""A NumPy reference of integer-only models, independent of ONNX Runtime. Import the files."""

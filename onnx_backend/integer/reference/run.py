@@ -1,0 +1,58 @@
+"""A NumPy reference that executes an integer-only model on exact integers, independent of ONNX Runtime.
+
+Every op of the integer models of `integer.convert` is computed here from the ONNX standard. Accumulators are computed
+exactly and an int32 overflow raises instead of wrapping.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, helper, numpy_helper
+
+from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.reference.ops import OPS
+from qsdk.core.errors import DataError, IntegerError
+
+
+def run_reference(model: ModelProto, inputs: Mapping[str, Array], *, every_tensor: bool = False) -> dict[str, Array]:
+    """Execute an integer-only model and give its outputs by name (with `every_tensor`, all tensors).
+
+    Args:
+        model: as written by `integer.convert`, with float or integer edges.
+        inputs: one array per graph input, in its dtype.
+        every_tensor: also give the inner tensors, initializers and inputs.
+
+    Raises:
+        DataError: an input is missing or has another dtype than the graph says.
+        IntegerError: an accumulator leaves int32, or an op is not one of the integer models'.
+    """
+    tensors: dict[str, Array] = {t.name: _constant(t) for t in model.graph.initializer}
+    for info in model.graph.input:
+        if info.name in tensors:
+            continue
+        if info.name not in inputs:
+            raise DataError(f"input {info.name!r} is missing; give one array per graph input")
+        wanted = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+        tensors[info.name] = np.asarray(inputs[info.name])
+        if tensors[info.name].dtype != wanted:
+            raise DataError(f"input {info.name!r} is {tensors[info.name].dtype}, the model takes {wanted}")
+    for node in model.graph.node:
+        operation = OPS.get(node.op_type)
+        if operation is None or node.domain not in ("", "ai.onnx"):
+            raise IntegerError(f"{node.op_type} {node.name!r} is not an op of integer-only models")
+        attributes: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        arguments = [tensors[name] if name else None for name in node.input]
+        try:
+            found = operation(attributes, *arguments)
+        except OverflowError as error:
+            raise IntegerError(f"{node.op_type} {node.name!r}: {error}") from error
+        results = found if isinstance(found, tuple) else (found,)
+        tensors.update(zip(node.output, results, strict=False))
+    return tensors if every_tensor else {info.name: tensors[info.name] for info in model.graph.output}
+
+
+def _constant(tensor: Any) -> Array:
+    array = numpy_helper.to_array(tensor)
+    # NumPy cannot compute on packed types; their values fit in 8 bits
+    return array.astype(np.uint8) if array.dtype.name in ("uint4", "uint2") else array
