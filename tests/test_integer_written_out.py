@@ -252,3 +252,46 @@ def test_activations_behind_a_layer_far_from_zero(op):
     y = net.op("Mul", net.op("Gemm", x, w, net.bias(12, 0.031, scale), transB=1), net.const(np.float32(1000)))
     net.output(net.qdq(net.op(op, y), 91.0, 21), ["n", 12])
     compare(net.model(), {"x": noise((60, 8))}, 0.01)
+
+
+# --- a tensor over its own norm ---------------------------------------------------------------------------------------
+
+
+def over_norm(form, op, *, least=1e-12, other=False):
+    """x / max(norm(x), least), one row of it zeros; as the exporters of torch write it, or shorter."""
+    net = Net()
+    x = net.qdq(net.input([5, 24]), 0.05, 117)
+    of = net.qdq(net.op("Relu", x), 0.05, 0) if other else x
+    norm = net.op(op, of, net.const([-1]), keepdims=1)
+    bound = net.const(np.float32(least))
+    norm = net.op("Max", bound, norm) if form == "max" else net.op("Clip", norm, bound)
+    norm = net.op("Expand", norm, net.const([5, 24])) if form == "expand" else norm
+    net.output(net.qdq(net.op("Div", x, norm), 2 / 255, 128), [5, 24])
+    feeds = {"x": noise((5, 24), 2.0)}
+    feeds["x"][2] = 0.0
+    return net.model(), feeds
+
+
+@pytest.mark.parametrize("op", ["ReduceL1", "ReduceL2"])
+@pytest.mark.parametrize("form", ["expand", "clip", "max"])
+def test_a_tensor_over_its_own_norm_is_one_normalization(form, op, tmp_path):
+    model, feeds = over_norm(form, op)
+    written = prepared(model)
+    assert {node.op_type for node in written.graph.node} == {"QuantizeLinear", "DequantizeLinear", "LpNormalization"}
+    report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
+    assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
+    assert not run(onnx.load(tmp_path / "int.onnx"), feeds)["y"][2].any()
+
+
+@pytest.mark.parametrize("options", [{"least": 0.1}, {"other": True, "least": 0.1}])
+def test_a_norm_that_is_bounded_by_more_than_a_step_or_another_s_is_a_quotient(options, tmp_path):
+    model, feeds = over_norm("expand", "ReduceL2", **options)
+    assert "LpNormalization" not in {node.op_type for node in prepared(model).graph.node}
+    report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
+    assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
+
+
+def test_a_norm_that_can_be_0_is_refused(tmp_path):
+    model, _ = over_norm("clip", "ReduceL2", other=True)
+    with pytest.raises(IntegerError, match="clip the divisor away from 0"):
+        qsdk.to_integer(model, tmp_path / "int.onnx")

@@ -9,8 +9,10 @@ from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.integer.preparing.einsum import einsum
 from onnx_backend.integer.preparing.reductions import REDUCTIONS, reduction
+from onnx_backend.integer.preparing.unit_rows import unit_rows
 from onnx_backend.integer.recording.context import label
-from onnx_backend.model import names_in, opset_of
+from onnx_backend.model import names_in, opset_of, replace_nodes
+from onnx_backend.reachable import read_at_last
 from onnx_backend.simplify import simplify
 from onnx_backend.skeleton import declared_types
 from qsdk.core.errors import IntegerError
@@ -50,8 +52,10 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
 def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
     """Write out every Einsum and every reduction that is a sum between functions, in place."""
     shapes, taken = static_sizes(inferred(model)), names_in(model.graph)
+    quotients = unit_rows(model, shapes)
+    whole = [node if _matches(node, allow_float) else quotients.get(node.output[0], node) for node in model.graph.node]
     nodes: list[NodeProto] = []
-    for node in model.graph.node:
+    for node in read_at_last(whole, [value.name for value in model.graph.output]):
         written = None
         if node.domain in ("", "ai.onnx") and not _matches(node, allow_float):
             if node.op_type == "Einsum":
@@ -60,8 +64,7 @@ def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
                 written = reduction(node, taken)
         nodes += [node] if written is None else written.nodes
         model.graph.initializer.extend([] if written is None else written.stored)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, nodes)
 
 
 def _matches(node: NodeProto, patterns: Sequence[str]) -> bool:
