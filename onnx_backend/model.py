@@ -21,7 +21,7 @@ from qsdk.core.files import write_bytes
 OPSET = 21
 MARK_DOMAIN = "qsdk"
 MARK_OP = "Quantizer"
-LARGEST_OPSET = 26  # what the installed runtime accepts; so does IR 13
+LARGEST_OPSET = 26  # what onnxruntime 1.31 takes, with IR 13; 1.32 loads 28, but has no QuantizeLinear of it
 _IR_OF_OPSET = {21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
 _TWO_GIB = 2**31 - 1
 

@@ -1,4 +1,4 @@
-"""What the installed ONNX Runtime (1.31, CPU) cannot load or run although it is valid; the tests ask it again."""
+"""What ONNX Runtime 1.31 (CPU) cannot load or run although it is valid; the tests ask the installed one again."""
 
 from collections.abc import Iterator
 
