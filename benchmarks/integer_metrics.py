@@ -228,7 +228,7 @@ def ocr_detection(folder: Path) -> Case:
 
 def ocr_recognition(folder: Path) -> Case:
     rng = np.random.default_rng(0)
-    texts = _texts(320, 20)
+    texts = _texts(1280, 20)
     pixels = np.stack([synthetic.strip(synthetic.line(text, rng), 320) for text in texts])
     feeds = [{"x": pixels[i : i + 4]} for i in range(0, len(pixels), 4)]
     path, run = _of_file(_ocr("PP-OCRv4_rec"), feeds, 16, folder)

@@ -23,7 +23,7 @@ from qsdk.core.placing import placed_by_structure
 from qsdk.demo.model import load_pretrained
 from qsdk.workflow import calibrate, export, quantize
 
-QUICK = ("mobile", "bert", "encoder")
+QUICK = ("mobile", "encoder")
 NETS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*ZOO, "demo")]
 #: written by the exporter with lists of tensors or slices of weights where its optimizer leaves one op
 RAW_ONLY = ("gpt", "lstm", "gru")

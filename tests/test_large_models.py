@@ -347,6 +347,7 @@ def test_a_damaged_part_of_a_saved_sim_is_refused(float_file, tmp_path):
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_export_holds_no_second_copy_of_the_weights(tmp_path):
     assert export_peak("module", tmp_path, 3000, 3) < 0.5
 

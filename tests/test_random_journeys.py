@@ -29,7 +29,7 @@ from qsdk.verbs_files import load, save
 from qsdk.workflow import Sim, calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
-QUICK, SLOW = range(2), range(2, 64)
+QUICK, SLOW = range(1), range(1, 64)
 METHODS = ["min_max", "percentile", "mse", "tf_enhanced", "entropy"]
 OP_TYPES = ["Conv", "Gemm", "MatMul", "Add", "Mul", "Concat", "Relu", "Softmax", "LayerNormalization"]
 CHANGES = [{"weight": "int4"}, {"activation": "uint16"}, {"dtype": "float16"}, {"dtype": "float32"}]

@@ -66,7 +66,7 @@ def test_the_same_call_gives_the_same_sim(verb):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@both
+@pytest.mark.parametrize("door", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])
 def test_options_reach_the_solvers(door):
     def after(verb, **options):
         sim = sim_at(door)

@@ -193,7 +193,7 @@ def test_selective_checkpointing():
     assert_equal(passed(sim, _plain), passed(sim, selective))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_transformers(reentrant: bool):
     config = transformers.LlamaConfig(
         vocab_size=20,

@@ -48,6 +48,7 @@ def test_a_network_with_folded_batch_norms_in_one_compiled_graph(backend: str):
     compiled_and_not(randomized(Residual()), batches, backend)
 
 
+@pytest.mark.slow
 def test_a_transformer_layer_in_one_compiled_graph():
     torch.manual_seed(0)
     compiled_and_not(Layer(), [seeded(2, 5, 8, seed=seed) for seed in range(2)], backend="aot_eager")

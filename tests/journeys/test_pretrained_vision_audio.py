@@ -29,6 +29,7 @@ def crepe(request, tmp_path_factory):
     return travelled(zoo_audio.crepe(), calibration, config, tmp_path_factory.mktemp("crepe"))
 
 
+@pytest.mark.slow
 def test_efficientnet_lite0_keeps_its_accuracy_in_every_form(lite0):
     road, images, labels = lite0
     correct = [int((run([images]).argmax(1) == labels).sum()) for run in (road.in_float, road.simulated, road.deployed)]
@@ -36,6 +37,7 @@ def test_efficientnet_lite0_keeps_its_accuracy_in_every_form(lite0):
     assert min(correct) >= 17
 
 
+@pytest.mark.slow
 def test_efficientnet_lite0_pads_before_its_convolutions_and_folds_all_its_batch_norms(lite0):
     road, images, _ = lite0
     summary = road.sim.coverage().summary
