@@ -2,7 +2,8 @@
 
 One JSON line per network; names on the command line choose among them. `metric` says what is counted, `decisions` of
 how many; `float`, `qdq` (as written: `qsdk` simulates it so), `standard` and `onnxruntime` are points of 100; `a - qdq`
-is what the integers gain, and `a differs` the percentage of decisions that are others than the Q/DQ model's. Decisions
+is what the integers gain, `a differs` the percentage of decisions that are others than the Q/DQ model's, `a operations
+off` the share of elements in which an operation differs from the Q/DQ model's on the same inputs. Decisions
 that differ are as likely to become right as wrong: where a share p of n decisions differs, `a - qdq` has a standard
 error of about 100 * sqrt(p / n) points. `qdq again` is the Q/DQ model as written by other float kernels: what differs
 there is the noise of float32, which a whole network compounds. Target: within 0.2 points of the Q/DQ model.
@@ -76,16 +77,18 @@ def measured(case: Case, folder: Path) -> dict[str, object]:
     runs = {"float": case.original, "qdq": _runner(simulation_session(onnx.load(case.path)))}
     runs["qdq again"] = _runner(_session(case.path, exact=True))
     sizes = {name: value.shape for name, value in case.feeds[0].items()}
+    off: dict[str, object] = {}
     for form in FORMS:
         out = folder / f"{form}.onnx"
         report = qsdk.to_integer(case.path, out, target=form, data=case.feeds[:1], shapes=sizes)
         assert report.summary["float_tensors"] == 0
+        off[f"{form} operations off"] = report.summary["operations_differing"]
         runs[form] = _runner(_session(out))
     decided = {name: np.concatenate([case.decide(run(feed)) for feed in case.feeds]) for name, run in runs.items()}
     points = {name: case.points(found) for name, found in decided.items()}
     counted = np.ones(decided["qdq"].shape, bool) if case.counted is None else case.counted
     row: dict[str, object] = {"metric": case.metric, "decisions": int(counted.sum())}
-    row |= {name: round(value, 2) for name, value in points.items()}
+    row |= {name: round(value, 2) for name, value in points.items()} | off
     for form in ("qdq again", *FORMS):
         row[f"{form} - qdq"] = round(points[form] - points["qdq"], 2)
         row[f"{form} differs"] = round(100 * float((decided[form] != decided["qdq"])[counted].mean()), 3)

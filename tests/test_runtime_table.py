@@ -26,6 +26,11 @@ WRITTEN = [key for key in KEYS if key[1] == ("zero_point" if key[0] == "int8" el
 WRITTEN += [key for key in KEYS if key[1] == "both" and key[0] != "int8"]
 
 
+def slow_where_narrow(keys):
+    """The types that are always kept apart, whatever the table says, with the slow tests."""
+    return [pytest.param(*key, marks=pytest.mark.slow) if key[0] in NARROW else key for key in keys]
+
+
 def wrong_readers(dtype, form, *, separated=False, labels=LABELS):
     found = set()
     for label, same in itertools.product(labels, (True, False)):
@@ -36,7 +41,7 @@ def wrong_readers(dtype, form, *, separated=False, labels=LABELS):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "form"), KEYS)
+@pytest.mark.parametrize(("dtype", "form"), slow_where_narrow(KEYS))
 def test_the_table_is_what_the_installed_runtime_does(dtype, form):
     found, said = wrong_readers(dtype, form), WRONG[dtype, form]
     if said == {EVERYTHING}:
@@ -49,7 +54,7 @@ def test_the_table_is_what_the_installed_runtime_does(dtype, form):
     assert found - by_value - SATURATING == said - by_value - SATURATING
 
 
-@pytest.mark.parametrize(("dtype", "form"), WRITTEN)
+@pytest.mark.parametrize(("dtype", "form"), slow_where_narrow(WRITTEN))
 def test_what_is_kept_apart_is_right_at_the_default_level(dtype, form):
     assert wrong_readers(dtype, form, separated=True) - SATURATING == set()
 
