@@ -31,7 +31,8 @@ def name_of(model: Path, sha256: str) -> str:
 def data_files(model: Path) -> set[Path]:
     """The data files of this model's name that stand beside it, also those of models that were there before."""
     name = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{16}}\.data")
-    return {entry for entry in model.parent.iterdir() if name.fullmatch(entry.name)}
+    found = (entry for entry in model.parent.iterdir() if name.fullmatch(entry.name))
+    return {entry for entry in found if entry.is_file() and not entry.is_symlink()}
 
 
 def require_data(model: ModelProto, path: Path, *, whole: bool = False) -> None:

@@ -130,12 +130,14 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
     """Refuse a model whose encodings file beside it is another one's; a missing file is no error.
 
     Raises:
-        FileFormatError: the hashes differ.
+        FileFormatError: the hashes differ, or it is no ordinary file.
     """
     said = {entry.key: entry.value for entry in model.metadata_props}.get(HASH_KEY)
     companion = encodings_path(path)
     if said is None or not companion.exists():
         return
+    if not companion.is_file():  # a pipe would be waited for
+        raise FileFormatError(f"{companion} is no ordinary file, so it does not belong to {path}; delete it")
     if hashlib.sha256(companion.read_bytes()).hexdigest() != said:
         raise FileFormatError(
             f"{companion} does not belong to {path}: an export was interrupted or one file was replaced; export again, "

@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.data_file import require_data
 from onnx_backend.external_data import INLINE, external_array, is_reference, read_external_data
+from onnx_backend.local_functions import require_sound_functions
 from onnx_backend.skeleton import checkable, refilled, skeleton
 from onnx_backend.subgraphs import names_of, reads, rename_reads
 from qsdk.core.errors import FileFormatError, ModelError
@@ -40,9 +41,11 @@ def load(
         whole: hold all the data of an exported model against its hash, not only a sample.
 
     Raises:
-        FileFormatError: the file is missing, truncated, or no ONNX model, or its data is another model's.
+        FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, or its functions
+            have no end.
     """
     if isinstance(source, ModelProto):
+        require_sound_functions(source, "the model")
         model = ModelProto()
         model.CopyFrom(source)
         return model
@@ -71,6 +74,7 @@ def _decoded(data: bytes, where: str) -> ModelProto:
         raise FileFormatError(f"{where} cannot be read as ONNX: {remedy}") from error
     if not model.opset_import or not model.graph.output:
         raise FileFormatError(f"{where} has no opset or no graph outputs: {remedy}")
+    require_sound_functions(model, where)
     return model
 
 

@@ -14,7 +14,7 @@ from onnx_backend.external_data import is_reference, refer
 from onnx_backend.large_tensors import LargeTensor, as_stored, as_stub, copy_fields, is_stub, without_large
 from onnx_backend.skeleton import is_large
 from qsdk.core.errors import ExportError
-from qsdk.core.files import Stage, staging
+from qsdk.core.files import Stage, staging_with
 
 _ALIGNMENT = 4096  # so that a runtime can map a tensor into memory
 SINGLE = 2**31 - 2**20  # bytes that one protobuf message may have, with some room
@@ -38,7 +38,7 @@ def write_file(
         model: with stubs for large tensors; its metadata is changed.
         large: by name.
         external_data: whether large tensors stand in a file beside it; None where one file cannot hold them.
-        companions: texts by path, in the model's folder.
+        companions: texts by path.
         in_use: files that are still read from and not to be removed.
 
     Returns:
@@ -55,16 +55,14 @@ def write_file(
             f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
         )
     _forget_data(model)
-    with staging(path) as stage:
-        renames, kept = [], set(in_use)
+    with staging_with(path, companions or {}) as (stage, renames):
+        kept = set(in_use)
         if beside and outside:
             temporary, data = _staged_data(stage, model, outside)
             kept.add(data)
             outside = {}
             if data not in in_use:  # else it holds the same, and whoever reads it goes on
-                renames.append((temporary, data))
-        for companion, text in (companions or {}).items():
-            renames.append((stage.write(partial(_write_text, text=text)), companion))
+                renames.insert(0, (temporary, data))
         renames.append((stage.write(lambda temporary: _write_message(temporary, model, outside)), stage.target))
         stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
     return [Path(path), *(companions or {}), *sorted(kept - set(in_use))]
@@ -163,10 +161,6 @@ def _forget_data(model: ModelProto) -> None:
 def _write_data(path: Path, outside: Mapping[str, LargeTensor]) -> None:
     with path.open("wb") as file:
         write_data(file, outside)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_bytes(text.encode())
 
 
 def _write_message(path: Path, model: ModelProto, outside: Mapping[str, LargeTensor]) -> None:

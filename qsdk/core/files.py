@@ -7,10 +7,12 @@ import contextlib
 import os
 import re
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qsdk.core.errors import ExportError
 
@@ -18,6 +20,13 @@ if sys.platform != "win32":
     import fcntl
 
 _TOKEN = r"[0-9a-f]{16}"
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISLNK, "a symbolic link"),
+)
 
 
 class Stage:
@@ -40,7 +49,7 @@ class Stage:
     def commit(self, renames: Sequence[tuple[Path, Path]], *, drop: Callable[[], Collection[Path]] = tuple) -> None:
         """Rename staged files in order, then remove what `drop` names; no other commit in this folder comes between."""
         for _, final in renames:
-            _refuse_folder(final)
+            _require_replaceable(final)
         with _locked(self.target.parent):
             for temporary, final in renames:
                 temporary.replace(final)
@@ -81,7 +90,7 @@ def staging(path: str | os.PathLike[str]) -> Iterator[Stage]:
         ExportError: the folder is missing, full or cannot be written; what was there is left as it was.
     """
     target = Path(os.path.realpath(path))
-    _refuse_folder(target)
+    _require_replaceable(target)
     stage = Stage(target)
     try:
         yield stage
@@ -121,25 +130,48 @@ def write_with_companions(
     Raises:
         ExportError: something cannot be written; all is left as it was.
     """
+    with staging_with(path, companions) as (stage, others):
+        stage.commit([*others, (stage.write(partial(_write, data=data)), stage.target)])
+
+
+@contextlib.contextmanager
+def staging_with(
+    path: str | os.PathLike[str], companions: Mapping[Any, str | bytes]
+) -> Iterator[tuple[Stage, list[tuple[Path, Path]]]]:
+    """Stage files beside `path`, and give the renames of its companions, which are staged wherever they belong.
+
+    Raises:
+        ExportError: something cannot be written, or two names are of one file; what was there is left as it was.
+    """
     with contextlib.ExitStack() as stack:
         stage = stack.enter_context(staging(path))
-        others = []
+        others: list[tuple[Path, Path]] = []
         for name, held in companions.items():
+            final = Path(os.path.realpath(name))
+            if final in (stage.target, *(taken for _, taken in others)):
+                raise ExportError(f"{name} is a link to {final}, which is written as well; remove the link")
             # a rename never crosses folders, which may be on different disks
-            near = Path(os.path.realpath(name)).parent == stage.target.parent
-            own = stage if near else stack.enter_context(staging(name))
+            own = stage if final.parent == stage.target.parent else stack.enter_context(staging(final))
             content = held.encode() if isinstance(held, str) else held
-            others.append((own.write(partial(_write, data=content)), Path(name) if near else own.target))
-        stage.commit([*others, (stage.write(partial(_write, data=data)), stage.target)])
+            others.append((own.write(partial(_write, data=content)), final))
+        yield stage, others
 
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _refuse_folder(path: Path) -> None:
-    if path.is_dir():
+def _require_replaceable(path: Path) -> None:
+    """Refuse what is there and no ordinary file: root could replace a device, and whoever reads it would be cut off."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # nothing is there, or writing says what is wrong
+        return
+    if stat.S_ISDIR(mode):
         raise ExportError(f"{path} is a directory; give the name of a file to write")
+    if not stat.S_ISREG(mode):
+        what = next((name for holds, name in _KINDS if holds(mode)), "no ordinary file")
+        raise ExportError(f"{path} is {what}, and only ordinary files are replaced; give another name")
 
 
 @contextlib.contextmanager
