@@ -217,6 +217,20 @@ def nothing():
     return net.model(), {"x": floats((2, 40))}
 
 
+def token():
+    """A stored token before those of every image, slopes of both signs, and padding with a number off the grid."""
+    net = Net(16)
+    x = net.qdq(net.input(["n", 5, 8]), 0.031, 119)
+    size = net.op("Gather", net.op("Shape", x), net.const(np.array([0])))
+    shape = net.op("Concat", size, net.const(np.array([1, 1])), axis=0)
+    first = net.op("Expand", net.qdq(net.const(floats((1, 1, 8), 1.0)), 0.01, 3, INT8), shape)
+    y = net.qdq(net.op("Concat", first, x, axis=1), 0.033, 120)
+    y = net.op("PRelu", y, net.const(np.linspace(-1, 1, 8, dtype=np.float32)))
+    y = net.op("Pad", y, net.const(np.array([0, 1, 0, 0, 0, 2])), net.const(np.float32(0.777)))
+    net.output(net.qdq(y, 0.041, 100), ["n", 7, 10])
+    return net.model(), {"x": floats((3, 5, 8))}
+
+
 #: Those that a C header can express.
 IN_C = {
     "cnn": cnn,
@@ -236,5 +250,6 @@ IN_C = {
     "vector": vector,
     "nothing": nothing,
     "clips": clips,
+    "token": token,
 }
 MODELS = {**IN_C, "softmax": softmax, "embedding": embedding}

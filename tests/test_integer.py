@@ -824,14 +824,6 @@ def test_sums_over_sizes_that_are_not_static_are_refused():
     refused(net, "ReduceSum 'node_reducesum", "not static")
 
 
-def test_a_pad_off_the_grid_is_refused():
-    net = Net()
-    x = net.qdq(net.input([2, 3]), 0.5, 10)
-    y = net.op("Pad", x, net.const(np.array([0, 1, 0, 1], np.int64)), net.const(np.float32(0.3)))
-    net.output(net.qdq(y, 0.5, 10), [2, 5])
-    refused(net, "Pad 'node_pad", "not on its input's grid")
-
-
 def test_contrib_ops_and_subgraphs_are_refused():
     net = Net()
     x = net.qdq(net.input([2, 3]), 0.5, 10)

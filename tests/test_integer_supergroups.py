@@ -67,13 +67,6 @@ def test_a_slope_that_is_not_positive_is_done_in_fixed_point(slope):
     compare(net.model(), {"x": noise((2, 3, 9, 8))})
 
 
-def test_a_stored_slope_that_is_not_positive_is_refused_behind_a_layer():
-    net, y = layer()
-    net.output(net.qdq(net.op("PRelu", y, net.const(np.float32([-0.5]))), 0.031, 119), [2, 6, 7, 6])
-    with pytest.raises(IntegerError, match="its slope is not positive"):
-        convert(net.model())
-
-
 def rotary(net, x, cos, sin, *, pairs=False):
     """x * cos + rotate_half(x) * sin over an axis of 8."""
     bounds = {"0": 0, "1": 1, "2": 2, "4": 4, "8": 8, "-1": -1}

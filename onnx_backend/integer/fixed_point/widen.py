@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial, reduce
 
 import numpy as np
 from onnx import TensorProto
@@ -28,6 +29,7 @@ from onnx_backend.integer.recording.values import (
     Joined,
     Linear,
     Lookup,
+    Pending,
     Refused,
     Selected,
     Step,
@@ -62,11 +64,13 @@ def widened(ctx: Context, value: Value | None, what: str = "its input", *, most:
     if isinstance(value, Constant):
         return _of_constant(ctx, value, most)
     if isinstance(value, Bent):
-        return add(ctx, widened(ctx, value.positive), widened(ctx, value.negative))
+        return reduce(partial(add, ctx), (widened(ctx, part) for part in value.parts))
     if isinstance(value, Joined):
         return _of_joined(ctx, value, most)
     if isinstance(value, Selected):
         return _of_selected(ctx, value, most)
+    if isinstance(value, Pending):
+        return reduce(partial(moved, ctx), value.after, widened(ctx, value.value, most=most))
     raise Refused(f"{what} is a float tensor", "put a QuantizeLinear/DequantizeLinear pair in front of it")
 
 
@@ -304,6 +308,8 @@ def moved(ctx: Context, value: Wide, step: Step) -> Wide:
     value = single_scale(ctx, value)
     if step.fill is None:
         return replace(value, name=move(ctx, step, value.name, _ANY, step.node.output[step.output]))
+    if abs(step.fill) > math.ldexp(abs(float(value.scale)), ROOM - 2):
+        raise Refused(f"its fill value {step.fill} is far outside the range of its input", _BETWEEN)
     fill = round(step.fill / float(value.scale))
     b = ctx.builder
     inputs = (step.inputs[0], b.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])

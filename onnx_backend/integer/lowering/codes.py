@@ -18,6 +18,7 @@ from onnx_backend.integer.recording.values import (
     Joined,
     Linear,
     Lookup,
+    Pending,
     Refused,
     Selected,
     Step,
@@ -51,6 +52,8 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
         joined = b.fresh(name)
         b.nodes.append(Join(tuple(parts), encoding, value.axis, joined, b.label))
         return _moved(ctx, value.after, joined, encoding, name)
+    if isinstance(value, Pending):
+        return _moved(ctx, value.after, to_codes(ctx, value.value, encoding, f"{name}.unmoved"), encoding, name)
     if isinstance(value, Floating):
         return quantized(b, value.name, encoding, name)
     if isinstance(value, FloatInput):
@@ -60,10 +63,13 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
 
 
 def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:
-    """Emit both halves: each is at the zero point where the other is not, so their sum lacks only one zero point."""
-    halves = [("positive", value.positive), ("negative", value.negative)]
-    codes = [b.cast(requantize(b, half, encoding, f"{name}.{side}"), TensorProto.INT32) for side, half in halves]
-    total = b.node("Sub", [b.node("Add", codes), b.constant(encoding.zero_point, np.int32)])
+    """Emit all parts: each is at the zero point where another is not, so their sum has too many zero points only."""
+    total = ""
+    for i, part in enumerate(value.parts):
+        codes = b.cast(requantize(b, part, encoding, f"{name}.{i}"), TensorProto.INT32)
+        if total:
+            codes = b.node("Sub", [b.node("Add", [total, codes]), b.constant(encoding.zero_point, np.int32)])
+        total = codes
     return b.cast(total, encoding.onnx_kind, name=name)
 
 

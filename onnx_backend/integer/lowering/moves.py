@@ -10,6 +10,7 @@ from onnx import NodeProto, TensorProto, helper
 from onnx_backend.integer.fixed_point.widen import moved as move_wide
 from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, integer_name, move
 from onnx_backend.integer.recording.values import (
+    GRIDS,
     CodedConstant,
     Codes,
     Constant,
@@ -18,6 +19,7 @@ from onnx_backend.integer.recording.values import (
     Integers,
     Linear,
     Lookup,
+    Pending,
     Refused,
     Step,
     Value,
@@ -26,6 +28,7 @@ from onnx_backend.integer.recording.values import (
 )
 
 _BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
+_FEW = 256  # numbers that codes of 8 bits tell apart
 _ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 
 
@@ -34,10 +37,10 @@ def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args],
 
     def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
         value = args[0]
-        if isinstance(value, Constant) and node.op_type == "Expand" and np.unique(value.values).size == 1:
-            value = _one_value(ctx, value)  # the shape may be dynamic, as of a first state of zeros
         if isinstance(value, Constant):
-            return _folded(node, value, args)
+            if all(arg is None or constant_integers(arg) is not None for arg in args[1:]):
+                return _folded(node, value, args)
+            value = movable(ctx, value)  # to where only a run knows, as a class token to the size of the batch
         if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
             raise Refused("a decreasing function stands directly in front of it", _BEFORE)
         rest = tuple(integer_name(ctx, arg) for arg in args[1:])
@@ -63,10 +66,34 @@ def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
     return pending
 
 
-def _one_value(ctx: Context, value: Constant) -> Lookup:
-    """Give a constant that is the same everywhere as codes 0 with that value."""
-    codes, number = ctx.builder.constant(np.zeros(value.values.shape), np.uint8), value.values.reshape(-1)[0]
-    return Lookup(codes, np.full(256, number, np.float32), None)
+def movable(ctx: Context, value: Constant) -> Lookup | Pending:
+    """Give a constant as a value that nodes can move: as its own codes, as indices of few numbers, or one that waits.
+
+    What waits is quantized at conversion time, as the QuantizeLinear behind the movement says.
+    """
+    codes = _own_codes(ctx, value)
+    if codes is not None:
+        return codes
+    numbers, places = np.unique(value.values, return_inverse=True)
+    if numbers.size > _FEW:
+        return Pending(value)
+    table = np.pad(numbers, (0, _FEW - numbers.size), mode="edge") if numbers.size else np.zeros(_FEW, np.float32)
+    name = ctx.builder.constant(places.reshape(value.values.shape), np.uint8)
+    return Lookup(name, table.astype(np.float32), None)
+
+
+def _own_codes(ctx: Context, value: Constant, name: str = "constant") -> Lookup | None:
+    """Give a constant that is stored per tensor as its codes, None where it has none of at most 16 bits."""
+    coded = value.coded
+    if coded is None or coded.axis is not None or coded.error:
+        return None
+    low, high = int(coded.integers.min(initial=0)), int(coded.integers.max(initial=0))
+    kind = TensorProto.UINT8 if high - low <= 255 else TensorProto.UINT16
+    if high - low > GRIDS[kind][1]:
+        return None
+    zero = 128 if -128 <= low < 0 and high <= 127 else -low
+    encoding = Encoding(float(coded.scale[0]), zero, kind)
+    return Lookup(ctx.builder.constant(coded.integers + zero, encoding.kind, name), encoding.values(), encoding)
 
 
 def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
@@ -154,21 +181,12 @@ def global_max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[
 
 
 def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Lower Gather, also of rows of a table stored per tensor (an embedding)."""
+    """Lower Gather, also of rows of a stored table (an embedding)."""
     table = args[0]
     if not isinstance(table, Constant):
         return _movement()(ctx, node, args)
-    coded = table.coded
-    if coded is None or coded.axis is not None:
-        raise Refused("it looks rows up in a float, per-channel or block-wise table", "quantize the table per tensor")
-    low, high = int(coded.integers.min(initial=0)), int(coded.integers.max(initial=0))
-    if high - low > 255:
-        raise Refused("its table needs more than 8 bits", "quantize the table to 8 bits")
-    zero = 128 if -128 <= low < 0 and high <= 127 else -low
-    encoding = Encoding(float(coded.scale[0]), zero, TensorProto.UINT8)
-    stored = ctx.builder.constant(coded.integers + zero, np.uint8, node.input[0])
-    activation = Lookup(stored, encoding.values(), encoding)
-    return _movement()(ctx, node, [activation, *args[1:]])
+    rows = _own_codes(ctx, table, node.input[0]) or movable(ctx, table)
+    return _movement()(ctx, node, [rows, *args[1:]])
 
 
 def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -218,14 +236,17 @@ def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
         raise Refused("its fill value is not a constant", "store the fill value as an initializer")
     fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
     step = Step(node, (integer_name(ctx, pads), axes), fill=fill)
-    if not isinstance(value, Lookup):
-        return applied(ctx, value, step, node.output[0])
-    if value.encoding is None:
-        raise Refused("another op stands between the DequantizeLinear and it", _BEFORE)
-    code = int(value.encoding.quantize(fill))
-    if abs(float(value.values[code]) - fill) > 1e-6 * value.encoding.scale:
-        raise Refused(f"its fill value {fill} is not on its input's grid", "quantize its output, not its input")
+    if isinstance(value, Lookup) and not _has_code(value, fill):
+        return Pending(value, (step,))
     return applied(ctx, value, step, node.output[0])
+
+
+def _has_code(value: Lookup, number: float) -> bool:
+    """Whether a number is the value of the code that stands for it."""
+    if value.encoding is None:
+        return False
+    code = int(value.encoding.quantize(number))
+    return abs(float(value.values[code]) - number) <= 1e-6 * value.encoding.scale
 
 
 #: Movements by op type; the data is the first input, all others are integers.

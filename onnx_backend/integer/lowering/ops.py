@@ -238,11 +238,13 @@ def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 
 def _bent(value: Linear, slope: Array) -> Value:
-    if np.any(slope <= 0):
-        raise Refused("its slope is not positive", _BETWEEN)
     if not value.open:
         raise Refused("its input is clipped or moved first", _BETWEEN)
-    return Bent(replace(value, lo=0.0), replace(_scaled(value, slope), hi=0.0))
+    falling, rising = _scaled(value, np.minimum(slope, 0.0)), _scaled(value, np.maximum(slope, 0.0))
+    parts = [replace(value, lo=0.0)]
+    parts += [replace(rising, hi=0.0)] if np.any(slope > 0) else []
+    parts += [replace(falling, lo=0.0)] if np.any(slope < 0) else []
+    return Bent(tuple(parts))
 
 
 def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:

@@ -41,8 +41,9 @@ from onnx_backend.integer.fixed_point.wide import (
     total,
     unmasked,
 )
-from onnx_backend.integer.fixed_point.widen import MASK, clip, widened
+from onnx_backend.integer.fixed_point.widen import MASK, widened
 from onnx_backend.integer.lowering.moves import MOVES
+from onnx_backend.integer.lowering.straight_lines import STRAIGHT
 from onnx_backend.integer.lowering.tables import SELU, TABLES
 from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, label
 from onnx_backend.integer.recording.values import (
@@ -53,6 +54,7 @@ from onnx_backend.integer.recording.values import (
     Joined,
     Linear,
     Lookup,
+    Pending,
     Refused,
     Selected,
     Value,
@@ -60,7 +62,7 @@ from onnx_backend.integer.recording.values import (
 )
 
 Lowering = Callable[[Context, NodeProto, Args], Any]
-_PENDING = (Wide, Linear, Joined, Bent, Selected)
+_PENDING = (Wide, Linear, Joined, Bent, Selected, Pending)
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
@@ -240,53 +242,6 @@ def wide_selu(ctx: Context, node: NodeProto, args: Args) -> Value:
     return scaled(elu, float(attrs["gamma"]))
 
 
-def wide_relu(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Clip a value below at 0."""
-    return clip(ctx, widened(ctx, args[0]), 0.0, math.inf)
-
-
-def wide_clip(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Clip a value to constant bounds."""
-    bounds = [-math.inf, math.inf]
-    for index, bound in enumerate(args[1:]):
-        if bound is not None:
-            if not isinstance(bound, Constant) or bound.values.size != 1:
-                raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
-            bounds[index] = float(bound.values.reshape(-1)[0])
-    return clip(ctx, widened(ctx, args[0]), bounds[0], bounds[1])
-
-
-def wide_abs(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take the magnitude of a value."""
-    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
-    lo = 0 if value.lo <= 0 <= value.hi else min(abs(value.lo), abs(value.hi))
-    name = ctx.builder.node("Abs", [value.name])
-    return replace(value, name=name, lo=lo, hi=reach(value), scale=np.abs(value.scale))
-
-
-def wide_leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Multiply what is negative by a slope."""
-    value = widened(ctx, args[0])
-    below = scaled(clip(ctx, value, -math.inf, 0.0), float(attributes(node).get("alpha", 0.01)))
-    return add(ctx, clip(ctx, value, 0.0, math.inf), below)
-
-
-def wide_hard_sigmoid(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Clip a straight line to 0..1."""
-    attrs = attributes(node)
-    return _ramp(ctx, widened(ctx, args[0]), float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5)))
-
-
-def wide_hard_swish(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Multiply a value by its HardSigmoid."""
-    value = narrowed(ctx, single_scale(ctx, widened(ctx, args[0])), 31)
-    return multiply(ctx, value, narrowed(ctx, _ramp(ctx, value, 1.0 / 6.0, 0.5), 31))
-
-
-def _ramp(ctx: Context, value: Wide, alpha: float, beta: float) -> Wide:
-    return clip(ctx, shifted(scaled(value, alpha), beta), 0.0, 1.0)
-
-
 def wide_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Sum over axes of static sizes."""
     return _reduced(ctx, node, args)[0]
@@ -363,16 +318,12 @@ def wide_gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
 #: What an op does with operands that have no short form.
 WIDE: Mapping[str, Lowering] = MappingProxyType(
     {
-        "Abs": wide_abs,
+        **STRAIGHT,
         "Add": wide_add,
-        "Clip": wide_clip,
         "Div": wide_div,
         "Exp": wide_exp,
         "Gemm": wide_gemm,
         "GlobalAveragePool": wide_mean,
-        "HardSigmoid": wide_hard_sigmoid,
-        "HardSwish": wide_hard_swish,
-        "LeakyRelu": wide_leaky_relu,
         "Log": wide_log,
         "MatMul": wide_matmul,
         "Mul": wide_mul,
@@ -381,7 +332,6 @@ WIDE: Mapping[str, Lowering] = MappingProxyType(
         "Reciprocal": wide_reciprocal,
         "ReduceMean": wide_mean,
         "ReduceSum": wide_sum,
-        "Relu": wide_relu,
         "Selu": wide_selu,
         "Sqrt": wide_sqrt,
         "Sub": wide_sub,

@@ -276,12 +276,11 @@ class Bent:
     """A sum that a slope scales where it is negative (LeakyRelu, PRelu), still to be requantized.
 
     Attributes:
-        positive: the sum, clipped below at 0.
-        negative: slope times the sum, clipped above at 0; one of the two is 0 everywhere.
+        parts: the sum clipped below at 0, and slope times the sum clipped to the sign that it then has, for each sign
+            of the slopes; everywhere all but one of them are 0.
     """
 
-    positive: Linear
-    negative: Linear
+    parts: tuple[Linear, ...]
 
 
 @dataclass(frozen=True)
@@ -304,6 +303,21 @@ class Selected:
 
 
 @dataclass(frozen=True)
+class Pending:
+    """A value whose movements wait for its codes, because it has none yet, or none for what a movement fills in.
+
+    Quantizing is elementwise, so moving what is quantized is the same.
+
+    Attributes:
+        value: what is moved.
+        after: moves of it.
+    """
+
+    value: "Value"
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
 class NotANumber:
     """The answer of IsNaN about a value, which only a Where that replaces the NaN may read."""
 
@@ -322,6 +336,7 @@ Value = (
     | Joined
     | Bent
     | Selected
+    | Pending
     | Wide
     | NotANumber
 )
@@ -346,24 +361,31 @@ def linear(value: Value, source: str = "") -> Linear | None:
 
 def clipped(value: Value, lo: float, hi: float) -> Value | None:
     """Give `clip(value, lo, hi)`, or None where that would need a float tensor."""
-    if any(step.fill is not None and not lo <= step.fill <= hi for step in getattr(value, "after", ())):
-        return None
     if isinstance(value, Lookup):
         return Lookup(value.name, value.values.clip(np.float32(lo), np.float32(hi)), None)
     if isinstance(value, Constant):
         return Constant(value.values.clip(np.float32(lo), np.float32(hi)))
     if isinstance(value, Linear | FloatInput):
         new_lo, new_hi = (float(np.clip(bound, lo, hi)) for bound in (value.lo, value.hi))
-        return replace(value, lo=new_lo, hi=new_hi)
+        return replace(value, lo=new_lo, hi=new_hi, after=_clipped_fills(value.after, lo, hi))
     if isinstance(value, Joined | Selected):
         parts = [clipped(part, lo, hi) for part in value.parts]
         done = tuple(part for part in parts if part is not None)
-        return replace(value, parts=done) if len(done) == len(parts) else None
+        after = _clipped_fills(value.after, lo, hi)
+        return replace(value, parts=done, after=after) if len(done) == len(parts) else None
+    if isinstance(value, Pending):
+        inner = clipped(value.value, lo, hi)
+        return None if inner is None else Pending(inner, _clipped_fills(value.after, lo, hi))
     return None
+
+
+def _clipped_fills(steps: tuple[Step, ...], lo: float, hi: float) -> tuple[Step, ...]:
+    """Give moves of clipped values: what they fill in is clipped as well."""
+    return tuple(step if step.fill is None else replace(step, fill=float(np.clip(step.fill, lo, hi))) for step in steps)
 
 
 def moved(value: Value, step: Step) -> Value | None:
     """Give `value` with a move to be applied after requantization, or None if it is not pending."""
-    if isinstance(value, Linear | FloatInput | Joined | Selected):
+    if isinstance(value, Linear | FloatInput | Joined | Selected | Pending):
         return replace(value, after=(*value.after, step))
-    return None
+    return Pending(value, (step,)) if isinstance(value, Bent) else None
