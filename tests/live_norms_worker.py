@@ -2,12 +2,11 @@
 
 import io
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
+from rank_group import in_process_group
 from test_live_norms import fresh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -33,13 +32,8 @@ def result(sim: QuantSim) -> dict[str, Any]:
     return {"state": {name: x.clone() for name, x in sim.model.state_dict().items()}, "output": sim(BATCHES[0])}
 
 
-def main() -> None:
+def trained(rank: int) -> dict[str, Any]:
     """Train with statistics frozen from the start, after two steps, and never but re-estimated at the end; sharded."""
-    rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     mine = [x[rank::2] for x in BATCHES]
     found = {}
     for name, after in (("frozen", 0), ("half", 2), ("estimated", 100)):
@@ -55,11 +49,16 @@ def main() -> None:
             fully_shard(layer)
         stepped(fully_shard(live), sim, mine)
         inside = live.eval()(BATCHES[0])
-    found["sharded"] = {"output": sim(BATCHES[0]), "inside": inside}
+    return found | {"sharded": {"output": sim(BATCHES[0]), "inside": inside}}
+
+
+def main() -> None:
+    """Write down what was found each way."""
+    rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    found = in_process_group(lambda: trained(rank), rank=rank, size=2, store=store)
     stream = io.BytesIO()
     torch.save(found, stream)
     Path(out).write_bytes(stream.getvalue())
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 from layer_walks import plain_walk, recorded
+from rank_group import in_process_group
 
 from qsdk.algorithms.gather import Gathers
 from qsdk.algorithms.solve_layers import solve_layers
@@ -34,13 +33,9 @@ def run(rank: int, mode: str) -> dict[str, Any]:
 def main() -> None:
     """Write down what was found in each mode."""
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    found = {mode: run(rank, mode) for mode in ("good", "bad", "short")}
+    modes = ("good", "bad", "short")
+    found = in_process_group(lambda: {mode: run(rank, mode) for mode in modes}, rank=rank, size=size, store=store)
     Path(out).write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed
 import torch.multiprocessing
 from onnx import TensorProto, helper, numpy_helper
+from rank_group import in_process_group
 from torch import nn
 
 import qsdk
@@ -123,19 +123,18 @@ def found_by(torch_sim, onnx_sim, arrays: list[np.ndarray]) -> dict[str, tuple[b
 
 def work(rank: int, folder: str) -> None:
     """Calibrate with every second batch; then with NaN on rank 1."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
+
+    def calibrated() -> dict[str, object]:
         sim, onnx_sim = sims()
         result: dict[str, object] = {"found": found_by(sim, onnx_sim, batches()[rank::2])}
         x = torch.ones(2, 3, 8, 8) * (torch.nan if rank else 1)
         with pytest.raises(DataError) as caught:
             qsdk.calibrate(sim, [x], progress=False)
         result["error"] = str(caught.value)
-        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    finally:
-        torch.distributed.destroy_process_group()
+        return result
+
+    found = in_process_group(calibrated, rank=rank, size=2, store=f"{folder}/store")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 def test_two_ranks_find_what_one_finds(tmp_path: Path):

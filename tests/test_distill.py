@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 import torch.multiprocessing
 import torch.nn.functional as F
+from rank_group import in_process_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -256,20 +256,17 @@ def test_distillation_pulls_the_student_back_to_the_teacher():
 
 
 def rank_work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
+    def gradients() -> dict[str, Tensor | None]:
         sim, teacher = sim_of()
         with sim.training(learn_scales=True) as model:
             ddp = nn.parallel.DistributedDataParallel(model)
             part = batch()[4 * rank : 4 * rank + 4]
             forward = lambda m, b: ddp(b) if m is sim.model else m(b)  # noqa: E731
             qsdk.distill_loss(sim, teacher, part, temperature=2.0, forward=forward).loss.backward()
-            found = {name: p.grad for name, p in model.named_parameters() if not name.endswith("_log2")}
-        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-    finally:
-        torch.distributed.destroy_process_group()
+            return {name: p.grad for name, p in model.named_parameters() if not name.endswith("_log2")}
+
+    found = in_process_group(gradients, rank=rank, size=2, store=f"{folder}/store")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed
 import torch.multiprocessing
+from rank_group import in_process_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -517,10 +517,7 @@ def test_observing_and_annealing_under_a_compiler_agree_with_eager():
 
 
 def rank_work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
+    def trained() -> tuple[dict[str, tuple[bytes, bytes]], list[float]]:
         sim = sim_of()
         with sim.training(learn_scales=True, schedules=[qsdk.observe_ranges(2)]) as model:
             ddp = nn.parallel.DistributedDataParallel(model)
@@ -529,10 +526,10 @@ def rank_work(rank: int, folder: str) -> None:
                 step(ddp, optimizer, batch(10 * number + rank, factor=1.0 + 2 * rank))
                 if number == 1:
                     observed = sim.encodings["1:output"].high.tolist()
-        found = {site: (e.scale.tobytes(), e.zero_point.tobytes()) for site, e in sim.encodings.items()}
-        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps((found, observed)))
-    finally:
-        torch.distributed.destroy_process_group()
+        return {site: (e.scale.tobytes(), e.zero_point.tobytes()) for site, e in sim.encodings.items()}, observed
+
+    found = in_process_group(trained, rank=rank, size=2, store=f"{folder}/store")
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 def test_ranks_observe_the_ranges_of_all_and_learn_the_same(tmp_path: Path):

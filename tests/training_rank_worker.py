@@ -3,14 +3,15 @@
 import copy
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+from rank_group import in_process_group
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -138,25 +139,27 @@ def made_too_early(half: slice) -> str:
     return ""
 
 
-def main() -> None:
-    """Write down what was found each way."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+def together(folder: Path) -> dict[str, Any]:
+    """Train each way with the other rank."""
     rank = torch.distributed.get_rank()
-    out = Path(sys.argv[1]) / f"{rank}.json"
     half = slice(rank * 4, rank * 4 + 4)
-    found: dict[str, Any] = {"ddp": ddp(half, out.parent), "static": ddp(half, out.parent, static_graph=True)}
-    found["fsdp"] = fsdp(half, out.parent)
+    found: dict[str, Any] = {"ddp": ddp(half, folder), "static": ddp(half, folder, static_graph=True)}
+    found["fsdp"] = fsdp(half, folder)
     finding = lambda model: DistributedDataParallel(model, find_unused_parameters=True)  # noqa: E731
     found["skipping"] = skipping(finding, half)
-    found["early"] = made_too_early(half)
-    torch.distributed.destroy_process_group()
+    return found | {"early": made_too_early(half)}
+
+
+def main() -> None:
+    """Write down what was found each way."""
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+    found = in_process_group(lambda: together(folder))
     if rank == 0:
         alone, everything = sim_of(), slice(None)
         before = facts(copy.deepcopy(alone))
         train(alone, lambda model: model, everything)
         found |= {"before": before, "alone": facts(alone), "skipping alone": skipping(lambda m: m, everything)}
-    out.write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
