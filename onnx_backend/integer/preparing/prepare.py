@@ -9,6 +9,7 @@ from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.integer.preparing.einsum import einsum
 from onnx_backend.integer.preparing.reductions import REDUCTIONS, reduction
+from onnx_backend.integer.preparing.standardized import DEVIATIONS, standardized
 from onnx_backend.integer.preparing.unit_rows import unit_rows
 from onnx_backend.integer.recording.context import label
 from onnx_backend.model import names_in, opset_of, replace_nodes
@@ -19,6 +20,7 @@ from qsdk.core.errors import IntegerError
 
 #: Operators that ONNX defines by others and that have no lowering; Swish has one, but the runtime no kernel for it.
 _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
+_LOOKED_AT = ("If", "Einsum", *REDUCTIONS, *DEVIATIONS)
 
 
 def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
@@ -36,7 +38,7 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
     composed = [node for node in model.graph.node if node.op_type in _COMPOSED and node.domain in ("", "ai.onnx")]
     kept = {node.op_type for node in composed if _matches(node, allow_float)}
     written = [node for node in composed if node.op_type not in kept]
-    if not written and all(node.op_type not in ("If", "Einsum", *REDUCTIONS) for node in model.graph.node):
+    if not written and all(node.op_type not in _LOOKED_AT for node in model.graph.node):
         return model
     plain = onnx.inliner.inline_local_functions(model) if model.functions else model
     if written:
@@ -50,13 +52,16 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
 
 
 def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
-    """Write out every Einsum and every reduction that is a sum between functions, in place."""
-    shapes, taken = static_sizes(inferred(model)), names_in(model.graph)
+    """Write out every Einsum and every reduction that is a sum between functions, and norms as such, in place."""
+    shaped, taken = inferred(model), names_in(model.graph)
+    shapes = static_sizes(shaped)
     quotients = unit_rows(model, shapes)
+    norms = standardized(model, shaped, taken, lambda node: _matches(node, allow_float))
     whole = [node if _matches(node, allow_float) else quotients.get(node.output[0], node) for node in model.graph.node]
     nodes: list[NodeProto] = []
-    for node in read_at_last(whole, [value.name for value in model.graph.output]):
-        written = None
+    outputs = [value.name for value in model.graph.output]
+    for node in read_at_last(whole, outputs):
+        written = norms.get(node.output[0])
         if node.domain in ("", "ai.onnx") and not _matches(node, allow_float):
             if node.op_type == "Einsum":
                 written = einsum(node, taken, shapes)
@@ -64,7 +69,7 @@ def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
                 written = reduction(node, taken)
         nodes += [node] if written is None else written.nodes
         model.graph.initializer.extend([] if written is None else written.stored)
-    replace_nodes(model.graph, nodes)
+    replace_nodes(model.graph, read_at_last(nodes, outputs))
 
 
 def _matches(node: NodeProto, patterns: Sequence[str]) -> bool:

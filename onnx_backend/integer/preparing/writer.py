@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.model import unique
@@ -31,7 +32,14 @@ class Writer:
 
     def integers(self, numbers: Sequence[int]) -> str:
         """Store integers and give their name."""
-        self.stored.append(numpy_helper.from_array(np.asarray(numbers, np.int64), self._fresh("integers")))
+        return self._store(np.asarray(numbers, np.int64), "integers")
+
+    def ones(self, sizes: Sequence[int]) -> str:
+        """Store a float tensor of ones and give its name."""
+        return self._store(np.ones(sizes, np.float32), "ones")
+
+    def _store(self, array: npt.NDArray[Any], stem: str) -> str:
+        self.stored.append(numpy_helper.from_array(array, self._fresh(stem)))
         return self.stored[-1].name
 
     def end(self, name: str) -> "Writer":

@@ -70,7 +70,7 @@ class Matcher:
     def _group(self, pattern: Pattern, captured: Captured, last: int) -> Supergroup:
         name = pattern.named(self.graph, captured) if pattern.named else pattern.name
         ops = (*sorted(captured.ops), *self._casts_back(captured, last))
-        return Supergroup(ops, name, dict(captured.roles), dict(captured.tensors))
+        return Supergroup(ops, name, dict(captured.roles), dict(captured.tensors), dict(captured.facts))
 
     def _casts_back(self, captured: Captured, last: int) -> list[int]:
         """The Cast behind a group that gives its output the type of its input again."""

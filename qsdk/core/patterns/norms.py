@@ -223,4 +223,7 @@ def _rms_norm() -> Pattern:
     return Pattern("RMSNorm", output, _is_affine, None, (_REDUCES, "Sqrt|Pow"))
 
 
+#: `(x - mean) / sqrt(variance + epsilon)` alone, without a gain or a bias.
+STANDARDIZED = Pattern("standardized", _Spelling(_variance("x")).normed(_centred("x")))
+
 NORMS = (_group_norm(), _layer_norm(), _rms_norm())

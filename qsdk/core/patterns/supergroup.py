@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from qsdk.core.spec import Role
 
@@ -15,12 +16,14 @@ class Supergroup:
         name: such as `Conv+Relu` or `LayerNorm`.
         roles: stored tensor (root id) -> its part in the group, where the ops themselves do not say it.
         tensors: what the pattern calls them -> tensors that enter the group, such as `x`, `gamma` and `beta`.
+        facts: name -> what the pattern noted, such as the axes of a mean.
     """
 
     ops: tuple[int, ...]
     name: str
     roles: Mapping[int, Role] = field(default_factory=dict)
     tensors: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
