@@ -34,7 +34,6 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
-from torch_bridge.layers import require_known
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim, stored_values
@@ -119,7 +118,6 @@ def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
 def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
     traced = marked_onnx(prepared.model, prepared.runtime, prepared.example, prepared.outputs)
     graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
-    require_known(prepared.model, config.layers or {}, config.float_patterns(), graph)
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
     return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)

@@ -15,9 +15,7 @@ from torch_models import (
     BatchNormNet,
     ConvNet,
     Keywords,
-    Scale,
     TiedLanguageModel,
-    WithUnknown,
     calibrated,
     seeded,
     sim_of,
@@ -166,49 +164,6 @@ def test_a_model_that_cannot_be_traced():
             return self.fc(x) if float(x.sum()) > 0 else x
 
     refused(DataDependent(), seeded(2, 4).abs(), r"depends on the values of a tensor at .*torch\.where", ExportError)
-
-
-def test_unknown_leaf_modules_are_all_listed_with_both_remedies():
-    with pytest.raises(ModelError) as caught:
-        quantize(WithUnknown(), seeded(2, 4), w8a8())
-    message = str(caught.value)
-    assert "\n  scale: Scale\n" in message
-    assert "\n  gate: Gate\n" in message
-    assert "\n  config = config.layer('Scale', 'gain', 'shift')\n" in message
-    assert "\n  config = config.layer('Gate', 'gain', 'shift')\n" in message
-    assert message.endswith("or leave the modules float: config = config.skip('scale').skip('gate')")
-    assert "fc" not in message
-
-
-def remedies() -> list[list[str]]:
-    """The configs that the message of the test above tells the reader to write."""
-    with pytest.raises(ModelError) as caught:
-        quantize(WithUnknown(), seeded(2, 4), w8a8())
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    pasted = [line for line in lines if line.startswith("config = ")]
-    skipping = [lines[-1].partition("float: ")[2]]
-    return [pasted, skipping]
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["layer", "skip"])
-def test_following_either_remedy_for_unknown_modules_works(which: int):
-    scope = {"config": w8a8()}
-    for line in remedies()[which]:
-        exec(line, {}, scope)
-    sim = calibrated(WithUnknown(), seeded(2, 4), scope["config"])
-    weights = {s: d for s, d in sim.plan.decisions.items() if s in ("scale:gain", "gate:gain")}
-    assert all(d.quantized == (which == 0) for d in weights.values())
-    assert len(weights) == 2
-    assert sim(seeded(2, 4)).shape == (2, 4)
-
-
-@pytest.mark.parametrize("which", ["layer", "skip"])
-def test_the_remedies_hold_for_an_unknown_root(which: str):
-    refused(Scale(), seeded(2, 4), r"self \(the model itself\): Scale[\s\S]*config\.skip\('self'\)")
-    config = w8a8().layer("Scale", "gain", "shift") if which == "layer" else w8a8().skip("self")
-    sim = calibrated(Scale(), seeded(2, 4), config)
-    assert sim.plan.decisions["self:gain"].quantized == (which == "layer")
-    assert set(sim.plan.decisions) == {"self:gain", "self:shift", "x:input", "mul.0:output", "add.0:output"}
 
 
 # the config

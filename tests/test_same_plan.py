@@ -34,7 +34,7 @@ from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim, stored_values
 from torch_bridge.trace import marked_onnx
 
-CONFIG = w8a8().layer("RmsNorm", "weight")  # only a module needs to be told what RmsNorm does with its parameter
+CONFIG = w8a8()
 
 
 def some_slow(names: Iterable[Any], *slow: Any) -> list[Any]:

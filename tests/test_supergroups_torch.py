@@ -163,11 +163,7 @@ def test_what_torchscript_exports_is_one_group(name, opset):
 @pytest.mark.parametrize("name", MODULES)
 def test_the_sim_of_a_module_has_the_same_group(name):
     make, example, expected = MODULES[name]
-    module, config = make().eval(), qsdk.w8a8()
-    parameters = [key for key, _ in module.named_parameters()]
-    if parameters:
-        config = config.layer(type(module).__name__, *parameters)
-    sim = qsdk.quantize(module, example, config)
+    sim = qsdk.quantize(make().eval(), example, qsdk.w8a8())
     rows = sim.coverage().to_dict()["rows"]
     computed = [row for row in rows if row["kind"] in ("activation", "output") and not row["site"].startswith("(")]
     whole = [row for row in computed if row["state"] != "float"]

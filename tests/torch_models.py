@@ -336,29 +336,3 @@ class EagerOnly(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         return x if torch.compiler.is_exporting() else torch.sigmoid(x)
-
-
-class Scale(nn.Module):
-    """A leaf that qsdk does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain, self.shift = nn.Parameter(seeded(4, seed=8)), nn.Parameter(seeded(4, seed=9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.shift
-
-
-class Gate(Scale):
-    """Another one."""
-
-
-class WithUnknown(nn.Module):
-    """Linear, then two unknown leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.scale, self.gate = nn.Linear(4, 4), Scale(), Gate()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gate(self.scale(self.fc(x)))

@@ -4,10 +4,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from qsdk.core.errors import ModelError
-from qsdk.core.graph import Graph
-from qsdk.core.planning.operands import unexplained_sites
-from qsdk.core.site import matches, site_name
 from torch_bridge.cells import is_cell
 
 _WEIGHT_BIAS = ("weight", "bias")
@@ -49,7 +45,8 @@ def quantized_parameters(module: nn.Module, declared: Mapping[str, tuple[str, ..
     """The names of a module's own stored tensors that are read through quantizers.
 
     Known layers say it in the table; `declared` (class name -> names) adds modules that qsdk does not know; any
-    other module gives all its own floating-point parameters and buffers, and the traced graph says what they are.
+    other module gives all its own floating-point parameters and buffers, and the traced graph says what they are: the
+    weight or bias of a linear op, a table, an operand of arithmetic, or nothing that has an integer form.
     """
     names = declared.get(type(module).__name__)
     if names is None:
@@ -58,55 +55,3 @@ def quantized_parameters(module: nn.Module, declared: Mapping[str, tuple[str, ..
         return tuple(name for name in names if module._parameters.get(name) is not None or name in module._buffers)
     own = {**module._parameters, **module._buffers}
     return tuple(name for name, tensor in own.items() if tensor is not None and tensor.is_floating_point())
-
-
-def require_known(
-    model: nn.Module, declared: Mapping[str, tuple[str, ...]], float_patterns: list[str], graph: Graph
-) -> None:
-    """Refuse modules with parameters of which neither a row nor the traced graph says what they do.
-
-    The graph says it of the weight of a linear op, its bias, an embedding table and a parameter of a supergroup (the
-    gamma of an RMSNorm, whatever its class is called).
-
-    Raises:
-        ModelError: lists every such module once, with the lines to paste.
-    """
-    unknown = [
-        (path, module)
-        for path, module in model.named_modules()
-        if _is_unknown(module, declared) and not any(matches(pattern, path or "self") for pattern in float_patterns)
-    ]
-    unexplained = unexplained_sites(graph) if unknown else frozenset()
-    unknown = [
-        (path, module)
-        for path, module in unknown
-        if any(site_name(path, name) in unexplained for name, _ in module.named_parameters(recurse=False))
-    ]
-    if not unknown:
-        return
-    lines = [f"  {path or 'self (the model itself)'}: {_own_class(module).__qualname__}" for path, module in unknown]
-    classes = {_own_class(module).__name__: module for _, module in unknown}
-    pasted = [f"  config = config.layer({name!r}, {_names(module)})" for name, module in classes.items()]
-    skips = "".join(f".skip({path or 'self'!r})" for path, _ in unknown)
-    raise ModelError(
-        "qsdk does not know what these modules do with their parameters:\n"
-        + "\n".join(lines)
-        + "\nDeclare the parameters to quantize as weights:\n"
-        + "\n".join(pasted)
-        + f"\nor leave the modules float: config = config{skips}"
-    )
-
-
-def _is_unknown(module: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> bool:
-    own = next(module.named_parameters(recurse=False), None)
-    known = _own_class(module).__name__ in declared or any(isinstance(module, row) for row, _ in _PARAMETERS)
-    return own is not None and not module._modules and not known
-
-
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before it was wrapped."""
-    return next(base for base in type(module).__mro__ if "_qsdk_parameters" not in vars(base))
-
-
-def _names(module: nn.Module) -> str:
-    return ", ".join(repr(name) for name, _ in module.named_parameters(recurse=False))

@@ -59,7 +59,7 @@ class QuantConfig:
             all that qsdk knows.
         hardware: whose rules of placement hold on top, such as `v73`; None for no more than the rules above.
         rules: in order.
-        layers: class name -> its parameters, for modules that qsdk does not know.
+        layers: class name -> those of its parameters that are read through quantizers.
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
         notes: what `load_config` has to say about a foreign file; no part of the config.
     """
@@ -173,7 +173,10 @@ class QuantConfig:
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
-        """Declare the parameters of a module class that qsdk does not know, so that they are quantized as weights."""
+        """Say which parameters of a module class are read through quantizers; gives a new config.
+
+        Without it a class that qsdk does not know gives all of its own, and the traced graph says what each one is.
+        """
         return replace(self, layers={**(self.layers or {}), class_name: parameters})
 
     def pattern(self, *patterns: Pattern) -> "QuantConfig":
@@ -189,11 +192,6 @@ class QuantConfig:
             and matches(rule.pattern, owner)
             for rule in self.rules
         )
-
-    def float_patterns(self) -> list[str]:
-        """The patterns of the rules that keep whatever they name float, with no further condition."""
-        kept = [rule for rule in self.rules if isinstance(rule.weight, DType) and rule.weight.kind == "float"]
-        return [rule.pattern for rule in kept if (rule.op_type, rule.shape, rule.tensor_dtype) == (None, None, None)]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the config as plain values for JSON, of the form that `config_schema` describes.

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsdk.core.graph import Graph, Op
-from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.spec import Role
 
@@ -74,20 +73,6 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
             found.append(Operand(tensor, root, role, *rooted))
     return found
-
-
-def unexplained_sites(graph: Graph) -> frozenset[str]:
-    """The sites of stored tensors that no op and no supergroup says more of than that they take part in arithmetic."""
-    groups = match_supergroups(graph).groups
-    explained: set[int] = set()
-    for index, op in enumerate(graph.ops):
-        roles = groups[index].roles if index in groups else {}
-        explained.update(roles)
-        known = op.type not in _ELEMENTWISE
-        operands = operands_of(graph, index, roles)
-        explained.update(o.root for o in operands if known or o.role in ("weight", "bias", "embedding"))
-    stored = (t for t, facts in enumerate(graph.tensors) if facts.constant and t not in explained)
-    return frozenset(site for t in stored if (site := graph.tensors[t].site) is not None)
 
 
 def is_scalar(graph: Graph, op_id: int, operand: Operand) -> bool:
