@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_bridge.learned import learned_scale, learned_zero_point
 from torch_bridge.quantizer import Quantizer
@@ -39,3 +39,25 @@ def keep_float32(quantizer: Quantizer) -> dict[str, Tensor]:
     found = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
     found |= {name: owner._parameters[name] for name in quantizer.learned_names}
     return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+
+
+def prepare_buffers(
+    module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Make room for the encodings that a state_dict brings; half an encoding, or one that does not fit, is an error."""
+    if not quantizer.owns_encoding:
+        return
+    present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
+    if len(present) == 1:
+        absent = next(name for name in quantizer.buffer_names if name not in present)
+        error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
+        state_dict.pop(prefix + present[0])
+        return
+    misfit = next((m for name in present if (m := quantizer.misfit(state_dict[prefix + name]))), None)
+    if misfit is not None:
+        error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
+        for name in present:
+            state_dict.pop(prefix + name)
+        return
+    for name in present:
+        module._buffers[name] = torch.empty_like(state_dict[prefix + name])

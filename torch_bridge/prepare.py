@@ -17,6 +17,7 @@ from torch_bridge.computed import Computed, fold_computed
 from torch_bridge.find_folds import find_folds
 from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
 from torch_bridge.live_norms import KeptNorm, keep
+from torch_bridge.own_forward import drop_autocast, require_copied_forwards
 from torch_bridge.places import ambiguous
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
@@ -85,10 +86,17 @@ def prepare(
 
     try:
         own.eval()
+        autocast = drop_autocast(own, undone)
+        if not in_place:
+            require_copied_forwards(own)
         computed = fold_computed(own, lambda: run_example(own, given), undone)
         if not in_place:
             undone.clear()  # nobody sees the copy
-        return _wrap_and_fold(own, given, config, fold_batch_norm, computed, undone if in_place else None, undo)
+        prepared = _wrap_and_fold(own, given, config, fold_batch_norm, computed, undone if in_place else None, undo)
+        said = "left out: mixed precision is of the training, the sim computes in the types of the parameters"
+        return replace(
+            prepared, notes={**prepared.notes, **{f"{path or 'self'} (autocast)": said for path in autocast}}
+        )
     except BaseException:
         unwrap_model(own)  # matters in place: the caller's model is theirs again
         undo()

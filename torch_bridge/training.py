@@ -11,6 +11,7 @@ from torch import nn
 from torch_bridge.clock import STEPS, Schedule, counting
 from torch_bridge.compiled import Kernels
 from torch_bridge.course import Course, on_course
+from torch_bridge.own_forward import drop_own_forwards, same_forwards
 from torch_bridge.parallel import shard_again, without_effect
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.wrapper import state_of
@@ -64,7 +65,7 @@ def training(
     learned = list(dict.fromkeys([*scales, *shifted]))
     runtime = state_of(model).runtime
     runtime.ddp = None
-    with on_course(runtime, quantizers) as course:
+    with same_forwards(model), on_course(runtime, quantizers) as course:
         model.train()
         try:
             with counting(model, schedules):
@@ -99,6 +100,7 @@ def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
         runtime.course.close()
         runtime.course = None
         model._buffers.pop(STEPS, None)
+        drop_own_forwards(model)
         model.eval()
 
 

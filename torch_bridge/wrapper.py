@@ -25,8 +25,9 @@ from torch_bridge.fold import Fold, fold_checkpoint
 from torch_bridge.gates import is_recurrent
 from torch_bridge.later_inputs import LaterInputs
 from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
-from torch_bridge.learned_state import keep_float32, meet_learned
+from torch_bridge.learned_state import keep_float32, meet_learned, prepare_buffers
 from torch_bridge.live_norms import KeptNorm, meet_checkpoint
+from torch_bridge.own_forward import give_own_forward, take_own_forward
 from torch_bridge.parallel import of_the_sharding, require_synchronized
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.recomputation import records_gradients
@@ -44,8 +45,8 @@ class ModuleState:
     """What a wrapped module knows of itself: its paths, its place in the sim, and its own quantizers.
 
     A layer and a BatchNorm that are trained together both have this one as `live`; `holds_eval` keeps a BatchNorm in
-    eval mode. A `guest` was put into the model after that was wrapped. The root knows the `kept` BatchNorms that were
-    folded into the layers before them.
+    eval mode. A `guest` was put into the model after that was wrapped. An `own_forward` stood on the object in place of
+    the class's. The root knows the `kept` BatchNorms that were folded into the layers before them.
     """
 
     paths: tuple[str, ...]
@@ -60,6 +61,7 @@ class ModuleState:
     live: KeptNorm | None = None
     holds_eval: bool = False
     guest: bool = False
+    own_forward: Callable[..., Any] | None = None
 
     @property
     def path(self) -> str:
@@ -97,7 +99,9 @@ def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Run
     )
     for module, known in paths.items():
         names = quantized_parameters(module, declared)
-        module.__dict__[STATE] = ModuleState(known, is_leaf(module), has_output_site(module), runtime, [])
+        own = take_own_forward(module)
+        leaf = own is None and is_leaf(module)
+        module.__dict__[STATE] = ModuleState(known, leaf, has_output_site(module), runtime, [], own_forward=own)
         module.__class__ = quantized_class(type(module), names)  # type: ignore[arg-type]
     return runtime
 
@@ -120,6 +124,7 @@ def unwrap_model(model: nn.Module) -> None:
             continue
         drop_quantizers(module)
         module._buffers.pop(STEPS, None)
+        give_own_forward(module, state_of(module).own_forward)
         del module.__dict__[STATE]
         module.__class__ = float_class(module)
 
@@ -142,6 +147,7 @@ class _Quantized(nn.Module):
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
         runtime = state.runtime
+        inner = state.own_forward or inner
         if state.guest:
             return runtime.as_guest(inner, args, kwargs)
         if state.live is not None and runtime.phase != "float":
@@ -220,7 +226,7 @@ class _Quantized(nn.Module):
             state_dict[prefix + RANGES] = torch.full_like(averages, -torch.inf)  # they start from the encodings
         for quantizer in state.quantizers:
             meet_learned(quantizer, state_dict, prefix)
-            _prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)
+            prepare_buffers(self, quantizer, state_dict, prefix, error_msgs)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
         own = {
@@ -367,28 +373,6 @@ def _through_quantizer(name: str) -> property:
         target[name] = value
 
     return property(read, write)
-
-
-def _prepare_buffers(
-    module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
-) -> None:
-    """Make room for the encodings that a state_dict brings; half an encoding, or one that does not fit, is an error."""
-    if not quantizer.owns_encoding:
-        return
-    present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
-    if len(present) == 1:
-        absent = next(name for name in quantizer.buffer_names if name not in present)
-        error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
-        state_dict.pop(prefix + present[0])
-        return
-    misfit = next((m for name in present if (m := quantizer.misfit(state_dict[prefix + name]))), None)
-    if misfit is not None:
-        error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
-        for name in present:
-            state_dict.pop(prefix + name)
-        return
-    for name in present:
-        module._buffers[name] = torch.empty_like(state_dict[prefix + name])
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
