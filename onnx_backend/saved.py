@@ -35,6 +35,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "inside": plain_plan(Plan({}, notes.inside)),
         "remarks": list(notes.remarks),
         "norms": plain_norms(sim.folded_norms),
+        "given": list(sim.given.before),
     }
 
 

@@ -65,6 +65,7 @@ class OnnxSim(StatefulSim):
         plan: what was decided for every site.
         config: what was asked for, or None for an opened Q/DQ file.
         notes: what was done to a float model on its way in.
+        given: the float values that the user gave, of what verbs have changed since.
         in_memory: bytes of quantized weights that the simulation holds; beyond that they go to a temporary file.
     """
 
@@ -79,6 +80,7 @@ class OnnxSim(StatefulSim):
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
         self._weights = ChangedWeights(marked)
+        self.given = self._weights.hold()
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
         self._spools: list[weakref.finalize[..., OnnxSim]] = []

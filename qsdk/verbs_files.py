@@ -8,6 +8,7 @@ from pathlib import Path
 from onnx import ModelProto
 from torch import nn
 
+from onnx_backend import given_weights as onnx_given
 from onnx_backend import model as onnx_model
 from onnx_backend import saved as saved_onnx
 from onnx_backend.read_graph import read_graph
@@ -25,7 +26,7 @@ from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import plain_biases, read_biases
+from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.methods import plain_methods, read_methods
 from qsdk.core.sims.plan_json import different_sites
@@ -119,7 +120,7 @@ def load_encodings(
         facts = {mine.site: (theirs, mine) for mine, theirs in pairs}
         stored = replace(stored, encodings={s: moved(e, *facts[s]) for s, e in stored.encodings.items() if s in facts})
     state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict)
-    with put_back_on_error(sim):
+    with put_back_on_error(sim), without_shifts(sim, rounds=False):
         sim.restore(state)
     return report
 
@@ -231,7 +232,8 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
     """
     state, both = sim.snapshot(), {"biases": plain_biases(sim), "methods": plain_methods(sim.methods)}
     if isinstance(sim, OnnxSim):
-        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, saved_onnx.parts_of(sim))
+        parts = {**saved_onnx.parts_of(sim), **onnx_given.parts_of(sim)}
+        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
         return
     facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
     facts |= {"norms": plain_norms(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
@@ -254,7 +256,9 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
     if file.door == "onnx":
         if model is not None:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
-        return _with_facts(saved_onnx.restored(file, where), file, where)
+        loaded = saved_onnx.restored(file, where)
+        onnx_given.take(loaded, file.facts.get("given", []), file.parts, where)
+        return _with_facts(loaded, file, where)
     if file.door != "torch":
         raise FileFormatError(f"{where} holds a sim of an unknown kind {file.door!r}; update qsdk")
     if model is None:
@@ -283,6 +287,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
             "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
         )
     saved_torch.load_weights(sim, file.parts, where)
+    saved_torch.take_given(sim, file.parts, where)
     unbind(sim.model, file.facts.get("relu6_as_relu", ()))
     sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))
     sim.restore(replace(planned, own=file.state.own))

@@ -1,10 +1,12 @@
 """The verbs on precision: what one scale serves badly, and the few sites that must be wider. It knows both doors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
+from onnx_backend import given_weights as onnx_given
 from onnx_backend import sampling as onnx_sampling
 from onnx_backend.sim import OnnxSim
 from qsdk.core.precision import advice
@@ -12,6 +14,7 @@ from qsdk.core.precision.mixed import LEVELS, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
 from qsdk.workflow import Forward, Sim, refuse_forward
+from torch_bridge import given_weights as torch_given
 from torch_bridge import sampling as torch_sampling
 
 
@@ -49,16 +52,18 @@ def mixed_precision(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
-    """Raise as few sites as it takes to keep a metric within a budget of the float model's.
+    """Raise as few sites as it takes to keep a metric within a budget of that of the float model that was given.
 
     One float pass ranks the sites by their own quantization noise; a bisection over that ranking and a pruning then ask
-    `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are.
+    `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A bias that was
+    shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is what it was again where the weight is raised.
 
     Args:
         sim: calibrated, of either door. Afterwards it has the chosen precision.
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
-        max_drop: how much the metric may fall below that of the sim with every site in float32.
+        max_drop: how much the metric may fall below that of the model that was given to `quantize`, in float32: the
+            values that other verbs have moved since count as losses, or gains, of theirs.
         levels: what a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric, after which no more sites are taken back.
         forward: `(model, batch)`, to call the model yourself (PyTorch door).
@@ -66,8 +71,10 @@ def mixed_precision(
 
     Returns:
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
-        `pareto` (nothing cheaper is as good). Summary: `reference`, `met` (False: even with every site at the last
-        level, which the sim then has), `evaluations`, `raised` (the sites) and `advice` (rows of `advise`).
+        `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
+        float values that are stored now, which `sim.unwrap()` gives), `met` (False: even with every site at the last
+        level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones) and `advice` (rows of
+        `advise`).
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -94,9 +101,10 @@ def mixed_precision(
             bar.update()
             return value
 
-        return search_precision(
-            sim, samples, counted, max_drop=max_drop, levels=levels, max_evaluations=max_evaluations
-        )
+        options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
+        if isinstance(sim, OnnxSim):
+            return search_precision(sim, samples, counted, as_given=partial(onnx_given.as_given, sim), **options)
+        return search_precision(sim, samples, counted, as_given=partial(torch_given.as_given, sim), **options)
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:

@@ -201,10 +201,13 @@ def _meeting(stops: Mapping[KeptNorm, Callable[[Tensor], None]]) -> Iterator[Non
 def put_back_on_error(sim: QuantSim) -> Iterator[None]:
     """Be as before if the block raises: weights, statistics and scales, also while these are learned."""
     held = hold(sim.model)
+    norms = [module._buffers for module in sim.model.modules() if _has_statistics(module)]
+    statistics = [buffer for buffers in norms for buffer in buffers.values() if buffer is not None]
     stored = [q.owner._buffers[q.buffer_names[0]] for q in sim.quantizers.values() if q.owns_encoding]
     scales = [(scale, scale.clone()) for scale in stored if scale is not None]
     try:
-        yield
+        with sim.given.changing(sim.model, statistics):
+            yield
     except BaseException:
         put_back(sim.model, held)
         for scale, before in scales:

@@ -18,7 +18,7 @@ def hold(model: nn.Module) -> dict[Key, Tensor]:
 
     BatchNorms that were folded away and can come back are held as well.
     """
-    return {key: tensor.detach().clone() for key, tensor in _tensors(model)}
+    return {key: tensor.detach().clone() for key, tensor in tensors_of(model)}
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def put_back(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
     Raises:
         ModelError: they are those of another model, or a parameter is another one now; nothing is changed then.
     """
-    there = dict(_tensors(model))
+    there = dict(tensors_of(model))
     for (path, name), value in held.items():
         now = there.get((path, name))
         if now is None or now.shape != value.shape or now.dtype != value.dtype:
@@ -41,7 +41,7 @@ def put_back(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
         there[key].copy_(value)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """Each tensor of the state once, also where several modules hold it."""
     seen = set()
     away = [kept for kept in state_of(model).kept if not kept.live]

@@ -36,6 +36,7 @@ class LayerWeights:
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
         self._shifted: dict[str, Tensor] = {}
         self._biases = dict(sim.original_biases)
+        self._known, self._given = sim.given.known(), sim.given.now(sim.model)
 
     def start_from(self, floats: Mapping[str, Any]) -> None:
         """Give the float model other values than those that are stored at these sites."""
@@ -114,10 +115,14 @@ class LayerWeights:
 
     def keep(self) -> None:
         """Copy what was written into the old storage, so that whoever shares it sees it."""
+        now = {parameter: parameter.data for parameter in self._originals}
+        with self.floats():
+            before = self._sim.given.before(self._sim.model, list(now))
         for parameter, original in self._originals.items():
             self._kept[original] = original.clone()
             original.copy_(parameter.data)
             parameter.data = original
+        self._sim.given.changed(self._sim.model, {**before, **self._given})
 
     def take_back(self) -> None:
         """Be as before the first `write`, also where `keep` has begun."""
@@ -130,6 +135,7 @@ class LayerWeights:
             quantizer.frozen = frozen
             quantizer.owner._buffers.update(buffers)
         self._sim.original_biases = dict(self._biases)
+        self._sim.given.become(self._known)
 
     def _read_again(self, changed: Quantizer) -> None:
         """Passes hold tensors that `visit` gave: quantize them anew, in place."""

@@ -17,11 +17,13 @@ from torch_bridge.clock import STEPS
 from torch_bridge.sim import QuantSim
 from torch_bridge.wrapper import FOLDED, state_of
 
-WEIGHTS, EXAMPLE = "weights.pt", "example.pt"
+WEIGHTS, EXAMPLE, GIVEN = "weights.pt", "example.pt", "given.pt"
 
 
 def parts_of(sim: QuantSim) -> dict[str, Part]:
     """The parts of a sim's file: its state_dict without encodings, and the arguments that it was traced with.
+
+    Where verbs have changed weights, the values that were given as well.
 
     Raises:
         ExportError: they hold objects that can only be read by running code.
@@ -40,7 +42,11 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     def write_example(stream: IO[bytes]) -> None:
         torch.save(example, stream)
 
-    return {WEIGHTS: write_weights, EXAMPLE: write_example}
+    def write_given(stream: IO[bytes]) -> None:
+        torch.save(kept, stream)
+
+    kept = sim.given.now(sim.model)
+    return {WEIGHTS: write_weights, EXAMPLE: write_example, **({GIVEN: write_given} if kept else {})}
 
 
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:
@@ -77,6 +83,21 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
     except RuntimeError as error:
         raise ModelError(
             f"{where} holds the weights of another model: {error}; pass the one it was saved from"
+        ) from error
+
+
+def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
+    """Tell a sim which values were given of the weights that verbs had changed.
+
+    Raises:
+        FileFormatError: they are damaged, or those of another model.
+    """
+    kept = _read(parts, GIVEN, where) if GIVEN in parts else {}
+    try:
+        sim.given.take(sim.model, {(str(path), str(name)): value for (path, name), value in kept.items()})
+    except (ModelError, AttributeError, TypeError, ValueError) as error:
+        raise FileFormatError(
+            f"{GIVEN} in {where} is damaged ({error}); write it again with qsdk.save(sim, path)"
         ) from error
 
 

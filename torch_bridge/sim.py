@@ -30,6 +30,7 @@ from torch_bridge.batches import Example, as_example
 from torch_bridge.compiled import compiled_kernels
 from torch_bridge.course import Course
 from torch_bridge.fingerprint import fingerprint
+from torch_bridge.given_weights import GivenWeights
 from torch_bridge.held_weights import hold, put_back
 from torch_bridge.live_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
 from torch_bridge.prepare import Prepared
@@ -58,6 +59,7 @@ class QuantSim(StatefulSim):
         fold_batch_norm: whether any were.
         not_exercised: sites that exist only in the traced graph.
         notes: what the exported file will not have of the module, as coverage tells it.
+        given: the float values that the user gave, of what verbs have changed since.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class QuantSim(StatefulSim):
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
         self.original_biases: OriginalBiases = {}
+        self.given = GivenWeights(self.model)
         attach(self.model, self.runtime, plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
@@ -122,6 +125,7 @@ class QuantSim(StatefulSim):
         self.__dict__.update(state)
         leave(self.model)  # a copy has left the training that the original is in
         leave_training(self.model, list(self.quantizers.values()))
+        self.given.settle(self.model)
 
     def __repr__(self) -> str:
         counts = self.coverage().summary
@@ -172,6 +176,7 @@ class QuantSim(StatefulSim):
         if weights:
             with folded_for_now(self.model):
                 held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
+            held = *held, self.given.known()
         return SimState(self.config, self.plan, own, held, self.methods)
 
     def restore(self, state: SimState) -> None:
@@ -188,11 +193,12 @@ class QuantSim(StatefulSim):
             raise ConfigError("schedules are at work; leave the training block before you change the plan")
         assert state.config is not None
         if state.stored is not None:
-            held, norms, relu6, biases = state.stored
+            held, norms, relu6, biases, given = state.stored
             with folded_for_now(self.model, changes=True):
                 put_back(self.model, held)
                 set_bounds(self.model, relu6)
                 state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
+            self.given.become(given)
         before, self.config, self.plan = self.plan, state.config, state.plan
         self.methods = state.methods or self.methods
         if state.plan is not before:
@@ -235,7 +241,7 @@ class QuantSim(StatefulSim):
             ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
         """
         found = {site: stored_tensor(self.model, site) for site in values}
-        places = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers())}
+        places = {t.untyped_storage().data_ptr(): t for t in (*self.model.parameters(), *self.model.buffers())}
         for site, value in values.items():
             if found[site].untyped_storage().data_ptr() not in places:
                 raise ModelError(f"{site} is put together from several parameters, and cannot be written as one")
@@ -243,8 +249,10 @@ class QuantSim(StatefulSim):
                 raise ModelError(
                     f"what is stored at {site} has the shape {tuple(found[site].shape)}, not {value.shape}"
                 )
-        for site, value in values.items():
-            found[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        written = [places[tensor.untyped_storage().data_ptr()] for tensor in found.values()]
+        with self.given.changing(self.model, written):
+            for site, value in values.items():
+                found[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
     def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
         """The stored tensor that the trace calls so; None where there is none."""
@@ -293,6 +301,7 @@ class QuantSim(StatefulSim):
         learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]
         with (
+            self.given.changing(self.model),
             live_norms(self.model, freeze_bn_after) as freezing,
             training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,
         ):
@@ -327,7 +336,14 @@ class QuantSim(StatefulSim):
             yield found
 
     def unwrap(self) -> nn.Module:
-        """Give the current float model: a copy in plain classes."""
+        """Give the current float model: a copy in plain classes.
+
+        Its values are those that are stored now: the caller's own, bit for bit, while nothing was folded, trained or
+        changed by a verb. `adaround`, `gptq` and `tune_blocks` leave rounded weights, which are frozen; `adaround`,
+        `gptq`, `seq_mse` and `correct_bias` leave biases shifted by what the rounding of weights does to means;
+        `equalize`, `smooth_quant` and `awq` leave scaled channels, and training trained values. It is not a reference
+        to measure a loss from: that is the model that was given, from which `mixed_precision` counts.
+        """
         copied = copy.deepcopy(self.model)
         leave(copied)
         unwrap_model(copied)

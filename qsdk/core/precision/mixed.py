@@ -1,6 +1,7 @@
 """Mixed precision: the few sites that must be wider so that a metric stays within a budget."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,24 +11,20 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, dtype_named, float32
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import advise, decibels, noise_to_signal
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import HasBiases, shifts_put_back_on_error
 from qsdk.core.sims.state import SimState, put_back_on_error
 
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
 
 
-class PlannedSim(Protocol):
+class PlannedSim(HasBiases, Protocol):
     """What the search asks of a sim of either door."""
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided for every site."""
-        ...
 
     @property
     def config(self) -> QuantConfig | None:
@@ -41,10 +38,6 @@ class PlannedSim(Protocol):
 
     def replan(self, config: QuantConfig) -> None:
         """Plan again; sites whose spec stays keep their encodings, the others derive theirs from the old ranges."""
-        ...
-
-    def stored_floats(self, sites: Collection[str]) -> Mapping[str, FloatArray]:
-        """Site -> float values of the stored tensors at these sites."""
         ...
 
     def snapshot(self, *, weights: bool = False) -> SimState:
@@ -80,6 +73,7 @@ def search_precision(
     samples: Mapping[str, SiteSample],
     metric: Callable[[Any], float],
     *,
+    as_given: Callable[[], AbstractContextManager[bool]],
     max_drop: float,
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = 32,
@@ -90,7 +84,8 @@ def search_precision(
         sim: calibrated, of either door.
         samples: site -> sample of its float values.
         metric: larger is better; called with the sim.
-        max_drop: how much the metric may lose against the sim with every site in float32.
+        as_given: inside, stored tensors are as the user gave them; gives whether verbs have changed any.
+        max_drop: how much the metric may lose against the model that was given, every site in float32.
         levels: what a site may be raised to, the cheapest first; names of dtypes by `weight` and `activation`.
         max_evaluations: of the metric, after which no more sites are taken back.
 
@@ -109,12 +104,14 @@ def search_precision(
     if not max_drop >= 0.0:
         raise ConfigError(f"max_drop={max_drop} is no budget; give a number from 0 (inf allows any loss)")
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
-    with put_back_on_error(sim) as before:
+    with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
         candidates = _candidates(sim, samples)
         advice = advise(sim.plan, sim.encodings, samples)
 
         def take(assignment: Assignment) -> None:
             sim.restore(before)
+            if shifted:
+                sim.store_floats(shifted)
             if any(assignment):
                 sim.replan(_config_of(config, candidates, assignment, dtypes))
 
@@ -122,8 +119,8 @@ def search_precision(
             take(assignment)
             return _number(metric(sim))
 
-        sim.replan(config.override("*", weight=float32, activation=float32, bias=float32))
-        reference = _number(metric(sim))
+        references, asked = _references(sim, config, metric, as_given, shifted)
+        reference = references["reference"]
         options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
         noise = [candidate.noise for candidate in candidates]
         search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
@@ -131,9 +128,46 @@ def search_precision(
         take(chosen)
     levelled = zip(candidates, chosen, strict=True)
     raised = [_raised(candidate, dtypes[level - 1]) for candidate, level in levelled if level]
-    facts = {"reference": reference, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + 1}
+    facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + asked}
     rows = _rows(search, candidates, dtypes, reference, chosen)
-    return Report("Mixed precision", rows, {**facts, "raised": raised, "advice": advice.to_dict()["rows"]})
+    told = {"raised": raised, "left": _left(before), "advice": advice.to_dict()["rows"]}
+    return Report("Mixed precision", rows, {**facts, **told})
+
+
+def _references(
+    sim: PlannedSim,
+    config: QuantConfig,
+    metric: Callable[[Any], float],
+    as_given: Callable[[], AbstractContextManager[bool]],
+    shifted: Mapping[str, FloatArray],
+) -> tuple[dict[str, float], int]:
+    """The metric in float32: `reference` of the model that was given, `float_now` of the weights that are stored.
+
+    Gives how often it was asked as well.
+    """
+    in_float, before = config.override("*", weight=float32, activation=float32, bias=float32), sim.snapshot()
+    with as_given() as moved:
+        sim.replan(in_float)
+        given = now = _number(metric(sim))
+        sim.restore(before)
+    if moved:
+        sim.replan(in_float)
+        if shifted:
+            sim.store_floats(shifted)
+        now = _number(metric(sim))
+    return {"reference": given, "float_now": now}, 1 + moved
+
+
+def _left(state: SimState) -> list[str]:
+    """The sites that no search may raise, each with the reason."""
+    return [
+        f"{site}: frozen at {encoding.dtype}, and what is stored there may be rounded to it (adaround, gptq, "
+        "tune_blocks), so that more bits would change nothing; sim.unfreeze lets it be raised"
+        if state.plan.decisions[site].kind == "weight"
+        else f"{site}: frozen at {encoding.dtype}; sim.unfreeze lets it be raised"
+        for site, encoding in state.own.items()
+        if encoding.frozen
+    ]
 
 
 def _number(metric: Any) -> float:

@@ -58,11 +58,15 @@ def noting_shifts(sim: HasBiases) -> Iterator[dict[str, Array]]:
 
 
 @contextmanager
-def without_shifts(sim: HasBiases) -> Iterator[None]:
+def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
     """Inside, all biases are those of the float model.
 
     Afterwards those are shifted again whose layer is what it was: the bias, and the encoding of the weight. If the
     block raises, all are.
+
+    Args:
+        sim: of either door.
+        rounds: whether the block freezes the weights that it rounds, so that a frozen one is another one.
     """
     exact = float_biases(sim)
     if not exact:
@@ -78,14 +82,26 @@ def without_shifts(sim: HasBiases) -> Iterator[None]:
         raise
     after, now = sim.snapshot(), sim.stored_floats(list(exact))
     weights = {found.layer.bias: found.layer.site for found in graph_layers(sim.graph, sim.plan, frozen=())[0]}
-    same = {site for site, weight in weights.items() if _known_alike(before, after, weight)}
+    same = {site for site, weight in weights.items() if _known_alike(before, after, weight, rounds)}
     sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
 
 
-def _known_alike(before: SimState, after: SimState, weight: str) -> bool:
-    """Whether a weight has the encoding it had, and is as frozen: a weight that was rounded is another one."""
+@contextmanager
+def shifts_put_back_on_error(sim: HasBiases) -> Iterator[dict[str, Array]]:
+    """Give the biases that are shifted now, by site, and store them again if the block raises."""
+    shifted = {site: sim.original_biases[site][1] for site in float_biases(sim)}
+    try:
+        yield shifted
+    except BaseException:
+        if shifted:
+            sim.store_floats(shifted)
+        raise
+
+
+def _known_alike(before: SimState, after: SimState, weight: str, rounds: bool) -> bool:
+    """Whether a weight has the encoding it had, and is as frozen where that tells a weight that was rounded."""
     old, new = before.encoding(weight), after.encoding(weight)
-    return old == new and (old is None or new is None or old.frozen == new.frozen)
+    return old == new and (not rounds or old is None or new is None or old.frozen == new.frozen)
 
 
 def rounded_for_good(sim: HasBiases) -> set[str]:

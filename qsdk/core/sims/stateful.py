@@ -11,11 +11,12 @@ from qsdk.core.dtypes import DType, WeightType
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError
 from qsdk.core.folded_norms import FoldedNorm
+from qsdk.core.graph import Graph
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import bias_remarks
-from qsdk.core.sims.corrected_biases import OriginalBiases
+from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import precision_config, precision_report
 from qsdk.core.sims.state import SimState, put_back_on_error, with_frozen
@@ -26,11 +27,13 @@ class StatefulSim(ABC):
 
     Attributes:
         plan: what was decided for every site.
+        graph: of the model.
         methods: how it was calibrated the last time; the defaults where it was not.
         original_biases: what biases were that layer solvers have shifted.
     """
 
     plan: Plan
+    graph: Graph
     methods: Methods = Methods()
     original_biases: OriginalBiases
 
@@ -163,16 +166,18 @@ class StatefulSim(ABC):
         config, chosen = precision_config(before.plan, before.config, match, dtype, keywords, self.folded)
         after = self.planned(config)
         report = precision_report(before, after, match, chosen)
-        with put_back_on_error(self):
+        with put_back_on_error(self), without_shifts(self, rounds=False):
             self.restore(after)
         return report
 
     def replan(self, config: QuantConfig) -> None:
         """Plan again with another config; sites whose spec stays keep their encodings, the others derive theirs.
 
+        A bias that was shifted for the rounding of its weight is what it was where the weight gets another encoding.
+
         Raises:
             ConfigError: a rule matches nothing; the sim stays as it was.
         """
         after = self.planned(config)
-        with put_back_on_error(self):
+        with put_back_on_error(self), without_shifts(self, rounds=False):
             self.restore(after)

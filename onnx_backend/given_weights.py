@@ -1,0 +1,63 @@
+"""The float values that the user gave, of those tensors of an ONNX sim that verbs have changed since."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from typing import IO, Any
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from onnx_backend.model import array, initializers
+from onnx_backend.sim import OnnxSim
+from qsdk.core.errors import FileFormatError
+from qsdk.core.sims.sim_file import Part
+
+_FOLDER = "given/"
+
+
+@contextmanager
+def as_given(sim: OnnxSim) -> Iterator[bool]:
+    """Inside, the stored tensors of the sim are as the user gave them; gives whether any were not."""
+    before = sim.snapshot(weights=True)
+    _, *rest = before.stored
+    sim.restore(replace(before, stored=(sim.given, *rest)))
+    try:
+        yield bool(sim.given.before)
+    finally:
+        sim.restore(before)
+
+
+def parts_of(sim: OnnxSim) -> dict[str, Part]:
+    """A part of a sim's file for each given value that another one has taken the place of, in that order."""
+    return {f"{_FOLDER}{n}": partial(_write, tensor=tensor) for n, tensor in enumerate(sim.given.before.values())}
+
+
+def take(sim: OnnxSim, names: Any, parts: Mapping[str, bytes], where: str) -> None:
+    """Give a sim back what `parts_of` wrote, of the tensors of these names.
+
+    Raises:
+        FileFormatError: it is damaged.
+    """
+    stored = initializers(sim.traced().model.graph)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FileFormatError(f"{where} is damaged (given={names!r}); write it again with qsdk.save(sim, path)")
+    for number, name in enumerate(names):
+        part = f"{_FOLDER}{number}"
+        sim.given.before[name] = _read(parts.get(part, b""), stored.get(name), f"{part} in {where}")
+
+
+def _write(stream: IO[bytes], tensor: TensorProto) -> None:
+    np.lib.format.write_array(stream, np.asarray(array(tensor)), allow_pickle=False)
+
+
+def _read(data: bytes, there: TensorProto | None, where: str) -> TensorProto:
+    try:
+        values: Any = np.lib.format.read_array(BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise FileFormatError(f"{where} is damaged ({error}); write it again with qsdk.save(sim, path)") from error
+    if there is None or tuple(there.dims) != values.shape or values.dtype != np.float32:
+        raise FileFormatError(f"{where} is no tensor of the model beside it; write it again with qsdk.save(sim, path)")
+    return numpy_helper.from_array(values, there.name)

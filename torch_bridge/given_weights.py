@@ -1,0 +1,147 @@
+"""The float values that the user gave, of those tensors of a wrapped model that verbs have changed since."""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ModelError
+from torch_bridge.held_weights import Key, tensors_of
+from torch_bridge.relu6 import bounds, set_bounds
+
+
+class GivenWeights:
+    """Keeps a tensor, in host memory, from the moment that a verb writes other values over it.
+
+    What the user writes over a verb's values (a checkpoint, say) is given by the user too: a digest of what the verb
+    left tells the two apart.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._bounds = bounds(model)  # of ReLU6 modules
+        self._values: dict[Key, tuple[Tensor, bytes]] = {}
+        self._writing: dict[Key, Tensor] = {}  # what was given of tensors that are being written
+
+    def known(self) -> Mapping[Key, tuple[Tensor, bytes]]:
+        """What `become` takes."""
+        return dict(self._values)
+
+    def become(self, known: Mapping[Key, tuple[Tensor, bytes]]) -> None:
+        """Know what was known when these tensors had the values that they have again."""
+        self._values = dict(known)
+
+    def before(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
+        """The values given for these tensors (None: for all), to be handed to `changed` after they are written."""
+        wanted = None if tensors is None else {id(tensor) for tensor in tensors}
+        found = {}
+        for key, tensor in tensors_of(model):
+            if (wanted is None or id(tensor) in wanted) and not tensor.is_meta:
+                given = self._given(key, tensor)
+                found[key] = _local(tensor).to("cpu", copy=True) if given is None else given
+        return found
+
+    def changed(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
+        """Keep what `before` gave of the tensors that have other values now."""
+        there = dict(tensors_of(model))
+        for key, given in before.items():
+            now = _local(there[key]).cpu() if key in there else given
+            if _alike(given, now):
+                self._values.pop(key, None)
+            else:
+                self._values[key] = given, _digest(now)
+
+    @contextmanager
+    def changing(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
+        """The block writes these tensors of the model, or any of them."""
+        outer, before = self._writing, self.before(model, tensors)
+        self._writing = {**outer, **before}
+        try:
+            yield
+        finally:
+            self._writing = outer
+            self.changed(model, before)
+
+    def settle(self, model: nn.Module) -> None:
+        """Have a copy that was made while tensors were written be as if that had ended."""
+        written, self._writing = self._writing, {}
+        self.changed(model, written)
+
+    def now(self, model: nn.Module) -> dict[Key, Tensor]:
+        """The given values of the tensors that have others now."""
+        there = dict(tensors_of(model))
+        known = self._values.keys() | self._writing.keys()
+        found = {key: self._given(key, there[key]) for key in known if key in there}
+        return {key: given for key, given in found.items() if given is not None}
+
+    def opened(self, model: nn.Module) -> dict[str, float]:
+        """Path of each ReLU6 with another bound now -> its own."""
+        now = bounds(model)
+        return {path: bound for path, bound in self._bounds.items() if now.get(path, bound) != bound}
+
+    def take(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
+        """Know that these values were given, as a file says.
+
+        Raises:
+            ModelError: they are those of another model.
+        """
+        there = dict(tensors_of(model))
+        for key, value in values.items():
+            if key not in there or there[key].shape != value.shape:
+                raise ModelError(f"{'.'.join(key).lstrip('.')} is no tensor of the model, or of another shape")
+        self._values = {key: (value, _digest(_local(there[key]).cpu())) for key, value in values.items()}
+
+    def _given(self, key: Key, tensor: Tensor) -> Tensor | None:
+        """What was given where a verb's value is stored; None where the user's own is."""
+        if key in self._writing:
+            return self._writing[key]
+        known = self._values.get(key)
+        if known is None or known[1] != _digest(_local(tensor).cpu()):
+            return None
+        return known[0]
+
+
+@contextmanager
+def as_given(sim: Any) -> Iterator[bool]:
+    """Inside, the stored tensors of a sim of an nn.Module are as the user gave them; gives whether any were not.
+
+    Raises:
+        ModelError: a parameter is sharded over ranks now.
+    """
+    given, opened = sim.given.now(sim.model), sim.given.opened(sim.model)
+    there = dict(tensors_of(sim.model))
+    for key, value in given.items():
+        if _local(there[key]).shape != value.shape:
+            raise ModelError(f"{'.'.join(key).lstrip('.')} is sharded over ranks; gather the model's parameters first")
+    current = {key: _local(there[key]).clone() for key in given}
+    changed_bounds = {path: bound for path, bound in bounds(sim.model).items() if path in opened}
+    try:
+        _write(there, given)
+        set_bounds(sim.model, opened)
+        yield bool(given or opened)
+    finally:
+        _write(there, current)
+        set_bounds(sim.model, changed_bounds)
+
+
+@torch.no_grad()
+def _write(there: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
+    for key, value in values.items():
+        _local(there[key]).copy_(value)
+
+
+def _local(tensor: Any) -> Tensor:
+    """A tensor, or the part of it that this rank holds."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and _digest(one) == _digest(other)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return hashlib.blake2b(data, digest_size=16).digest()  # type: ignore[arg-type]
