@@ -10,7 +10,7 @@ from onnx_backend import given_weights as onnx_given
 from onnx_backend import sampling as onnx_sampling
 from onnx_backend.sim import OnnxSim
 from qsdk.core.precision import advice
-from qsdk.core.precision.mixed import LEVELS, search_precision
+from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
 from qsdk.workflow import Forward, Sim, refuse_forward
@@ -93,6 +93,7 @@ def mixed_precision(
         >>> report.summary["met"]
         True
     """
+    require_budget(metric, max_drop)
     samples = _samples(sim, data, forward, progress)
     with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
 

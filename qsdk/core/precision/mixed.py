@@ -101,8 +101,7 @@ def search_precision(
     config = sim.config
     if config is None:
         raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
-    if not max_drop >= 0.0:
-        raise ConfigError(f"max_drop={max_drop} is no budget; give a number from 0 (inf allows any loss)")
+    require_budget(metric, max_drop)
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
         candidates = _candidates(sim, samples)
@@ -126,12 +125,27 @@ def search_precision(
         search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
         chosen, met = search.run()
         take(chosen)
-    levelled = zip(candidates, chosen, strict=True)
-    raised = [_raised(candidate, dtypes[level - 1]) for candidate, level in levelled if level]
     facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + asked}
-    rows = _rows(search, candidates, dtypes, reference, chosen)
-    told = {"raised": raised, "left": _left(before), "advice": advice.to_dict()["rows"]}
-    return Report("Mixed precision", rows, {**facts, **told})
+    told = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before), "advice": advice.to_dict()["rows"]}
+    return Report("Mixed precision", _rows(search, candidates, dtypes, reference, chosen), {**facts, **told})
+
+
+def require_budget(metric: Any, max_drop: Any) -> None:
+    """Refuse what is no metric, or no budget of it.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if not callable(metric):
+        raise ConfigError(
+            f"metric={metric!r} is no function; give one of the sim whose value is a number, larger being better: "
+            "lambda sim: accuracy(sim)"
+        )
+    if isinstance(max_drop, bool) or not isinstance(max_drop, int | float | np.number) or not max_drop >= 0.0:
+        raise ConfigError(
+            f"max_drop={max_drop!r} is no budget; give a number from 0, in the metric's own unit: 0.01 where it "
+            "is a share and may lose one percent (inf allows any loss)"
+        )
 
 
 def _references(
@@ -171,7 +185,12 @@ def _left(state: SimState) -> list[str]:
 
 
 def _number(metric: Any) -> float:
-    value = float(metric)
+    try:
+        value = float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the metric is {str(metric)[:40]!r}, which is no number; return one, such as float(correct / total)"
+        ) from error
     if np.isnan(value):
         raise ConfigError("the metric is NaN; give a function of the sim whose value is a number, larger being better")
     return value
@@ -222,10 +241,14 @@ def _config_of(
     return config
 
 
-def _raised(candidate: Candidate, level: Mapping[str, DType]) -> str:
-    more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
-    change = f"{candidate.dtype} -> {level[candidate.choice]}"
-    return f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)"
+def _raised(candidates: Sequence[Candidate], chosen: Assignment, dtypes: Sequence[Mapping[str, DType]]) -> list[str]:
+    found = []
+    for candidate, level in zip(candidates, chosen, strict=True):
+        if level:
+            more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
+            change = f"{candidate.dtype} -> {dtypes[level - 1][candidate.choice]}"
+            found.append(f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)")
+    return found
 
 
 def _rows(
