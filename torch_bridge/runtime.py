@@ -21,6 +21,7 @@ from torch_bridge.recomputation import records_gradients, refuse_lost_sites, ref
 from torch_bridge.rectifiers import ceiling_of_call
 from torch_bridge.stored import third_of
 from torch_bridge.structure import tensors_of
+from torch_bridge.written_norms import as_written
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
@@ -343,7 +344,7 @@ class SiteMode(TorchFunctionMode):
             ceiling = ceiling_of_call(name, args, kwargs) if name else None
             if name and ceiling is not None and self.runtime.phase == "quantize":
                 return self._rectified(self.runtime.at_its_place(frame.next_op(name)), func, ceiling, args, kwargs)
-        result = func(*args, **(kwargs or {}))
+        result = (as_written(func) if self.runtime.phase == "mark" else func)(*args, **(kwargs or {}))
         if frame is not None and self.runtime.watcher is not None:
             self.runtime.watcher.read(frame, (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":

@@ -194,10 +194,15 @@ def _name(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Seque
     for value in list(graph.initializers.values()):
         name = str(value.name).removeprefix("model.")
         value.name = f"{name}_stored" if name in edges else name
-    for node in graph:
+    # torch calls what `h.t()` makes `t`, whatever parameter is called that
+    taken = {*edges, *(value.name for value in graph.initializers.values())}
+    for node in graph.all_nodes():
         for value in node.outputs:
-            if value.name in edges:
-                value.name = f"{value.name}_inside"
+            name = str(value.name)
+            while name in taken:
+                name = f"{name}_inside"
+            taken.add(name)
+            value.name = name
     for value, name in zip((*graph.inputs, *graph.outputs), (*inputs, *outputs), strict=True):
         value.name = name
 

@@ -23,14 +23,29 @@ def plan_stored(context: Context, activations: Mapping[int, Decision]) -> dict[i
         activations: decided before, since a bias depends on its input.
     """
     found: dict[int, Decision] = {}
+    crossed = _crossed(context)
     for index, operands in context.operands.items():
         # weights before biases: a bias needs its weight's decision
         for operand in sorted(operands, key=lambda o: o.role == "bias"):
             if operand.root not in found:
-                found[operand.root] = _stored(context, index, operand, activations, found)
+                read = replace(operand, channel_axis=None) if operand.root in crossed else operand
+                found[operand.root] = _stored(context, index, read, activations, found)
             _alias(context, operand, found)
     _rest(context, activations, found)
     return found
+
+
+def _crossed(context: Context) -> frozenset[int]:
+    """The weights that layers read along different axes (`w` here, `w.t()` there): root ids.
+
+    What are output channels to one are summed over by the other, so no scale per channel leaves every sum one scale.
+    """
+    axes: dict[int, set[int | None]] = {}
+    for operands in context.operands.values():
+        for operand in operands:
+            if operand.role == "weight":
+                axes.setdefault(operand.root, set()).add(operand.channel_axis)
+    return frozenset(root for root, found in axes.items() if len(found) > 1)
 
 
 def _stored(
