@@ -12,7 +12,8 @@ from onnx import ModelProto, TensorProto, helper
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.model import load, names_in, producers, rename_inputs, unique
 from onnx_backend.normal_qdq import normalised
-from onnx_backend.parity import Cut, find_cuts, lsb
+from onnx_backend.parity_cuts import Cut, find_cuts
+from onnx_backend.parity_tally import lsb
 from onnx_backend.runtime_input import session_of
 from onnx_backend.session import simulation_session
 from onnx_backend.sim import OnnxSim

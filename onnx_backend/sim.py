@@ -27,6 +27,8 @@ from onnx_backend.model import array, at_opset, load
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.observe import SessionCache
 from onnx_backend.open_float import Notes, Source, explained, open_float
+from onnx_backend.parity_cuts import find_cuts
+from onnx_backend.parity_expected import expected_of
 from onnx_backend.qdq import lower
 from onnx_backend.read_graph import inlined, read_graph
 from onnx_backend.runtime_table import Dialect
@@ -355,7 +357,8 @@ class OnnxSim(StatefulSim):
             while outputs:
                 yield outputs.pop(0)
 
-        return parity.check(model, captures(), self.stored_values(), self.encodings, reference())
+        expected = expected_of(self.traced(), self.plan, self.encodings, model, self.opened)
+        return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected)
 
     # --- the parts ------------------------------------------------------------------------------------------------
 
@@ -367,7 +370,7 @@ class OnnxSim(StatefulSim):
     def _with_reads(self) -> tuple[ort.InferenceSession, dict[str, str]]:
         """A session that also gives what the readers of each site read; and site -> name of that tensor."""
         exposed = load(self._current())
-        reads = {cut.site: cut.read for cut in parity.find_cuts(exposed)}
+        reads = {cut.site: cut.read for cut in find_cuts(exposed)}
         known = {value.name for value in exposed.graph.output}
         wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
         exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)

@@ -17,6 +17,7 @@ from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.open_adopted import open_with_config
+from onnx_backend.parity_expected import expected_of
 from onnx_backend.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.stored_encodings import float_facts
@@ -252,7 +253,9 @@ def check_parity(
         while outputs:
             yield outputs.pop(0)
 
-    return parity.check(opened, values(), stored_values(sim), sim.encodings, reference())
+    encodings = sim.encodings
+    expected = expected_of(_traced(sim), sim.plan, encodings, opened)
+    return parity.check(opened, values(), stored_values(sim), encodings, reference(), expected)
 
 
 def to_integer(

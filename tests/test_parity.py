@@ -7,7 +7,8 @@ from onnx import numpy_helper
 from qdq_models import convnet, mlp, prepared, simulated_mlp, stored_of
 
 from onnx_backend.model import array, initializers
-from onnx_backend.parity import check, cut_model, find_cuts
+from onnx_backend.parity import check
+from onnx_backend.parity_cuts import cut_model, find_cuts
 from onnx_backend.qdq import insert
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
