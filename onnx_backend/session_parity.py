@@ -58,14 +58,18 @@ class _Outputs:
     signal: float = 0.0
     difference: float = 0.0
     largest: float = 0.0
+    elements: int = 0
+    invented: int = 0  # values that are not finite where what is wanted is
 
     def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
         for left, right in zip(got, wanted, strict=True):
             exact = np.asarray(right, np.float64)
             off = np.asarray(left, np.float64) - exact
+            self.elements += exact.size
+            self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(np.asarray(left, np.float64))))
             self.signal += float((exact**2).sum())
             self.difference += float((off**2).sum())
-            self.largest = max(self.largest, float(np.abs(off).max(initial=0)))
+            self.largest = max(self.largest, float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0)))
 
     @property
     def decibels(self) -> float:
@@ -81,6 +85,7 @@ def check_session(
     level: Level = "all",
     entries: Mapping[str, str] | None = None,
     least_sqnr_db: float | None = None,
+    least_float_sqnr_db: float | None = None,
     float_model: ModelProto | None = None,
     progress: bool = True,
 ) -> Report:
@@ -96,13 +101,15 @@ def check_session(
         level: of the session's graph optimization; `all` is the runtime's default.
         entries: configuration entries of the session, such as `session.qdq_matmulnbits_accuracy_level`.
         least_sqnr_db: what the outputs must reach to pass; None asks nothing of them.
+        least_float_sqnr_db: what the outputs must reach against those of the float model.
         float_model: what was quantized, to say too how far the session's outputs are from it.
         progress: show a progress bar.
 
     Returns:
         Rows `site`, `kind`, `max_lsb`, `mean_lsb`, `elements`; summary `activations_max_lsb`, `sqnr_db` (outputs of the
-        session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site; with a float
-        model `float_sqnr_db`.
+        session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site, no
+        NaN that the simulation has not, the ratios that are asked for, and something compared (else
+        `reason`); with a float model `float_sqnr_db`.
 
     Raises:
         ModelError: the runtime cannot load the model in such a session.
@@ -131,7 +138,8 @@ def check_session(
             taught = {**feeds, **_taught(sim.capture(feeds), fed)}
             for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
                 sites[site].add(left, right)
-    report = _report(sites, outputs, least_sqnr_db, level)
+    gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
+    report = _report(sites, outputs, gates, level)
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
     return Report(report.title, report.rows, {**report.summary, **extra})
 
@@ -142,7 +150,9 @@ def _cuttable(model: ModelProto) -> list[Cut]:
     return [cut for cut in find_cuts(model) if makers[cut.compared].op_type == "QuantizeLinear"]
 
 
-def _report(sites: Mapping[str, _Site], outputs: _Outputs, least: float | None, level: str) -> Report:
+def _report(
+    sites: Mapping[str, _Site], outputs: _Outputs, gates: Sequence[tuple[_Outputs, float | None]], level: str
+) -> Report:
     rows = [
         {
             "site": site,
@@ -154,9 +164,21 @@ def _report(sites: Mapping[str, _Site], outputs: _Outputs, least: float | None, 
         for site, found in sites.items()
     ]
     worst = max((found.largest for found in sites.values()), default=0.0)
-    passed = worst <= 1 and (least is None or outputs.decibels >= least)
+    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off"]
+    if any(found.invented for found, _ in gates):
+        reasons.append("an output is NaN or infinite where it should be finite")
+    reasons += [
+        f"the outputs reach {found.decibels:.4g} dB, not {least:g}"
+        for found, least in gates
+        if least is not None and not found.decibels >= least
+    ]
+    gated = any(least is not None and found.elements for found, least in gates)
+    if not gated and not any(found.elements for found in sites.values()):
+        reasons.append("nothing was compared: no site has codes of its own; say what the outputs must reach (min_sqnr)")
+    passed = not reasons
+    said = {} if passed else {"reason": "; ".join(reasons)}
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
-    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed}
+    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **said}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends})
 
 

@@ -138,7 +138,7 @@ def _add_validate(commands: Any) -> None:
     validate = _command(
         commands,
         "validate",
-        "check a quantized ONNX model (exit 1 on errors, 2 if unreadable)",
+        "check a quantized ONNX model (exit 1 on errors or if nothing is quantized, 2 if unreadable)",
         "qsdk validate model.onnx --json",
     )
     validate.add_argument("model")
@@ -151,7 +151,7 @@ def _add_parity(commands: Any) -> None:
         commands,
         "parity",
         "compare a Q/DQ file in ONNX Runtime's own session with its simulation, site by site (exit 1 if they differ)",
-        "qsdk parity model.onnx --data test.npz --level all --min-sqnr 40",
+        "qsdk parity model.onnx --data test.npz --float float.onnx --min-float-sqnr 20",
     )
     parity.add_argument("model", help="a Q/DQ ONNX file")
     _add_data(parity)
@@ -169,8 +169,13 @@ def _add_parity(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="configuration entry of the session, such as session.qdq_matmulnbits_accuracy_level=0",
     )
-    parity.add_argument("--min-sqnr", type=float, metavar="DB", help="what the outputs must reach as well")
+    parity.add_argument(
+        "--min-sqnr", type=float, metavar="DB", help="what the outputs must reach, against the simulation's"
+    )
     parity.add_argument("--float", metavar="FILE", help="the float model, to say how far the outputs are from it")
+    parity.add_argument(
+        "--min-float-sqnr", type=float, metavar="DB", help="what the outputs must reach, against those of --float"
+    )
     parity.add_argument("--against", metavar="FILE", help="compare with the simulation of this Q/DQ file instead")
     parity.set_defaults(run="qsdk.commands.parity:run")
 

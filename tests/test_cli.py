@@ -446,3 +446,26 @@ def test_a_process_exits_with_the_code(folder: Path, model: str, code: int):
 def test_the_command_line_is_light_to_import():
     code = "import sys, qsdk.cli; print(sorted({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_file_in_which_nothing_is_quantized_fails(at: Path, capsys):
+    for command in (("validate",), ("parity", "--data", "images.npz")):
+        code, _, err = said(capsys, command[0], "float.onnx", *command[1:])
+        assert code == 1
+        assert "float.onnx: nothing in the file is quantized; give the file that" in err
+
+
+def test_parity_gates_the_distance_from_the_float_model(at: Path, capsys):
+    asked = ("parity", "model.onnx", "--data", "images.npz", "--float", "float.onnx", "--min-float-sqnr")
+    assert said(capsys, *asked, "10")[0] == 0
+    found = document(capsys, *asked, "200", code=1)
+    assert found["summary"]["activations_max_lsb"] <= 1
+    assert "dB, not 200" in found["summary"]["reason"]
+    code, _, err = said(capsys, "parity", "model.onnx", "--data", "images.npz", "--min-float-sqnr", "10")
+    assert code
+    assert "name it with --float FILE" in err
+    code, _, err = said(
+        capsys, "parity", "model.onnx", "--data", "images.npz", "--against", "model.onnx", "--min-sqnr", "1"
+    )
+    assert code
+    assert "leave out --min-sqnr" in err

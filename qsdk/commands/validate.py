@@ -1,15 +1,23 @@
 """`qsdk validate`. It loads nothing that the check does not need, so that it is quick in CI."""
 
+import sys
 from argparse import Namespace
 
 from onnx_backend.model import load
+from onnx_backend.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
 from onnx_backend.validate import validate
 from qsdk.commands.printing import show
+from qsdk.core.report import Report
 
 
 def run(options: Namespace) -> int:
-    """Check a model; 1 where there are errors, with `--strict` also where there are warnings."""
-    report = validate(load(options.model))
-    show(report, as_json=options.json)
+    """Check a model; 1 on errors or where nothing is quantized, with `--strict` on warnings too."""
+    model = load(options.model)
+    report, quantized = validate(model), is_anything_quantized(model)
+    said = {} if quantized else {"reason": NOTHING_QUANTIZED}
+    show(Report(report.title, report.rows, {**report.summary, **said}), as_json=options.json)
+    if not quantized:
+        print(f"{options.model}: {NOTHING_QUANTIZED}", file=sys.stderr)
+        return 1
     counted = report.summary["errors"] + (report.summary["warnings"] if options.strict else 0)
     return 1 if counted else 0
