@@ -12,6 +12,7 @@ from onnx import ModelProto, TensorProto, helper
 from onnx_backend.feeding import as_feeds, batches_of, run_session
 from onnx_backend.model import load, names_in, producers, rename_inputs, unique
 from onnx_backend.normal_qdq import normalised
+from onnx_backend.parity import require_values
 from onnx_backend.parity_cuts import Cut, find_cuts
 from onnx_backend.parity_tally import lsb
 from onnx_backend.runtime_input import session_of
@@ -122,14 +123,12 @@ def check_session(
     original = None if float_model is None else _session(float_model, "all", None)
     cut, fed = cut_at_codes(sites_in, cuts)
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
-    sites, outputs, to_float = (
-        {cut.site: _Site(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts},
-        _Outputs(),
-        _Outputs(),
-    )
+    sites = {cut.site: _Site(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
+    outputs, to_float = _Outputs(), _Outputs()
     for number, batch in batches_of(data, "parity", progress):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
+        require_values(feeds, list(feeds), number)
         got = run_session(whole, feeds, where)
         outputs.add(got, sim.run(feeds))
         if original is not None:
@@ -139,9 +138,8 @@ def check_session(
             for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
                 sites[site].add(left, right)
     gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
-    report = _report(sites, outputs, gates, level)
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
-    return Report(report.title, report.rows, {**report.summary, **extra})
+    return _report(sites, outputs, gates, level, extra)
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
@@ -151,7 +149,11 @@ def _cuttable(model: ModelProto) -> list[Cut]:
 
 
 def _report(
-    sites: Mapping[str, _Site], outputs: _Outputs, gates: Sequence[tuple[_Outputs, float | None]], level: str
+    sites: Mapping[str, _Site],
+    outputs: _Outputs,
+    gates: Sequence[tuple[_Outputs, float | None]],
+    level: str,
+    extra: Mapping[str, float],
 ) -> Report:
     rows = [
         {
@@ -179,7 +181,7 @@ def _report(
     said = {} if passed else {"reason": "; ".join(reasons)}
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
     ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **said}
-    return Report("Parity of the session with the simulation", rows, {**facts, **ends})
+    return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
 
 
 def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:

@@ -107,3 +107,29 @@ def test_a_dynamic_range_is_not_cut():
     qsdk.calibrate(sim, [VECTORS], progress=False)
     report = check_session(sim.qdq_model(), [VECTORS], progress=False)
     assert report.summary["passed"], str(report)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_where_nothing_is_compared_nothing_passes():
+    sim = qsdk.quantize(mlp(), None, w8a8().override("*", activation="float32"))
+    qsdk.calibrate(sim, [VECTORS], progress=False)
+    report = check_session(sim.qdq_model(), [VECTORS], progress=False)
+    assert not report.summary["passed"]
+    assert "nothing was compared" in report.summary["reason"]
+    assert check_session(sim.qdq_model(), [VECTORS], least_sqnr_db=20, progress=False).summary["passed"]
+    with pytest.raises(DataError, match="batch 0: the input 'x' holds NaN"):
+        check_session(lowered("w8a8"), [np.full_like(IMAGES, np.nan)], progress=False)
+    with pytest.raises(DataError, match="batch 0 holds no values"):
+        check_session(lowered("w8a8"), [IMAGES[:0]], progress=False)
+
+
+def test_an_output_that_is_nan_never_passes():
+    sim = qsdk.quantize(mlp(), None, w8a8().override("*", activation="float32"))
+    qsdk.calibrate(sim, [VECTORS], progress=False)
+    spoiled = mlp()
+    spoiled.graph.initializer[-1].raw_data = np.full(3, np.nan, np.float32).tobytes()
+    against = check_session(
+        sim.qdq_model(), [VECTORS], least_float_sqnr_db=-1000, float_model=spoiled, progress=False
+    ).summary
+    assert np.isnan(against["float_sqnr_db"])
+    assert not against["passed"]

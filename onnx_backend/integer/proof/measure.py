@@ -47,7 +47,8 @@ def measure(
 
     Raises:
         DataError: the inputs are none that the model can compute on (an index beyond its table).
-        IntegerError: ONNX Runtime and the reference disagree, or an accumulator exceeds its bound.
+        IntegerError: ONNX Runtime and the reference disagree, an accumulator exceeds its bound, or the Q/DQ model
+            gives NaN.
     """
     names = [info.name for info in integer.graph.output]
     session = simulation_session(integer)
@@ -58,6 +59,8 @@ def measure(
             f"the integer model does not run on the inputs of the measurement ({error}); give inputs that the model "
             "takes: data=[batch]"
         ) from error
+    theirs = [] if edges != "float" else simulation_session(source).run(names, dict(inputs))
+    _require_numbers(dict(zip(names, theirs, strict=False)))
     expected = run_reference(integer, inputs, every_tensor=True) if reference else ours
     for name in names:
         if not np.array_equal(ours[name], expected[name]):
@@ -69,13 +72,28 @@ def measure(
         _note_accumulators([op for op in operations if isinstance(op, Requantization)], expected)
     if edges != "float":
         return {"max_lsb": None, "differing": None, "reference_equal": reference or None}
-    theirs = simulation_session(source).run(names, dict(inputs))
     scales = [_output_scale(integer, name, ours[name].ndim) for name in names]
-    steps = [np.abs(ours[n] - t) / s for n, t, s in zip(names, theirs, scales, strict=True)]
+    with np.errstate(invalid="ignore"):  # of two equal infinities, which are no distance apart
+        off = [np.where(ours[n] == t, 0, np.abs(ours[n] - t)) for n, t in zip(names, theirs, strict=True)]
+    steps = [np.nan_to_num(o / s, nan=np.inf, posinf=np.inf) for o, s in zip(off, scales, strict=True)]
     largest = max((float(np.rint(step).max()) for step in steps if step.size), default=0.0)
     elements = max(sum(step.size for step in steps), 1)
     differing = sum(int((step > 0.5).sum()) for step in steps) / elements
     return {"max_lsb": largest, "differing": differing, "reference_equal": reference or None}
+
+
+def _require_numbers(outputs: Mapping[str, Array]) -> None:
+    """Hold that the Q/DQ model gives numbers, which alone integers can stand for.
+
+    Raises:
+        IntegerError: it gives NaN.
+    """
+    for name, values in outputs.items():
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            raise IntegerError(
+                f"the Q/DQ model gives NaN in the output {name!r} on the inputs of the measurement, which no integer "
+                "stands for; calibrate so that no divisor's grid holds 0, or give inputs that it computes: data=[batch]"
+            )
 
 
 def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mapping[str, Array]) -> None:
