@@ -21,7 +21,7 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
     modules = dict(model.named_modules(remove_duplicate=False))
     for module in modules.values():
         drop_quantizers(module)
-    runtime.quantizers = dict.fromkeys(silent)
+    runtime.quantizers = dict.fromkeys((*silent, *runtime.only_training))
     for site, decision in plan.decisions.items():
         runtime.quantizers[site] = None if decision.spec is None else _quantizer(modules, decision)
     for quantizer in runtime.quantizers.values():

@@ -1,7 +1,9 @@
 """Frames: one call of a wrapped module each, and how calls and their ops are called in sites."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 
 @dataclass
@@ -15,6 +17,7 @@ class Frame:
         guest: whether this is the call of a guest (`as_guest`): a leaf whose modules are called by its caller.
         recording: whether gradients were recorded when it was called.
         hook: what then decided how tensors are saved (`recomputation.saving_hook`).
+        training: whether the module was in train mode.
         counts: how often each op and child was called in it.
     """
 
@@ -24,6 +27,7 @@ class Frame:
     guest: bool = False
     recording: bool = False
     hook: Any = None
+    training: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     def next(self, name: str) -> int:
@@ -36,6 +40,17 @@ class Frame:
         """Count a call of an op in this frame and give it as owner of a site."""
         owner = f"{self.name}/{name}" if self.name else name
         return f"{owner}.{self.next(name)}"
+
+
+class Watcher(Protocol):
+    """Learns the wiring of a model while it runs."""
+
+    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
+        """A torch function was called in this frame."""
+
+    def wrote_over(self, site: str, x: Tensor) -> Tensor:
+        """An op wrote its result over its argument; gives the tensor to go on with."""
+        ...
 
 
 def name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:

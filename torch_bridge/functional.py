@@ -58,3 +58,13 @@ def reads_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> boo
 
 def _holds_tensor(value: Any) -> bool:
     return any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
+
+
+def asks_again_for_gradients(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether this is `x.requires_grad = True` of a tensor that has it.
+
+    torch refuses that of what is computed; in a sim an input is computed too, since its scale is learned.
+    """
+    if getattr(func, "__name__", "") != "__set__":
+        return False
+    return getattr(func.__self__, "__name__", "") == "requires_grad" and args[0].requires_grad and bool(args[1])  # type: ignore[attr-defined]

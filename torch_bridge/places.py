@@ -7,6 +7,7 @@ their predecessors.
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,23 @@ import torch
 from qsdk.core.errors import ModelError
 
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module, or of an op, in a forward pass.
+
+    Attributes:
+        name: with its number; the owner of its sites.
+        parent: name of the call of a module that it stands in.
+        op: whether it is an op.
+        place: line of the user's code.
+    """
+
+    name: str
+    parent: str
+    op: bool
+    place: str
 
 
 def place() -> str:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch_bridge.computed import Computed, fold_computed
 from torch_bridge.find_folds import find_folds
 from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
 from torch_bridge.live_norms import KeptNorm, keep
+from torch_bridge.module_state import Attributes, attributes_of, caches_of, put_back, renewed, tensors_in
 from torch_bridge.own_forward import drop_autocast, require_copied_forwards
 from torch_bridge.places import ambiguous
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
 from torch_bridge.structure import input_names, leaves_of, tensors_of
 from torch_bridge.training import restore_modes
+from torch_bridge.training_path import look_in_training, set_training_path
 from torch_bridge.wiring import watch
 from torch_bridge.wrapper import is_wrapped, keep_norms, state_of, unwrap_model, wrap_model
 
@@ -86,13 +89,17 @@ def prepare(
 
     try:
         own.eval()
+        attributes = attributes_of(own)
+        undone.append(partial(_give_back, attributes))
         autocast = drop_autocast(own, undone)
         if not in_place:
             require_copied_forwards(own)
         computed = fold_computed(own, lambda: run_example(own, given), undone)
         if not in_place:
             undone.clear()  # nobody sees the copy
-        prepared = _wrap_and_fold(own, given, config, fold_batch_norm, computed, undone if in_place else None, undo)
+        prepared = _wrap_and_fold(
+            own, given, config, fold_batch_norm, computed, undone if in_place else None, undo, attributes
+        )
         said = "left out: mixed precision is of the training, the sim computes in the types of the parameters"
         return replace(
             prepared, notes={**prepared.notes, **{f"{path or 'self'} (autocast)": said for path in autocast}}
@@ -111,6 +118,7 @@ def _wrap_and_fold(
     computed: Sequence[Computed],
     undone: list[Callable[[], None]] | None,
     undo: Callable[[], None],
+    attributes: Attributes,
 ) -> Prepared:
     declared = config.layers or {}
     runtime = wrap_model(own, declared)
@@ -139,22 +147,57 @@ def _wrap_and_fold(
     runtime.overwritten = frozenset(layers.get(site, site) for site in wiring.overwritten)
     names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
-    sites: list[str] = []
-
-    def note(site: str, x: Tensor) -> Tensor:
-        sites.append(site)
-        return x
-
-    runtime.notes_places = True
-    with runtime.in_phase("visit", note), torch.no_grad():
-        outputs = forms_of(leaves_of(run_example(own, given)))
-    runtime.notes_places, runtime.places = False, ambiguous(runtime.places)
+    sites, outputs, failed = _learn_paths(own, runtime, given, attributes)
     folded = tuple(fold.norm for fold in folds)
     notes = {
         f"{c.path}.{c.name}" if c.path else c.name: f"{c.how} is folded into its value, which is a plain tensor now"
         for c in computed
     }
-    return Prepared(own, runtime, given, tuple(dict.fromkeys(sites)), outputs, unfolded, folded, notes, undo)
+    if failed:
+        notes["train mode"] = f"not looked at, because the model does not run on the example there: {failed}"
+    return Prepared(own, runtime, given, sites, outputs, unfolded, folded, notes, undo)
+
+
+def _learn_paths(
+    own: nn.Module, runtime: Runtime, given: Example, empty: Attributes
+) -> tuple[tuple[str, ...], Sequence[Form], str]:
+    """Run a wrapped model in both modes.
+
+    Args:
+        own: the model, which has run in eval mode.
+        runtime: learns the path that training takes, and what modules cache.
+        given: what it is run with.
+        empty: its attributes before it ran.
+
+    Returns:
+        The sites of eval mode, its outputs, and why train mode could not be looked at, if so.
+    """
+    sites: dict[str, None] = {}
+
+    def note(site: str, x: Tensor) -> Tensor:
+        sites[site] = None
+        return x
+
+    look = look_in_training(own, runtime, lambda: run_example(own, given))
+    for (module, name), image in look.emptied.items():
+        vars(module)[name] = renewed(image)
+    if look.emptied:
+        with runtime.in_phase("float"), torch.no_grad():
+            run_example(own, given)
+    with runtime.in_phase("float"):
+        runtime.caches = caches_of(own, {**empty, **look.emptied}, lambda: run_example(own, given))
+    runtime.noted = []
+    with runtime.in_phase("visit", note), torch.no_grad():
+        outputs = forms_of(leaves_of(run_example(own, given)))
+    calls, runtime.noted = runtime.noted, None
+    runtime.places = ambiguous({call.name: call.place for call in calls})
+    set_training_path(runtime, calls, sites, look)
+    return tuple(sites), outputs, look.failed
+
+
+def _give_back(attributes: Attributes) -> None:
+    for (module, name), image in attributes.items():
+        vars(module)[name] = put_back(image)
 
 
 def require_wrappable(model: nn.Module) -> None:
@@ -193,9 +236,8 @@ def run_example(model: nn.Module, example: Example) -> Any:
 
 def _copied(model: nn.Module) -> nn.Module:
     # weight norms leave their last result in the module, which copy refuses as part of a graph
-    kept = [value for module in model.modules() for value in vars(module).values()]
-    kept += [item for value in kept if isinstance(value, list) for item in value]
-    memo = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
+    kept = [tensor for module in model.modules() for tensor in tensors_in(vars(module))]
+    memo = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
     try:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:

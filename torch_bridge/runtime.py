@@ -3,7 +3,8 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from torch.overrides import TorchFunctionMode
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.attention import stand_in
-from torch_bridge.frames import Frame, name_of_call
-from torch_bridge.functional import makes_value, op_name
+from torch_bridge.frames import Frame, Watcher, name_of_call
+from torch_bridge.functional import asks_again_for_gradients, makes_value, op_name
 from torch_bridge.later_inputs import LaterInputs, only_moves
-from torch_bridge.places import place, require_place
+from torch_bridge.marks import mark
+from torch_bridge.module_state import Cache
+from torch_bridge.places import Call, place, require_place
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.recomputation import records_gradients, refuse_lost_sites, refuse_reused, saving_hook
 from torch_bridge.rectifiers import ceiling_of_call
@@ -25,17 +28,6 @@ from torch_bridge.written_norms import as_written
 
 Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
-
-
-class Watcher(Protocol):
-    """Learns the wiring of a model while it runs."""
-
-    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
-        """A torch function was called in this frame."""
-
-    def wrote_over(self, site: str, x: Tensor) -> Tensor:
-        """An op wrote its result over its argument; gives the tensor to go on with."""
-        ...
 
 
 class Runtime:
@@ -56,7 +48,12 @@ class Runtime:
         told: is given the values of every site that is simulated, with its name.
         ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
         places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
-        notes_places: whether the places of all calls are being noted.
+        noted: all calls, while they are being noted.
+        training_names: call as it is numbered in train mode -> its name, where that is another.
+        training_places: as `places`, for calls as they are numbered in train mode.
+        placed: whether there is any of these three.
+        only_training: site -> kind of what only train mode has; it is float.
+        caches: what modules keep of their parameters in eval mode.
         inputs: names of those that the example had.
         later: what comes from others while a forward pass has them.
         course: what schedules have changed, while the model is trained (`course.Course`).
@@ -79,7 +76,12 @@ class Runtime:
         self.course: object | None = None
         self.inputs: frozenset[str] = frozenset()
         self.places: dict[str, str] = {}
-        self.notes_places = False
+        self.noted: list[Call] | None = None
+        self.training_names: dict[str, str] = {}
+        self.training_places: dict[str, str] = {}
+        self.placed = False
+        self.only_training: dict[str, str] = {}
+        self.caches: tuple[Cache, ...] = ()
         self.later: LaterInputs | None = None
 
     @contextmanager
@@ -101,17 +103,26 @@ class Runtime:
         finally:
             self.told = None
 
-    def at_its_place(self, call: str) -> str:
-        """Note the place of a call, or hold it against that of the example; gives the call.
+    def at_its_place(self, call: str, frame: Frame | None, *, op: bool = True) -> str:
+        """Note the place of a call, or hold it against that of the example; gives the name of the call.
 
         Raises:
             ModelError: it is another.
         """
-        if self.notes_places:
-            self.places[call] = place()
-        elif self.phase == "quantize" and call in self.places and not torch.compiler.is_compiling():
-            require_place(call, self.places[call])
-        return call
+        if self.noted is not None:
+            self.noted.append(Call(call, "" if frame is None else frame.name, op, place()))
+            return call
+        if not self.placed:
+            return call
+        training = frame is not None and frame.training
+        places = self.training_places if training else self.places
+        if self.phase == "quantize" and call in places and not torch.compiler.is_compiling():
+            require_place(call, places[call])
+        return self.training_names.get(call, call) if training else call
+
+    def in_file(self, site: str) -> str | None:
+        """A site, if not only training has it."""
+        return None if site in self.only_training else site
 
     def is_later(self, name: str, value: Any) -> bool:
         """Whether an input holds tensors, and the example did not have it."""
@@ -126,6 +137,8 @@ class Runtime:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         ceiling: float | None = None,
+        *,
+        training: bool = False,
     ) -> Any:
         """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
 
@@ -137,21 +150,24 @@ class Runtime:
             args: what it is called with.
             kwargs: and by keyword.
             ceiling: upper bound of a ReLU.
+            training: whether the module is in train mode.
         """
         parent = self.frame
         if self.phase == "float" or (parent is not None and parent.leaf and not parent.guest):
             return forward(*args, **kwargs)
         if parent is None and paths[0] in self.reused:
             refuse_reused(paths[0])
-        frame = Frame(paths[0], name_of_call(parent, paths), leaf)
-        if self.places or self.notes_places:
-            self.at_its_place(frame.name)
+        frame = Frame(paths[0], name_of_call(parent, paths), leaf, training=training)
+        if self.placed or self.noted is not None:
+            frame.name = self.at_its_place(frame.name, parent, op=False)
         if records_gradients():
             frame.recording, frame.hook = True, saving_hook()
         self.frame = frame
         try:
             if leaf and self.later is not None and self.later.read_by(args, kwargs):
-                return self.later.make(forward(*args, **kwargs), site_name(frame.name, "output"), self.quantizers)
+                return self.later.make(
+                    forward(*args, **kwargs), self.in_file(site_name(frame.name, "output")), self.quantizers
+                )
             if ceiling is not None and (made := self.rectified(frame.name, ceiling, args)) is not None:
                 return made
             if parent is None:
@@ -177,7 +193,7 @@ class Runtime:
         caller = self.frame
         if caller is None or caller.leaf:
             return forward(*args, **kwargs)
-        self.frame = Frame(caller.path, caller.name, True, True, caller.recording, caller.hook, caller.counts)
+        self.frame = replace(caller, leaf=True, guest=True)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -329,6 +345,8 @@ class SiteMode(TorchFunctionMode):
     ) -> Any:
         """Run the function and quantize what it gives; a fused one as the ops that it is made of."""
         frame = self.runtime.frame
+        if asks_again_for_gradients(func, args):
+            return None
         if func is Tensor.unflatten:
             func = torch.unflatten  # the same op; torch.compile does not trace the method's super() under a mode
         if getattr(func, "__name__", "") == "tag_activation_checkpoint":  # torch.compile calls what is checkpointed
@@ -343,7 +361,9 @@ class SiteMode(TorchFunctionMode):
             name = op_name(func)
             ceiling = ceiling_of_call(name, args, kwargs) if name else None
             if name and ceiling is not None and self.runtime.phase == "quantize":
-                return self._rectified(self.runtime.at_its_place(frame.next_op(name)), func, ceiling, args, kwargs)
+                return self._rectified(
+                    self.runtime.at_its_place(frame.next_op(name), frame), func, ceiling, args, kwargs
+                )
         result = (as_written(func) if self.runtime.phase == "mark" else func)(*args, **(kwargs or {}))
         if frame is not None and self.runtime.watcher is not None:
             self.runtime.watcher.read(frame, (args, kwargs), result)
@@ -351,7 +371,7 @@ class SiteMode(TorchFunctionMode):
             return result
         if name is None or not makes_value(name, args, kwargs):
             return result
-        return self.runtime.emit_result(self.runtime.at_its_place(frame.next_op(name)), result, args)
+        return self.runtime.emit_result(self.runtime.at_its_place(frame.next_op(name), frame), result, args)
 
     def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
@@ -362,7 +382,9 @@ class SiteMode(TorchFunctionMode):
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), op_name(func)
         computes = isinstance(result, Tensor) and result.is_floating_point() and name is not None
-        site = site_name(frame.next_op(name), "output") if computes and name is not None else None
+        site = None
+        if computes and name is not None:
+            site = self.runtime.in_file(site_name(frame.next_op(name), "output"))
         return later.make(result, site, self.runtime.quantizers)
 
     def _rectified(
@@ -372,8 +394,3 @@ class SiteMode(TorchFunctionMode):
         if made is None:
             made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), args)
         return made
-
-
-def mark(x: Tensor, site: str) -> Tensor:
-    """Write a site's name into the graph being exported: a node `qsdk::Quantizer(x){key=site}`."""
-    return torch.onnx.ops.symbolic("qsdk::Quantizer", (x,), {"key": site}, dtype=x.dtype, shape=x.shape, version=1)

@@ -110,7 +110,10 @@ class QuantSim(StatefulSim):
 
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why."""
-        report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead)
+        only_training = self.runtime.only_training
+        report = coverage_report(
+            self.plan, not_exercised=self.not_exercised, dead=self._dead, only_training=only_training
+        )
         report = with_reasons(report, self.bias_remarks())
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
         staying = stays_folded(self.model)

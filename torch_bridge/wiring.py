@@ -21,6 +21,7 @@ class Wiring:
         found = model.named_modules(remove_duplicate=False)
         self.first_path = {path: state_of(module).path for path, module in found}
         self.kept: list[Tensor] = []  # keeps ids unique while we watch
+        self.sites: dict[str, None] = {}  # in the order in which they are reached
         self.maker: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
         self.read_by_maker: dict[int, Tensor] = {}  # what a function computes -> the first tensor that it reads
@@ -34,6 +35,7 @@ class Wiring:
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Note which owner made a tensor."""
         self.kept.append(x)
+        self.sites[site] = None
         self.versions[id(x)] = site, x._version
         if port_of(site) == "output":
             owner = without_calls(owner_of(site))

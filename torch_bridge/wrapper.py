@@ -27,6 +27,7 @@ from torch_bridge.later_inputs import LaterInputs
 from torch_bridge.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.learned_state import keep_float32, meet_learned, prepare_buffers
 from torch_bridge.live_norms import KeptNorm, meet_checkpoint
+from torch_bridge.module_state import forgotten
 from torch_bridge.own_forward import give_own_forward, take_own_forward
 from torch_bridge.parallel import of_the_sharding, require_synchronized
 from torch_bridge.quantizer import Quantizer
@@ -150,6 +151,9 @@ class _Quantized(nn.Module):
         inner = state.own_forward or inner
         if state.guest:
             return runtime.as_guest(inner, args, kwargs)
+        if runtime.phase == "float" and runtime.caches and state.path == "":
+            with forgotten(runtime.caches):
+                return inner(*args, **kwargs)
         if state.live is not None and runtime.phase != "float":
             if state.live.norm is not self:
                 inner = functools.partial(state.live.run, runtime, inner)
@@ -160,9 +164,12 @@ class _Quantized(nn.Module):
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
-            return self._root_forward(runtime, inner, args, kwargs)
+            with forgotten(runtime.caches):
+                return self._root_forward(runtime, inner, args, kwargs)
         ceiling = ceiling_of(self) if state.leaf else None
-        return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs, ceiling)
+        return runtime.call(
+            state.paths, state.leaf, state.has_output, inner, args, kwargs, ceiling, training=self.training
+        )
 
     def _root_forward(
         self, runtime: Runtime, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,7 +185,7 @@ class _Quantized(nn.Module):
         state = state_of(self)
         runtime.later = LaterInputs(later) if later else None
         try:
-            return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs)
+            return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs, training=self.training)
         finally:
             runtime.later = None
 

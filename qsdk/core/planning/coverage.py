@@ -1,6 +1,6 @@
 """Coverage: what the plan decided, as a report, the same at both doors."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qsdk.core.errors import ConfigError
@@ -9,11 +9,25 @@ from qsdk.core.report import Report
 from qsdk.core.site import nearest_owners, owner_of
 
 
-def coverage_report(plan: Plan, *, not_exercised: Collection[str] = (), dead: Sequence[str] = ()) -> Report:
-    """List every tensor: quantized, tied, float or not exercised; what, how and why."""
+def coverage_report(
+    plan: Plan,
+    *,
+    not_exercised: Collection[str] = (),
+    dead: Sequence[str] = (),
+    only_training: Mapping[str, str] | None = None,
+) -> Report:
+    """List every tensor: quantized, tied, float or not exercised; what, how and why.
+
+    Args:
+        plan: of the sim.
+        not_exercised: sites that the example did not reach.
+        dead: sites whose values reach no output.
+        only_training: site -> kind of what a forward computes in train mode alone.
+    """
     rows = [_row(decision, decision.site in not_exercised) for decision in plan.decisions.values()]
     rows += [_row(decision, False) for decision in plan.inside]
-    rows += [_dead(site) for site in dead]
+    rows += [_float(site, "activation", "dead: its value reaches no output") for site in dead]
+    rows += [_float(site, kind, "runs only in training") for site, kind in (only_training or {}).items()]
     states = [row["state"] for row in rows]
     summary = {state.replace(" ", "_"): states.count(state) for state in ("quantized", "tied", "float")}
     return Report("Coverage", rows, {**summary, "not_exercised": states.count("not exercised")})
@@ -52,6 +66,6 @@ def _granularity(decision: Decision) -> str:
     return str(decision.spec.granularity) if decision.spec is not None and decision.quantized else ""
 
 
-def _dead(site: str) -> dict[str, Any]:
-    facts = {"op_type": "", "kind": "activation", "state": "float", "dtype": "float32", "granularity": ""}
-    return {"site": site, **facts, "reason": "dead: its value reaches no output"}
+def _float(site: str, kind: str, reason: str) -> dict[str, Any]:
+    facts = {"op_type": "", "kind": kind, "state": "float", "dtype": "float32", "granularity": ""}
+    return {"site": site, **facts, "reason": reason}
