@@ -15,7 +15,7 @@ from qsdk.core.errors import DataError
 from qsdk.core.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.plan import Plan
-from qsdk.core.ranges import encoding_from_range
+from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.statistics import Gather, Statistics, activation_encodings, alone, observed, of_all_ranks
 
@@ -32,7 +32,7 @@ def calibrated(
     progress: bool = True,
     sessions: SessionCache | None = None,
     gather: Gather = alone,
-) -> tuple[dict[str, Encoding], Report]:
+) -> tuple[dict[str, Encoding], Report, Mapping[str, Range]]:
     """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
 
     Args:
@@ -48,7 +48,7 @@ def calibrated(
         gather: gives what every rank gives it; the statistics of all ranks count.
 
     Returns:
-        Site -> encoding, in place of `own`, and one row for every encoding that was found.
+        Site -> encoding, in place of `own`; one row for every encoding that was found; and site -> the range seen.
 
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
@@ -71,7 +71,8 @@ def calibrated(
     found.update(activation_encodings(wanted.values(), statistics, frozen=frozen, known=own))
     _make_room_for_biases(plan, stored, found, {**own, **found, **frozen}, frozen)
     rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]
-    return {**own, **found, **frozen}, Report("Calibration", rows, {"method": method, "sites": len(rows)})
+    report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
+    return {**own, **found, **frozen}, report, statistics.ranges
 
 
 def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:

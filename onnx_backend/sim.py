@@ -155,7 +155,7 @@ class OnnxSim(StatefulSim):
             DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
             CalibrationError: a site that no batch reached. In every case the sim stays as it was.
         """
-        own, report = calibrated(
+        own, report, ranges = calibrated(
             self._marked,
             self.plan,
             self._own,
@@ -169,6 +169,7 @@ class OnnxSim(StatefulSim):
         )
         self._set(own)
         self.methods = Methods(method, weight_method, percentile)
+        report = self.leave_coarse_float(report, ranges)
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
@@ -231,7 +232,7 @@ class OnnxSim(StatefulSim):
         self.methods = state.methods or self.methods
         self._set(dict(state.own))
 
-    def planned(self, config: QuantConfig) -> SimState:
+    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
         """The state that another config leads to, without data.
 
         Raises:
@@ -240,7 +241,8 @@ class OnnxSim(StatefulSim):
         """
         extra = (*self.notes.folded, *self.notes.unfolded)
         stored, methods = self.stored_floats, self.methods
-        state = replanned(self.snapshot(), self.graph, config, stored, methods=methods, extra_owners=extra)
+        before = self.snapshot()
+        state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
         return replace(state, plan=explained(state.plan, self.graph, self.notes))
 
     @property

@@ -24,6 +24,7 @@ from qsdk.core.files import write_text
 from qsdk.core.folded_norms import plain_norms, read_norms
 from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import casts_of
+from qsdk.core.planning.too_coarse import left_float
 from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
@@ -279,7 +280,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
     example, shapes = given.kwargs or given.args, given.dynamic_shapes
     sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
-    planned = sim.planned(require_config(file.state.config))
+    planned = sim.planned(require_config(file.state.config), coarse=left_float(file.state.plan))
     different = different_sites(file.state.plan, planned.plan)
     if different:
         raise ModelError(

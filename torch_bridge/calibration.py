@@ -64,6 +64,7 @@ def calibrate(
     sim.methods = Methods(method, weight_method, percentile)
     rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in found.items()]
     report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
+    report = sim.leave_coarse_float(report, statistics.ranges)
     return with_notes(report, sim.bias_remarks())
 
 

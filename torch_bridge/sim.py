@@ -210,7 +210,7 @@ class QuantSim(StatefulSim):
             if quantizer.owns_encoding:
                 quantizer.become(state.own.get(site))
 
-    def planned(self, config: QuantConfig) -> SimState:
+    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
         """The state that another config leads to, without data.
 
         Raises:
@@ -219,7 +219,8 @@ class QuantSim(StatefulSim):
         """
         extra = (*self.folded, *self._unfolded)
         stored, methods = self.stored_floats, self.methods
-        return replanned(self.snapshot(), self.graph, config, stored, methods=methods, extra_owners=extra)
+        state = self.snapshot()
+        return replanned(state, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
 
     @property
     def folded(self) -> Collection[str]:

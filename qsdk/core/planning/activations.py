@@ -8,6 +8,7 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
+from qsdk.core.planning.too_coarse import BY_CALIBRATION
 from qsdk.core.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
 
 #: ops whose values lie between fixed bounds, whatever the data
@@ -82,7 +83,7 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
         by = "a rule" if rule != "default" else "the config"
         return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}", rule=rule)
     if steers is not None:
-        return replace(bare, reason=steers, rule=rule)
+        return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
     if tensor in assembled:
         return replace(bare, reason=assembled[tensor], rule=rule)
     symmetric = wanted.symmetric_activations or dtype.kind == "minifloat"

@@ -9,8 +9,10 @@ from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.choices import Choice, Resolver
+from qsdk.core.planning.counted import becomes_integers
 from qsdk.core.planning.made_of_shapes import steering_tensors
 from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.poles import guarded_divisors
 from qsdk.core.rules import Place
 from qsdk.core.site import owner_of
 
@@ -30,8 +32,9 @@ ONNX_NAMES = MappingProxyType(
 class Context:
     """The facts that the steps of `make_plan` share."""
 
-    def __init__(self, graph: Graph, config: QuantConfig) -> None:
+    def __init__(self, graph: Graph, config: QuantConfig, coarse: Mapping[str, str] = MappingProxyType({})) -> None:
         self.graph, self.config = graph, config
+        self.coarse = {graph.sites[site]: reason for site, reason in coarse.items() if site in graph.sites}
         self.resolver = Resolver(config)
         self.operands = {index: operands_of(graph, index) for index in range(len(graph.ops))}
         self.inputs, self.outputs = frozenset(graph.inputs), frozenset(graph.outputs)
@@ -43,10 +46,13 @@ class Context:
             found.masks, "a mask of MaskedSoftmax: it only hides scores, and no grid serves it"
         )
         self.groups = self._wanted_groups(found.groups)
+        counted = becomes_integers(graph)
+        self.steers |= {**self._outside_groups({**guarded_divisors(graph), **counted}), **self.coarse}
         for op, group in self.groups.items():
             self.operands[op] = operands_of(graph, op, group.roles)
         for index, made in enumerate(graph.ops):
-            if made.outputs and all(tensor in self.steers for tensor in made.outputs):
+            layer = any(o.role in ("weight", "embedding", "bias") for o in self.operands[index])
+            if made.outputs and all(t in self.steers and not (layer and t in counted) for t in made.outputs):
                 self.operands[index] = []  # what it reads stays as it is stored
 
     def result_choice(self, tensor: int, op: int | None) -> Choice:
@@ -81,6 +87,12 @@ class Context:
                 yield self.result_place(tensor, index)
             for operand in self.operands[index]:
                 yield self.stored_place(index, operand.root)
+
+    def _outside_groups(self, reasons: Mapping[int, str]) -> dict[int, str]:
+        """Those of some tensors that are not inside a supergroup, where nothing is quantized anyway."""
+        makers = {tensor: self.graph.producer.get(tensor, -1) for tensor in reasons}
+        inside = {t for t, op in makers.items() if op in self.groups and self.groups[op].ops[-1] != op}
+        return {tensor: reason for tensor, reason in reasons.items() if tensor not in inside | self.steers.keys()}
 
     def _wanted_groups(self, matched: Mapping[int, Supergroup]) -> Mapping[int, Supergroup]:
         found = dict(matched)

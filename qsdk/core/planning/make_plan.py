@@ -1,6 +1,6 @@
 """Planning: which spec each site gets and why. A pure function of the graph and the config, total over its tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ConfigError
@@ -14,18 +14,21 @@ from qsdk.core.rules import Place, Rule
 from qsdk.core.site import nearest_owners, owner_of
 
 
-def make_plan(graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] = ()) -> Plan:
+def make_plan(
+    graph: Graph, config: QuantConfig, *, extra_owners: Iterable[str] = (), coarse: Mapping[str, str] | None = None
+) -> Plan:
     """Decide every tensor of the graph.
 
     Args:
         graph: read by either door.
         config: defaults and rules.
         extra_owners: owners that rules may name although they have no site (a folded BatchNorm).
+        coarse: site -> why a calibration has left it float.
 
     Raises:
         ConfigError: a rule matches nothing.
     """
-    context = Context(graph, config)
+    context = Context(graph, config, coarse or {})
     _require_matches(context, tuple(extra_owners))
     activations = constrain_matmuls(context, plan_activations(context))
     stored = constrain_norms(context, activations, plan_stored(context, activations))

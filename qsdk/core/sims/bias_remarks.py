@@ -33,6 +33,13 @@ def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:
     return Report(coverage.title, rows, coverage.summary)
 
 
+def with_left_float(report: Report, coarse: Mapping[str, str]) -> Report:
+    """A report of calibration in which the sites that it leaves float have no range, but the reason as `note`."""
+    rows = [row for row in report.rows if row["site"] not in coarse]
+    rows += [{"site": site, "dtype": "float32", "note": reason} for site, reason in coarse.items()]
+    return Report(report.title, rows, {**report.summary, "left_float": len(coarse)})
+
+
 def with_notes(report: Report, remarks: Mapping[str, str]) -> Report:
     """A report of calibration or export with the remarks as `note`, in the row of the site or in one of its own."""
     known = {row["site"] for row in report.rows}

@@ -16,6 +16,7 @@ from qsdk.core.estimators import estimator, range_of_stored
 from qsdk.core.graph import Graph
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.too_coarse import left_float
 from qsdk.core.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.sims.methods import Methods
@@ -34,6 +35,7 @@ def replanned(
     *,
     methods: Methods,
     extra_owners: Iterable[str] = (),
+    coarse: Mapping[str, str] | None = None,
 ) -> SimState:
     """Plan again with another config, without data.
 
@@ -48,13 +50,15 @@ def replanned(
         stored: reads the stored tensors.
         methods: of the last calibration.
         extra_owners: owners that rules may name although they have no site.
+        coarse: site -> why a calibration leaves it float; None for what calibrations have left so before.
 
     Raises:
         ConfigError: a rule matches no owner, or the sim has no config to change.
         DataError: NaN or inf in a stored tensor.
     """
     require_config(state.config)
-    plan = make_plan(graph, config, extra_owners=extra_owners)
+    coarse = left_float(state.plan) if coarse is None else coarse
+    plan = make_plan(graph, config, extra_owners=extra_owners, coarse=coarse)
     return SimState(config, plan, _carried_over(state, plan, stored, methods))
 
 

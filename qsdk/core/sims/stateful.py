@@ -14,8 +14,10 @@ from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.too_coarse import Observed, left_float, too_coarse
+from qsdk.core.ranges import Range
 from qsdk.core.report import Report
-from qsdk.core.sims.bias_remarks import bias_remarks
+from qsdk.core.sims.bias_remarks import bias_remarks, with_left_float
 from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import precision_config, precision_report
@@ -27,7 +29,7 @@ class StatefulSim(ABC):
 
     Attributes:
         plan: what was decided for every site.
-        graph: of the model.
+        graph: that it was planned from.
         methods: how it was calibrated the last time; the defaults where it was not.
         original_biases: what biases were that layer solvers have shifted.
     """
@@ -54,7 +56,7 @@ class StatefulSim(ABC):
         """Be again what a snapshot says."""
 
     @abstractmethod
-    def planned(self, config: QuantConfig) -> SimState:
+    def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
         """The state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
 
     @abstractmethod
@@ -169,6 +171,29 @@ class StatefulSim(ABC):
         with put_back_on_error(self), without_shifts(self, rounds=False):
             self.restore(after)
         return report
+
+    def leave_coarse_float(self, report: Report, ranges: Mapping[str, Range]) -> Report:
+        """Leave float what no grid of its range serves, for what reads it: a divisor near 0, an angle of many turns.
+
+        A sim that was opened from a Q/DQ file keeps what that file quantizes.
+
+        Args:
+            report: of the calibration that has just set the encodings.
+            ranges: site -> what was seen there.
+
+        Returns:
+            The report, with the reason as the note of each of these sites.
+        """
+        before = self.snapshot()
+        if before.config is None:
+            return report
+        coarse = too_coarse(self.graph, Observed(before.plan, ranges, before.own))
+        if not coarse:
+            return report
+        after = self.planned(before.config, coarse={**left_float(before.plan), **coarse})
+        with put_back_on_error(self):
+            self.restore(after)
+        return with_left_float(report, coarse)
 
     def replan(self, config: QuantConfig) -> None:
         """Plan again with another config; sites whose spec stays keep their encodings, the others derive theirs.

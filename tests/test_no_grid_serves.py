@@ -1,0 +1,172 @@
+"""Tensors that no grid serves stay float with the reason: guarded divisors, angles of many turns, what is counted."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_same_plan import float_onnx
+from torch import Tensor, nn
+from torch_models import calibrated, seeded
+
+from qsdk.core.config import w8a8
+from qsdk.verbs_files import load, save
+from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
+
+DIVISOR = "a divisor that is never 0"
+NEAR_ZERO = "a divisor, or what a logarithm reads"
+ANGLE = "an angle of Sin or Cos"
+COUNTED = "it becomes an integer"
+
+
+def sims(model: nn.Module, *inputs: Tensor) -> list[Any]:
+    """The model at both doors, calibrated on the inputs."""
+    at_torch = calibrated(model, inputs)
+    at_onnx = quantize(float_onnx(model, inputs), None, w8a8())
+    calibrate(at_onnx, [tuple(x.numpy() for x in inputs)], progress=False)
+    return [at_torch, at_onnx]
+
+
+def outputs(sim: Any, *inputs: Tensor) -> np.ndarray:
+    found = (
+        sim(*inputs) if isinstance(sim.plan, object) and hasattr(sim, "model") else sim(*(x.numpy() for x in inputs))
+    )
+    return found.detach().numpy() if isinstance(found, Tensor) else found[0]
+
+
+def reasons(sim: Any, start: str) -> list[str]:
+    return [d.op_type for d in sim.plan.decisions.values() if d.reason.startswith(start) and not d.quantized]
+
+
+def decibels(wanted: np.ndarray, found: np.ndarray) -> float:
+    return 10 * math.log10(float(np.square(wanted).sum() / max(float(np.square(found - wanted).sum()), 1e-20)))
+
+
+class Shares(nn.Module):
+    """Divides each row by its sum, which a guard keeps above 0."""
+
+    def __init__(self, guard: str) -> None:
+        super().__init__()
+        self.l, self.guard = nn.Linear(8, 8), guard
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(self.l(x))
+        match self.guard:
+            case "sum":
+                return a / (a.sum(-1, keepdim=True) + 1e-5)
+            case "reciprocal":
+                return a * torch.reciprocal(a.sum(-1) + 1e-5).reshape(-1, 1)
+            case "root":
+                return a / torch.sqrt(a.square().mean(-1) + 1e-6).unsqueeze(-1).expand(-1, 8)
+            case "clip":
+                return a / a.sum(-1).clamp_min(1e-6).view(-1, 1)
+            case "power":
+                return a * (a.sum(-1, keepdim=True) + 1e-5) ** -0.5
+        return torch.log(a + 1e-4)
+
+
+@pytest.mark.parametrize("guard", ["sum", "reciprocal", "root", "clip", "power", "log"])
+def test_a_guard_against_zero_keeps_its_effect(guard: str, tmp_path):
+    model = Shares(guard).eval()
+    with torch.no_grad():
+        model.l.weight.copy_(seeded(8, 8))
+        model.l.bias.fill_(-0.5)
+    x = seeded(32, 8)
+    x[0] = 0.0
+    wanted = model(x).detach().numpy()
+    for sim in sims(model, x):
+        found = outputs(sim, x)
+        assert np.isfinite(found).all()
+        assert decibels(wanted, found) > (15 if guard == "log" else 20)
+        assert reasons(sim, "never 0" if guard == "log" else DIVISOR)
+    path = tmp_path / "model.onnx"
+    export(sim, path)
+    assert check_parity(sim, path, [x.numpy()], progress=False).summary["passed"]
+    to_integer(path, tmp_path / "model.int.onnx")
+
+
+class Ratio(nn.Module):
+    """Divides one tensor by another."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x / (y * 2.0)
+
+
+def test_a_divisor_that_comes_near_zero_is_left_float_by_the_calibration(tmp_path):
+    x, y = seeded(64, 4), torch.linspace(1e-3, 10.0, 256).reshape(64, 4)
+    wanted = Ratio()(x, y).numpy()
+    for sim in sims(Ratio(), x, y):
+        assert set(reasons(sim, NEAR_ZERO)) == {"Mul", "Input"}
+        assert np.isfinite(outputs(sim, x, y)).all()
+        assert decibels(wanted, outputs(sim, x, y)) > 30
+        calibrate(sim, [(x.numpy(), y.numpy()) if not hasattr(sim, "model") else (x, y)], progress=False)
+        assert set(reasons(sim, NEAR_ZERO)) == {"Mul", "Input"}
+    sim = sims(Ratio(), x, y)[0]
+    sim.set_precision("div.0", activation="uint16")  # plans again
+    assert set(reasons(sim, NEAR_ZERO)) == {"Mul", "Input"}
+    save(sim, tmp_path / "ratio.sim")
+    again = load(tmp_path / "ratio.sim", Ratio())
+    assert torch.equal(again(x, y), sim(x, y))
+
+
+def test_a_divisor_far_from_zero_is_quantized():
+    x, y = seeded(64, 4), torch.linspace(1.0, 2.0, 256).reshape(64, 4)
+    for sim in sims(Ratio(), x, y):
+        assert not reasons(sim, NEAR_ZERO)
+        assert all(d.quantized for d in sim.plan.decisions.values() if d.op_type in ("Mul", "Input"))
+
+
+class Features(nn.Module):
+    """Sines of a moment times frequencies, as time embeddings have them, and a layer."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.head, self.spelling = nn.Linear(16, 4), spelling
+        self.register_buffer("frequencies", 10000.0 ** -torch.linspace(0, 1, 16))
+
+    def forward(self, t: Tensor) -> Tensor:
+        if self.spelling == "outer":
+            return self.head(torch.sin(t @ self.frequencies[None]))
+        angles = t * self.frequencies
+        return self.head(torch.sin(angles.reshape(-1, 16) + 0.25))
+
+
+@pytest.mark.parametrize("spelling", ["product", "outer"])
+def test_angles_of_many_turns_are_left_float_by_the_calibration(spelling: str, tmp_path):
+    torch.manual_seed(0)
+    model, t = Features(spelling).eval(), torch.linspace(0, 50000, 64).reshape(-1, 1)
+    wanted = model(t).detach().numpy()
+    for sim in sims(model, t):
+        assert "Input" in reasons(sim, ANGLE)
+        assert decibels(wanted, outputs(sim, t)) > 30
+        assert all(d.quantized for d in sim.plan.decisions.values() if d.op_type in ("Sin", "Gemm"))
+    export(sim, tmp_path / "model.onnx")
+    assert check_parity(sim, tmp_path / "model.onnx", [t.numpy()], progress=False).summary["passed"]
+
+
+def test_angles_of_less_than_a_turn_are_quantized():
+    t = torch.linspace(-1, 1, 64).reshape(-1, 1)
+    for sim in sims(Features("product").eval(), t):
+        assert not reasons(sim, ANGLE)
+        assert all(d.quantized for d in sim.plan.decisions.values() if d.op_type in ("Mul", "Input"))
+
+
+class Buckets(nn.Module):
+    """Looks up the logarithm of a distance that comes as a number, as relative positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 4)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        return self.table((torch.log(distance / 4.0 + 1.0) / math.log(2.0) * 5.0).to(torch.int64))
+
+
+def test_what_becomes_an_index_is_computed_in_float():
+    model, distance = Buckets().eval(), torch.arange(1000, dtype=torch.float32)
+    wanted = model(distance).detach().numpy()
+    for sim in sims(model, distance):
+        assert "Input" in reasons(sim, COUNTED)
+        assert decibels(wanted, outputs(sim, distance)) > 30
+        assert sim.plan.decisions["table:weight" if hasattr(sim, "model") else next(iter(sim.encodings))].quantized
