@@ -254,6 +254,7 @@ def _certificate(
         "source_sha256": hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest(),
         "model_sha256": hashlib.sha256(integer.SerializeToString(deterministic=True)).hexdigest(),
         **edge,
+        "assumed": sorted(set(ctx.builder.assumed)),
         "requantizations": ctx.builder.certificate,
     }
 

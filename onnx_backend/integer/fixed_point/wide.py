@@ -21,7 +21,7 @@ ROOM = 62
 SUM_ROOM = 53
 _INT32 = (1 << 31) - 1
 #: Bits by which a sum of two scales is finer than its finest operand.
-_GUARD = 24
+GUARD = 24
 
 
 def reach(value: Wide) -> int:
@@ -110,6 +110,15 @@ def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
     return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
 
 
+def fitted(ctx: Context, value: Wide, most: int) -> Wide:
+    """Bring the integers to at most `most` bits: those that only a type bounds saturate, all others are narrowed."""
+    if not value.typed or bits(value) <= most:
+        return narrowed(ctx, value, most)
+    top = (1 << most) - 1
+    ctx.builder.assumed.append(f"{ctx.builder.label}: integers beyond {top} saturate")
+    return clipped_integers(ctx, value, -top, top)
+
+
 def round_half_up(bound: int, shift: int) -> int:
     """Give a bound after a rounding shift."""
     return (bound + (1 << (shift - 1))) >> shift
@@ -141,7 +150,7 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     if value.scale.size == 1 and not np.any(value.constant):
         return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
     if value.scale.size > 1:
-        value = narrowed(ctx, value, ROOM - 2 - _GUARD)  # so that factors have enough bits to be fine
+        value = fitted(ctx, value, ROOM - 2 - GUARD)  # so that factors have enough bits to be fine
     scales, top = np.abs(value.scale), max(reach(value), 1)
     whole = float(np.max(scales * top + np.abs(value.constant)))
     if whole == 0.0:
@@ -167,7 +176,8 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     off = float(np.max(offs))
     if np.any(addend) and (np.min(addend) < 0 or lo < 0 or np.min(value.scale) < 0 or value.lo < 0):
         error, relative = error + steepest * value.relative * top + off * top, 0.0  # a sum may cancel
-    return Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, masked=value.masked, floor=value.floor)
+    found = Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, typed=value.typed)
+    return replace(found, masked=value.masked, floor=value.floor)
 
 
 def _products(value: Wide, factors: Array, addend: Array) -> tuple[int, int]:
@@ -187,69 +197,6 @@ def shifted(value: Wide, addend: Array | float) -> Wide:
     return replace(value, constant=value.constant + addend)
 
 
-def add(ctx: Context, left: Wide, right: Wide) -> Wide:
-    """Write the sum of two values at a common scale that is finer than both, exactly where their scales agree."""
-    constant = left.constant + right.constant
-    if not (left.masked and not reach(left)) and not (right.masked and not reach(right)):
-        return _masks(ctx, left, right, _plain_sum(ctx, left, right), constant)
-    rest = right if left.masked and not reach(left) else left  # a mask alone adds nothing but itself
-    return _masks(ctx, left, right, rest, constant)
-
-
-def _plain_sum(ctx: Context, left: Wide, right: Wide) -> Wide:
-    plain = replace(left, constant=np.zeros(())), replace(right, constant=np.zeros(()))
-    if np.array_equal(plain[0].scale, plain[1].scale):
-        if (reach(left) + reach(right)).bit_length() > ROOM:  # both give up their last bit
-            plain = narrowed(ctx, plain[0], bits(left) - 1), narrowed(ctx, plain[1], bits(right) - 1)
-        return _sum(ctx, *plain, (1, 1), plain[0].scale)
-    first, second = (single_scale(ctx, side) for side in plain)
-    return _sum_of_scales(ctx, first, second)
-
-
-def _masks(ctx: Context, left: Wide, right: Wide, total: Wide, constant: Array) -> Wide:
-    masked = left.masked or right.masked
-    if left.masked and right.masked:
-        masked = ctx.builder.node("Or", [left.masked, right.masked])
-    return replace(total, constant=constant, masked=masked, floor=left.floor + right.floor)
-
-
-def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
-    sides = [left, right]
-    scales = [abs(float(side.scale)) for side in sides]
-    exact = max(scales) / min(scales)
-    whole = math.fsum(scale * reach(side) for scale, side in zip(scales, sides, strict=True))
-    unit = min(scales)
-    # a mean's scale is a quotient in float64: close to a whole number of it is meant to be one (`off` states the rest)
-    if abs(exact - round(exact)) > exact * 2.0**-48 or whole / unit >= 2.0 ** (ROOM - 2):
-        sides = [narrowed(ctx, side, ROOM - 2 - _GUARD) for side in sides]
-        # the rounding of a factor is then below 2**-_GUARD of the whole
-        unit = math.ldexp(whole or 1.0, -(max(bits(side) for side in sides) + _GUARD))
-    ratios = [float(side.scale) / unit for side in sides]
-    factors = (round(ratios[0]), round(ratios[1]))
-    found = _sum(ctx, sides[0], sides[1], factors, np.asarray(unit))
-    # the ratios themselves are rounded to float64
-    off = math.fsum(
-        reach(side) * (abs(r - f) + abs(r) * 2.0**-52) for side, r, f in zip(sides, ratios, factors, strict=True)
-    )
-    return replace(found, error=found.error + off)
-
-
-def _sum(ctx: Context, left: Wide, right: Wide, factors: tuple[int, int], scale: Array) -> Wide:
-    b = ctx.builder
-    ends = [sorted((side.lo * f, side.hi * f)) for side, f in zip((left, right), factors, strict=True)]
-    lo, hi = ends[0][0] + ends[1][0], ends[0][1] + ends[1][1]
-    narrow = left.narrow and right.narrow and fits_int32(lo, hi) and factors == (1, 1)
-    names = []
-    for side, factor in zip((left, right), factors, strict=True):
-        name = side.name if narrow else int64(ctx, side)
-        names.append(name if factor == 1 else b.node("Mul", [name, constant64(ctx, factor)]))
-    same_sign = min(ends[0][0], ends[1][0]) >= 0
-    relative = max(left.relative, right.relative) if same_sign else 0.0
-    errors = [side.error if same_sign else spread(side) for side in (left, right)]
-    error = errors[0] * abs(factors[0]) + errors[1] * abs(factors[1])
-    return Wide(b.node("Add", names), scale, lo, hi, narrow=narrow, error=error, relative=relative)
-
-
 def negated(value: Wide) -> Wide:
     """Change the sign: nothing is written, the scale changes."""
     return replace(unmasked(value), scale=-value.scale, constant=-value.constant)
@@ -263,7 +210,7 @@ def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
     over = bits(left) + bits(right) - ROOM
     if over > 0:
         smaller = min(bits(left), bits(right), ROOM // 2)
-        left, right = (narrowed(ctx, side, ROOM - smaller) for side in (left, right))
+        left, right = (fitted(ctx, side, ROOM - smaller) for side in (left, right))
     ends = [x * y for x in (left.lo, left.hi) for y in (right.lo, right.hi)]
     lo, hi = min(ends), max(ends)
     if square:
@@ -273,14 +220,14 @@ def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
     error = left.error * reach(right) + right.error * reach(left) + left.error * right.error
     error *= 1.0 + left.relative + right.relative
     relative = left.relative + right.relative + left.relative * right.relative
-    name = ctx.builder.node("Mul", names)
-    return Wide(name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative)
+    name, typed = ctx.builder.node("Mul", names), left.typed or right.typed
+    return Wide(name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
 
 
 def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdims: int = 1) -> Wide:
     """Write the sum over `axes`, which together have `count` elements; `axes` are of the tensor itself."""
     value = single_scale(ctx, unmasked(value))
-    value = narrowed(ctx, value, SUM_ROOM - count.bit_length())
+    value = fitted(ctx, value, SUM_ROOM - count.bit_length())
     lo, hi = value.lo * count, value.hi * count
     narrow = value.narrow and fits_int32(lo, hi)
     name = value.name if narrow else int64(ctx, value)
@@ -288,7 +235,8 @@ def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdim
     error, relative = value.error, value.relative
     if lo < 0 and relative:
         error, relative = spread(value), 0.0
-    return Wide(summed, value.scale, lo, hi, narrow=narrow, error=error * count, relative=relative)
+    error *= count
+    return Wide(summed, value.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=value.typed)
 
 
 def gathered(ctx: Context, table: Array, index: str, shape_of: str, dtype: type = np.int32) -> str:

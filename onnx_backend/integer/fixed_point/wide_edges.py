@@ -52,14 +52,14 @@ def cast_to_float(ctx: Context, node: NodeProto, args: Args) -> Value | None:
     if kind in _SMALL:
         info = np.iinfo(_SMALL[kind])
         narrow = b.cast(value.name, TensorProto.INT32)
-        return Wide(narrow, np.ones(()), int(info.min), int(info.max), narrow=True)
+        return Wide(narrow, np.ones(()), int(info.min), int(info.max), narrow=True, typed=kind == TensorProto.INT32)
     if kind != TensorProto.INT64:
         raise Refused("it takes uint32 or uint64 for numbers", "cast to int64 first")
     name, top = value.name, 1 << 53
     for op, bound in (("Less", -top), ("Greater", top)):
         limit = constant64(ctx, bound)
         name = b.node("Where", [b.node(op, [name, limit]), limit, name])
-    return Wide(name, np.ones(()), -top, top)
+    return Wide(name, np.ones(()), -top, top, typed=True)
 
 
 def ready(ctx: Context, value: Value, encoding: Encoding) -> Value:

@@ -1,17 +1,15 @@
 """From any value to fixed point: codes and accumulators exactly, functions of codes by tables."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import numpy as np
 from onnx import TensorProto
 
+from onnx_backend.integer.fixed_point.sums import MASK, add, at_one_scale, whole_steps
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
-    add,
-    bits,
     clipped_integers,
     constant64,
     fits_int32,
@@ -37,8 +35,7 @@ from onnx_backend.integer.recording.values import (
     Wide,
 )
 
-#: At and below this a number that is added to scores is a mask: it swallows them in float32.
-MASK = -(2.0**24)
+_FINEST = ROOM - 4  # bits of a table
 _ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
@@ -88,7 +85,8 @@ def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
     finite = values[~masks]
     if not np.all(np.isfinite(finite)) or finite.size == 0:
         raise Refused("it is not finite for some value that its input can have", "clip its input away from the pole")
-    table, unit, error, relative = _grid(np.where(masks, 0.0, values), most)
+    # what lies between a mask and the scores is far larger than they are, and has to be as exact
+    table, unit, error, relative = _grid(np.where(masks, 0.0, values), _FINEST if masks.any() else most)
     lo, hi = int(table.min()), int(table.max())
     narrow = fits_int32(lo, hi)
     index = b.cast(value.name, TensorProto.INT32)
@@ -105,7 +103,10 @@ def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
 
 
 def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
-    """Give integers, their unit, error and relative error: the coarsest grid for all values, else `most` bits."""
+    """Give integers, their unit, error and relative error: the coarsest grid for all values, else `most` bits.
+
+    With `_FINEST` bits the values themselves are wanted, not the even steps of which float32 rounded them.
+    """
     sizes = np.abs(values[values != 0])
     if sizes.size == 0:
         return np.zeros(values.shape, np.int64), 1.0, 0.0, 0.0
@@ -115,7 +116,9 @@ def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
     if np.abs(whole).max() < 1 << 24:
         unit = top / float(np.abs(whole).max())
         off = float((np.abs(values - whole * unit)[values != 0] / sizes).max())
-        if off <= 2.0**-22:  # float32 rounded the values, each in proportion to its size
+        if off <= 2.0**-22 and (
+            not off or most < _FINEST
+        ):  # float32 rounded the values, each in proportion to its size
             return whole.astype(np.int64), unit, 0.0, off
     unit = math.ldexp(1.0, math.frexp(top)[1] - most)
     return np.rint(values / unit).astype(np.int64), unit, 0.5, 0.0
@@ -211,7 +214,7 @@ def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:
     parts = [single_scale(ctx, widened(ctx, part, most=most)) for part in value.parts]
     if any(part.masked for part in parts):
         raise Refused("it joins a mask of infinities", _BETWEEN)
-    parts = _at_one_scale(ctx, parts)
+    parts = at_one_scale(ctx, parts)
     narrow = all(part.narrow for part in parts)
     names = [part.name if narrow else int64(ctx, part) for part in parts]
     found = Wide(
@@ -222,6 +225,7 @@ def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:
         narrow=narrow,
         error=max(part.error for part in parts),
         relative=max(part.relative for part in parts),
+        typed=any(part.typed for part in parts),
     )
     for step in value.after:
         found = moved(ctx, found, step)
@@ -238,7 +242,7 @@ def _of_selected(ctx: Context, value: Selected, most: int) -> Wide:
     else:
         found = widened(ctx, value.parts[0], most=most)
         for part in value.parts[1:]:
-            left, right = _at_one_scale(ctx, [_plain(ctx, side) for side in (found, widened(ctx, part, most=most))])
+            left, right = at_one_scale(ctx, [_plain(ctx, side) for side in (found, widened(ctx, part, most=most))])
             larger = ctx.builder.node("Greater", [int64(ctx, left), int64(ctx, right)])
             found = _one_of(ctx, larger, *((left, right) if kind == "Max" else (right, left)))
     for step in value.after:
@@ -247,7 +251,7 @@ def _of_selected(ctx: Context, value: Selected, most: int) -> Wide:
 
 
 def _plain(ctx: Context, value: Wide) -> Wide:
-    return single_scale(ctx, unmasked(value))
+    return single_scale(ctx, whole_steps(ctx, unmasked(value)))
 
 
 def chosen(ctx: Context, condition: str, yes: Value | None, no: Value | None, *, most: int = 31) -> Wide:
@@ -259,7 +263,7 @@ def chosen(ctx: Context, condition: str, yes: Value | None, no: Value | None, *,
             if value.masked:
                 masked, floor = ctx.builder.node("Or", [value.masked, masked]), max(value.floor, floor)
             return replace(value, masked=masked, floor=floor)
-    sides = _at_one_scale(ctx, [_plain(ctx, widened(ctx, side, most=most)) for side in (yes, no)])
+    sides = at_one_scale(ctx, [_plain(ctx, widened(ctx, side, most=most)) for side in (yes, no)])
     return _one_of(ctx, condition, sides[0], sides[1])
 
 
@@ -274,24 +278,8 @@ def _one_of(ctx: Context, condition: str, yes: Wide, no: Wide) -> Wide:
         narrow=narrow,
         error=max(yes.error, no.error),
         relative=max(yes.relative, no.relative),
+        typed=yes.typed or no.typed,
     )
-
-
-def _at_one_scale(ctx: Context, parts: Sequence[Wide]) -> list[Wide]:
-    if len({float(part.scale) for part in parts}) == 1:
-        return list(parts)
-    whole = max(abs(float(part.scale)) * max(abs(part.lo), abs(part.hi)) for part in parts)
-    room = min(ROOM - 2, max(bits(part) for part in parts) + 24)
-    unit = math.ldexp(whole or 1.0, -room)
-    found = []
-    for part in parts:
-        ratio = float(part.scale) / unit
-        factor = round(ratio)
-        name = ctx.builder.node("Mul", [int64(ctx, part), constant64(ctx, factor)])
-        lo, hi = sorted((part.lo * factor, part.hi * factor))
-        error = part.error * abs(factor) + abs(ratio - factor) * max(abs(part.lo), abs(part.hi))
-        found.append(replace(part, name=name, scale=np.asarray(unit), lo=lo, hi=hi, narrow=False, error=error))
-    return found
 
 
 def moved(ctx: Context, value: Wide, step: Step) -> Wide:

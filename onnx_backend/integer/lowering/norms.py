@@ -14,12 +14,13 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.fixed_point.roots import reciprocal, reciprocal_root
+from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
     SUM_ROOM,
-    add,
     constant64,
     fits_int32,
+    fitted,
     int64,
     multiply,
     narrowed,
@@ -54,7 +55,7 @@ def normalized_rows(
     value = single_scale(ctx, unmasked(value))
     # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
     length = count.bit_length()
-    value = narrowed(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
+    value = fitted(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
     scale = float(value.scale)
     sign = math.copysign(1.0, scale)
     power = total(ctx, multiply(ctx, value, value), axes, count)

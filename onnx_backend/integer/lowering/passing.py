@@ -1,10 +1,23 @@
 """What lets values pass: movements of codes that no DequantizeLinear precedes, and casts between float types."""
 
-from onnx import NodeProto, TensorProto
+import numpy as np
+from onnx import NodeProto, TensorProto, helper
 
+from onnx_backend.integer.fixed_point.sums import whole_steps
 from onnx_backend.integer.lowering.moves import MOVES
+from onnx_backend.integer.lowering.ops import INTEGER_TYPES
+from onnx_backend.integer.lowering.selection import gathered_as
 from onnx_backend.integer.recording.context import Args, Context, attributes
-from onnx_backend.integer.recording.values import Codes, FloatInput, Lookup, Refused, Value, dequantized
+from onnx_backend.integer.recording.values import (
+    Codes,
+    FloatInput,
+    Integers,
+    Lookup,
+    Refused,
+    Value,
+    Wide,
+    dequantized,
+)
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
 #: What may stand between a QuantizeLinear and its DequantizeLinear: it moves codes, or selects by their order.
@@ -34,15 +47,19 @@ def moved_codes(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Valu
 
 
 def cast(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Drop a Cast to float32 or float64: the integers behind a float tensor are the same.
+    """Drop a Cast to float32 or float64: the integers are the same; one to integers or bool is a function of codes.
 
     Raises:
-        Refused: it casts to another type.
+        Refused: it casts to a narrow float type, or something else than codes to integers.
     """
     value, to = args[0], int(attributes(node)["to"])
     if isinstance(value, Codes):
         raise Refused("it computes on quantized codes directly", "put a DequantizeLinear in front of it")
     name = TensorProto.DataType.Name(to).lower()
+    if to in INTEGER_TYPES and isinstance(value, Lookup):
+        return _as_integers(ctx, value, to, node.output[0])
+    if to == TensorProto.BOOL and isinstance(value, Wide):
+        return _is_some(ctx, value, node.output[0])
     if to not in (*_FLOATS, TensorProto.FLOAT16, TensorProto.BFLOAT16):
         raise Refused(f"it turns a float tensor into {name}", "quantize its input and compute on the codes instead")
     before = ctx.types.get(node.input[0], TensorProto.UNDEFINED)
@@ -55,3 +72,31 @@ def cast(ctx: Context, node: NodeProto, args: Args) -> Value:
         )
     assert value is not None  # the input is required by the standard
     return value
+
+
+def _as_integers(ctx: Context, value: Lookup, to: int, name: str) -> Integers:
+    """Give a function of codes, cut to whole numbers, or whether it is not 0.
+
+    Raises:
+        Refused: the type does not hold a number that its input can have.
+    """
+    kind, cut = helper.tensor_dtype_to_np_dtype(to), np.trunc(value.values.astype(np.float64))
+    if to != TensorProto.BOOL:
+        bounds = np.iinfo(kind)
+        if not np.all((cut >= bounds.min) & (cut <= bounds.max)):
+            raise Refused(f"its input can be beyond what {kind} holds", "clip its input, or cast to a wider type")
+    table = value.values != 0 if to == TensorProto.BOOL else cut.astype(kind)
+    return Integers(gathered_as(ctx, value.name, table, name), dtype=to)
+
+
+def _is_some(ctx: Context, value: Wide, name: str) -> Integers:
+    """Give whether fixed point is not 0, as of a mask of integers that was turned round.
+
+    Raises:
+        Refused: it is not exact.
+    """
+    value, b = whole_steps(ctx, value), ctx.builder
+    if value.error or value.relative or value.masked or np.any(value.constant) or not np.all(value.scale):
+        raise Refused("it asks whether fixed point is exactly 0", "put a QuantizeLinear/DequantizeLinear pair in front")
+    zero = b.constant(0, np.int32 if value.narrow else np.int64)
+    return Integers(b.node("Not", [b.node("Equal", [value.name, zero])], name=name), dtype=TensorProto.BOOL)

@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.fixed_point.wide import add, multiply, negated, shifted
+from onnx_backend.integer.fixed_point.sums import add
+from onnx_backend.integer.fixed_point.wide import (
+    multiply,
+    negated,
+    shifted,
+)
 from onnx_backend.integer.fixed_point.widen import widened
 from onnx_backend.integer.lowering.halves import bytes_of
 from onnx_backend.integer.lowering.recurrent_parts import (

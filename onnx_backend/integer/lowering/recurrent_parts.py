@@ -13,9 +13,9 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from onnx_backend.integer.fixed_point.curves import CURVES, bent
+from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
-    add,
     bits,
     clipped_integers,
     constant64,

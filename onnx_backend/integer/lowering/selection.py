@@ -158,7 +158,7 @@ def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Context,
                     break
                 value = other.values.reshape(())
                 table = function(value, side.values) if turned else function(side.values, value)
-                return Integers(_gathered(ctx, side.name, table, node.output[0]), dtype=TensorProto.BOOL)
+                return Integers(gathered_as(ctx, side.name, table, node.output[0]), dtype=TensorProto.BOOL)
         same = np.array_equal(left.values, right.values) and np.all(np.diff(left.values) > 0)
         if isinstance(left, Lookup) and isinstance(right, Lookup) and same:
             return Integers(b.node(op, [left.name, right.name], name=node.output[0]), dtype=TensorProto.BOOL)
@@ -181,10 +181,10 @@ def _ranked(ctx: Context, value: Lookup | Constant, ranks: Array) -> str:
     places = np.searchsorted(ranks, value.values).astype(np.int32)
     if isinstance(value, Constant):
         return ctx.builder.constant(places)
-    return _gathered(ctx, value.name, places, f"{value.name}.rank")
+    return gathered_as(ctx, value.name, places, f"{value.name}.rank")
 
 
-def _gathered(ctx: Context, codes: str, table: Array, name: str) -> str:
+def gathered_as(ctx: Context, codes: str, table: Array, name: str) -> str:
     """Emit a table look-up of another dtype than codes: GatherElements on the flattened tensor is the fast form."""
     b = ctx.builder
     flat = b.node("Reshape", [b.cast(codes, TensorProto.INT32), b.constant([-1], np.int64)])
@@ -230,7 +230,9 @@ def _ordered(ctx: Context, value: Value | None) -> Lookup:
         raise Refused("its input can be NaN", "clip its input away from the pole")
     distinct, ranks = np.unique(value.values, return_inverse=True)
     return Lookup(
-        _gathered(ctx, value.name, ranks.astype(np.uint8 if distinct.size <= 256 else np.int32), f"{value.name}.rank"),
+        gathered_as(
+            ctx, value.name, ranks.astype(np.uint8 if distinct.size <= 256 else np.int32), f"{value.name}.rank"
+        ),
         distinct,
         None,
     )

@@ -12,9 +12,9 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.fixed_point.roots import logarithm, table_of_exponentials
+from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
-    add,
     bits,
     constant64,
     gathered,

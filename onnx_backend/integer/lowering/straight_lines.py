@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
+from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.wide import (
-    add,
     multiply,
     narrowed,
     reach,

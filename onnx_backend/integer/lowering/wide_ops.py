@@ -21,12 +21,13 @@ from onnx_backend.integer.fixed_point.roots import (
     square_root,
     table_of_exponentials,
 )
+from onnx_backend.integer.fixed_point.sums import MASK, add
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
-    add,
     bits,
     constant64,
     fits_int32,
+    fitted,
     gathered,
     int64,
     made,
@@ -41,7 +42,7 @@ from onnx_backend.integer.fixed_point.wide import (
     total,
     unmasked,
 )
-from onnx_backend.integer.fixed_point.widen import MASK, widened
+from onnx_backend.integer.fixed_point.widen import widened
 from onnx_backend.integer.lowering.moves import MOVES
 from onnx_backend.integer.lowering.straight_lines import STRAIGHT
 from onnx_backend.integer.lowering.tables import SELU, TABLES
@@ -288,7 +289,7 @@ def wide_matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
     room = ROOM - depth.bit_length()
     if bits(left) + bits(right) > room:
         smaller = min(bits(left), bits(right), room // 2)
-        left, right = (narrowed(ctx, side, room - smaller) for side in (left, right))
+        left, right = (fitted(ctx, side, room - smaller) for side in (left, right))
     most = depth * reach(left) * reach(right)
     narrow = left.narrow and right.narrow and fits_int32(-most, most)
     names = [side.name if narrow else int64(ctx, side) for side in (left, right)]

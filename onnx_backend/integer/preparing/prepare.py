@@ -7,6 +7,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.preparing.cast_like import cast_like, known_types
 from onnx_backend.integer.preparing.einsum import einsum
 from onnx_backend.integer.preparing.reductions import REDUCTIONS, reduction
 from onnx_backend.integer.preparing.standardized import DEVIATIONS, standardized
@@ -20,7 +21,7 @@ from qsdk.core.errors import IntegerError
 
 #: Operators that ONNX defines by others and that have no lowering; Swish has one, but the runtime no kernel for it.
 _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
-_LOOKED_AT = ("If", "Einsum", *REDUCTIONS, *DEVIATIONS)
+_LOOKED_AT = ("CastLike", "Einsum", "If", *REDUCTIONS, *DEVIATIONS)
 
 
 def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
@@ -54,7 +55,7 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
 def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
     """Write out every Einsum and every reduction that is a sum between functions, and norms as such, in place."""
     shaped, taken = inferred(model), names_in(model.graph)
-    shapes = static_sizes(shaped)
+    shapes, types = static_sizes(shaped), known_types(shaped)
     quotients = unit_rows(model, shapes)
     norms = standardized(model, shaped, taken, lambda node: _matches(node, allow_float))
     whole = [node if _matches(node, allow_float) else quotients.get(node.output[0], node) for node in model.graph.node]
@@ -63,7 +64,9 @@ def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
     for node in read_at_last(whole, outputs):
         written = norms.get(node.output[0])
         if node.domain in ("", "ai.onnx") and not _matches(node, allow_float):
-            if node.op_type == "Einsum":
+            if node.op_type == "CastLike":
+                written = cast_like(node, taken, types)
+            elif node.op_type == "Einsum":
                 written = einsum(node, taken, shapes)
             elif node.op_type in REDUCTIONS:
                 written = reduction(node, taken)

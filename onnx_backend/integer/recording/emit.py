@@ -32,6 +32,7 @@ class Builder:
         self.behind = ""  # the node that made its first input
         self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
         self.indices: set[str] = set()  # codes that only tables read, written as int32
+        self.assumed: list[str] = []  # what the certificate says about numbers that only their type bounds
         self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}

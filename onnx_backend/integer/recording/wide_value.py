@@ -26,6 +26,8 @@ class Wide:
         floor: the masked value: minus infinity, or a number so low that it swallows what it is added to.
         infinite: where a division by 0 is possible, the least magnitude that stands for infinity; else 0.
         missing: whether the value is NaN where a whole row is masked; the integers are 0 there.
+        typed: whether the bounds are those of an integer type, which no number is meant to reach: where room runs out,
+            what is beyond it saturates.
         source: name of the node that made it, for the certificate.
     """
 
@@ -41,4 +43,5 @@ class Wide:
     floor: float = 0.0
     infinite: float = 0.0
     missing: bool = False
+    typed: bool = False
     source: str = ""
