@@ -45,8 +45,11 @@ class Frame:
 class Watcher(Protocol):
     """Learns the wiring of a model while it runs."""
 
-    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
-        """A torch function was called in this frame."""
+    def begins(self, arguments: Any) -> None:
+        """A torch function is about to be called with these."""
+
+    def read(self, frame: Frame, name: str, arguments: Any, result: Any) -> None:
+        """It was called in this frame, and gave this."""
 
     def wrote_over(self, site: str, x: Tensor) -> Tensor:
         """An op wrote its result over its argument; gives the tensor to go on with."""

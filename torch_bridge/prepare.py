@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qsdk.core.config import QuantConfig
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
+from torch_bridge.alias_check import require_followed
 from torch_bridge.axes import plain_shapes
 from torch_bridge.batches import Example, as_example
 from torch_bridge.computed import Computed, fold_computed
@@ -23,7 +24,7 @@ from torch_bridge.own_forward import drop_autocast, require_copied_forwards
 from torch_bridge.places import ambiguous
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
-from torch_bridge.structure import input_names, leaves_of, tensors_of
+from torch_bridge.structure import input_names, leaves_of, mapped, tensors_of
 from torch_bridge.training import restore_modes
 from torch_bridge.training_path import look_in_training, set_training_path
 from torch_bridge.wiring import watch
@@ -141,12 +142,16 @@ def _wrap_and_fold(
     root = state_of(own)
     root.folds, root.computed, root.norms = tuple(folds), tuple(computed), said
     keep_norms(own, tuple(kept))
-    runtime.write_back = frozenset(wiring.read_again)
+    aliases = wiring.aliases
+    runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
+    runtime.writes_inputs = aliases.inputs
     # what was written over a BatchNorm's result is written over that of the layer that took it
     layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in wiring.overwritten)
     names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
+    if wiring.writes:
+        require_followed(runtime, lambda: tensors_of(run_example(own, given)), wiring.writes)
     sites, outputs, failed = _learn_paths(own, runtime, given, attributes)
     folded = tuple(fold.norm for fold in folds)
     notes = {
@@ -219,13 +224,16 @@ def require_wrappable(model: nn.Module) -> None:
 
 
 def run_example(model: nn.Module, example: Example) -> Any:
-    """Run the model on the example.
+    """Run the model on a copy of the example, since it may write over its inputs.
 
     Raises:
         ModelError: it does not run.
     """
+    args, kwargs = mapped(
+        (example.args, dict(example.kwargs)), lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
+    )
     try:
-        return model(*example.args, **example.kwargs)
+        return model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         shapes = [tuple(v.shape) for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
         raise ModelError(

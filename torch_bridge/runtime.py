@@ -1,107 +1,33 @@
 """The runtime of a sim: where the forward pass is, what its sites are called and what happens at them."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.attention import stand_in
-from torch_bridge.frames import Frame, Watcher, name_of_call
+from torch_bridge.frames import Frame, name_of_call
 from torch_bridge.functional import asks_again_for_gradients, makes_value, op_name
 from torch_bridge.later_inputs import LaterInputs, only_moves
 from torch_bridge.marks import mark
-from torch_bridge.module_state import Cache
+from torch_bridge.phases import given_to
 from torch_bridge.places import Call, place, require_place
-from torch_bridge.quantizer import Quantizer
 from torch_bridge.recomputation import records_gradients, refuse_lost_sites, refuse_reused, saving_hook
 from torch_bridge.rectifiers import ceiling_of_call
+from torch_bridge.runtime_state import RuntimeState
 from torch_bridge.stored import third_of
 from torch_bridge.structure import tensors_of
 from torch_bridge.written_norms import as_written
 
-Phase = Literal["float", "quantize", "visit", "mark"]
-Visitor = Callable[[str, Tensor], Tensor]
 
-
-class Runtime:
-    """Shared by all wrapped modules of a sim.
-
-    Attributes:
-        phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
-            writes the site's name into a graph that is being traced.
-        quantizers: by site; None where the plan keeps float32.
-        visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
-        watcher: told of every torch function and in-place result while the model's wiring is learned.
-        write_back: sites of in-place ops whose tensor is read again by its old name.
-        overwritten: sites whose tensor something is written over after they were quantized.
-        marked: the sites written into the graph by the last `mark` phase.
-        reused: paths of the modules that one forward pass calls more than once.
-        attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
-        recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
-        told: is given the values of every site that is simulated, with its name.
-        ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
-        places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
-        noted: all calls, while they are being noted.
-        training_names: call as it is numbered in train mode -> its name, where that is another.
-        training_places: as `places`, for calls as they are numbered in train mode.
-        placed: whether there is any of these three.
-        only_training: site -> kind of what only train mode has; it is float.
-        caches: what modules keep of their parameters in eval mode.
-        inputs: names of those that the example had.
-        later: what comes from others while a forward pass has them.
-        course: what schedules have changed, while the model is trained (`course.Course`).
-    """
-
-    def __init__(self) -> None:
-        self.phase: Phase = "float"
-        self.quantizers: dict[str, Quantizer | None] = {}
-        self.visitor: Visitor | None = None
-        self.watcher: Watcher | None = None
-        self.write_back: frozenset[str] = frozenset()
-        self.overwritten: frozenset[str] = frozenset()
-        self.marked: list[str] = []
-        self.reused: frozenset[str] = frozenset()
-        self.attention: frozenset[str] = frozenset()
-        self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
-        self.frame: Frame | None = None
-        self.told: Callable[[str, Tensor], None] | None = None
-        self.ddp: int | None = None
-        self.course: object | None = None
-        self.inputs: frozenset[str] = frozenset()
-        self.places: dict[str, str] = {}
-        self.noted: list[Call] | None = None
-        self.training_names: dict[str, str] = {}
-        self.training_places: dict[str, str] = {}
-        self.placed = False
-        self.only_training: dict[str, str] = {}
-        self.caches: tuple[Cache, ...] = ()
-        self.later: LaterInputs | None = None
-
-    @contextmanager
-    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
-        """Set the phase for a while."""
-        before = self.phase, self.visitor
-        self.phase, self.visitor = phase, visitor
-        try:
-            yield
-        finally:
-            self.phase, self.visitor = before
-
-    @contextmanager
-    def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Tell of the values of every site for a while."""
-        self.told = told
-        try:
-            yield
-        finally:
-            self.told = None
+class Runtime(RuntimeState):
+    """What the wrapped modules of a sim do at their sites."""
 
     def at_its_place(self, call: str, frame: Frame | None, *, op: bool = True) -> str:
         """Note the place of a call, or hold it against that of the example; gives the name of the call.
@@ -180,7 +106,7 @@ class Runtime:
             else:
                 result = forward(*args, **kwargs)
             if leaf and has_output:
-                result = self.emit_result(frame.name, result, args)
+                result = self.emit_result(frame.name, result, given_to(args, kwargs))
         finally:
             self.frame = parent
         return result
@@ -199,18 +125,22 @@ class Runtime:
         finally:
             self.frame = caller
 
-    def emit_result(self, owner: str, result: Any, args: tuple[Any, ...] = ()) -> Any:
+    def emit_result(self, owner: str, result: Any, given: Iterable[Any] = ()) -> Any:
         """Pass every floating-point tensor of a result through its site: `output`, `output1`, ...
 
-        A result that is one of `args` was written in place.
+        A result that was `given` was written in place.
         """
+        given = tuple(given)
+
+        def through(port: str, part: Tensor) -> Tensor:
+            site = site_name(owner, port)
+            return self._emit_in_place(site, part) if any(part is x for x in given) else self.emit(site, part)
+
         if isinstance(result, Tensor):
-            site = site_name(owner, "output")
-            return self._emit_in_place(site, result) if any(result is a for a in args) else self.emit(site, result)
+            return through("output", result)
         if isinstance(result, tuple | list):
             parts = [
-                self.emit(site_name(owner, f"output{i or ''}"), part) if isinstance(part, Tensor) else part
-                for i, part in enumerate(result)
+                through(f"output{i or ''}", part) if isinstance(part, Tensor) else part for i, part in enumerate(result)
             ]
             named = hasattr(result, "_fields")
             return type(result)(*parts) if named else type(result)(parts)
@@ -222,7 +152,7 @@ class Runtime:
         Raises:
             ModelError: the plan does not know the site.
         """
-        if not x.is_floating_point() or self.phase == "float":
+        if not x.is_floating_point() or self.phase == "float" or site in self.views:
             return x
         frame, self.frame = self.frame, None
         try:
@@ -364,14 +294,18 @@ class SiteMode(TorchFunctionMode):
                 return self._rectified(
                     self.runtime.at_its_place(frame.next_op(name), frame), func, ceiling, args, kwargs
                 )
+        watcher = self.runtime.watcher if frame is not None else None
+        if watcher is not None:
+            watcher.begins((args, kwargs))
         result = (as_written(func) if self.runtime.phase == "mark" else func)(*args, **(kwargs or {}))
-        if frame is not None and self.runtime.watcher is not None:
-            self.runtime.watcher.read(frame, (args, kwargs), result)
+        if frame is not None and watcher is not None:
+            watcher.read(frame, getattr(func, "__name__", ""), (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
         if name is None or not makes_value(name, args, kwargs):
             return result
-        return self.runtime.emit_result(self.runtime.at_its_place(frame.next_op(name), frame), result, args)
+        owner = self.runtime.at_its_place(frame.next_op(name), frame)
+        return self.runtime.emit_result(owner, result, given_to(args, kwargs))
 
     def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
@@ -392,5 +326,5 @@ class SiteMode(TorchFunctionMode):
     ) -> Any:
         made = self.runtime.rectified(owner, ceiling, args)
         if made is None:
-            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), args)
+            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), given_to(args, kwargs))
         return made

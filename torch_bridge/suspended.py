@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from qsdk.core.errors import DataError
 from torch_bridge.frames import Frame
-from torch_bridge.runtime import Phase, Runtime, Visitor
+from torch_bridge.phases import Phase, Visitor
+from torch_bridge.runtime import Runtime
 
 
 class AbandonedError(BaseException):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from qsdk.core.site import owner_of, port_of, without_calls
+from torch_bridge.aliases import Aliases, all_tensors
 from torch_bridge.frames import Frame
 from torch_bridge.runtime import Runtime
 from torch_bridge.wrapper import state_of
@@ -27,16 +27,17 @@ class Wiring:
         self.read_by_maker: dict[int, Tensor] = {}  # what a function computes -> the first tensor that it reads
         self.calls: Counter[str] = Counter()
         self.result_of: dict[str, Tensor] = {}
-        self.written_over: dict[int, str] = {}
-        self.read_again: set[str] = set()
         self.versions: dict[int, tuple[str, int]] = {}  # what is emitted -> its site, and how often it was written then
         self.overwritten: set[str] = set()
+        self.aliases = Aliases(model)
+        self.writes: list[str] = []  # what is written over, or where
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Note which owner made a tensor."""
         self.kept.append(x)
         self.sites[site] = None
         self.versions[id(x)] = site, x._version
+        self.aliases.site(site, x, given=port_of(site) == "input")
         if port_of(site) == "output":
             owner = without_calls(owner_of(site))
             # a module that its caller holds outside its own modules is `caller/path`
@@ -48,23 +49,27 @@ class Wiring:
 
     def wrote_over(self, site: str, x: Tensor) -> Tensor:
         """Note an in-place op; its result goes on under another identity, so that reads of the old one are seen."""
+        again = x.view_as(x)
         self.kept.append(x)
-        self.written_over[id(x)] = site
-        return x.view_as(x)
+        self.aliases.wrote_over(site, x, again)
+        return again
 
-    def read(self, frame: Frame, arguments: Any, result: Any) -> None:
+    def begins(self, arguments: Any) -> None:
+        """Note the tensors that a function is about to get."""
+        self.aliases.calls(arguments)
+
+    def read(self, frame: Frame, name: str, arguments: Any, result: Any) -> None:
         """Note who read which tensors to compute another."""
+        self.aliases.called(name, arguments, result)
         self._note_in_place(*arguments)
-        if not _tensors(result):
+        if not all_tensors(result):
             return  # a shape or a number
-        given = _tensors(arguments)
-        for made in _tensors(result):
+        given = all_tensors(arguments)
+        for made in all_tensors(result):
             self.kept.append(made)
             self.read_by_maker[id(made)] = given[0] if given else made
         for tensor in given:
             self.kept.append(tensor)
-            if id(tensor) in self.written_over:
-                self.read_again.add(self.written_over[id(tensor)])
             self.readers.setdefault(id(tensor), []).append(frame.path)
 
     def _note_in_place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
@@ -74,14 +79,15 @@ class Wiring:
 
     def finish(self, result: Any) -> None:
         """Note what the model gives away, and what was written over."""
-        for leaf in _tensors(result):
-            if id(leaf) in self.written_over:
-                self.read_again.add(self.written_over[id(leaf)])
+        self.aliases.finish(result)
+        for leaf in all_tensors(result):
             self.readers.setdefault(id(leaf), []).append("")
             if id(leaf) in self.versions:
                 self.overwritten.add(self.versions[id(leaf)][0])  # its owner may write over it
         versions = {id(x): x._version for x in self.kept}
-        self.overwritten |= {site for key, (site, version) in self.versions.items() if versions[key] != version}
+        changed = {site for key, (site, version) in self.versions.items() if versions[key] != version}
+        self.overwritten |= changed
+        self.writes = self.aliases.places or [f"what {site} gives" for site in sorted(changed)]
 
 
 def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
@@ -95,7 +101,3 @@ def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
         runtime.watcher = None
     wiring.finish(result)
     return wiring
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -163,6 +163,8 @@ class _Quantized(nn.Module):
             inner = functools.partial(run_recurrent, self, runtime)
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
+        if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's stay as they are
+            args, kwargs = mapped((args, kwargs), _copied)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
             with forgotten(runtime.caches):
                 return self._root_forward(runtime, inner, args, kwargs)
@@ -333,6 +335,10 @@ def _aside(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
             runtime.frame = frame
 
     return called
+
+
+def _copied(path: Path, leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:

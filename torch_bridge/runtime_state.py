@@ -1,0 +1,91 @@
+"""What a runtime knows: how the modules of a sim are to run, and where the forward pass is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from torch_bridge.frames import Frame, Watcher
+from torch_bridge.later_inputs import LaterInputs
+from torch_bridge.module_state import Cache
+from torch_bridge.phases import Phase, Visitor
+from torch_bridge.places import Call
+from torch_bridge.quantizer import Quantizer
+
+
+class RuntimeState:
+    """Shared by all wrapped modules of a sim.
+
+    Attributes:
+        phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
+            writes the site's name into a graph that is being traced.
+        quantizers: by site; None where the plan keeps float32.
+        visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
+        watcher: told of every torch function and in-place result while the model's wiring is learned.
+        views: sites of views that share what is written into them, and stay what the model has there.
+        write_back: sites of in-place ops whose tensor is read again by its old name.
+        overwritten: sites whose tensor something is written over after they were quantized.
+        marked: the sites written into the graph by the last `mark` phase.
+        reused: paths of the modules that one forward pass calls more than once.
+        attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
+        recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
+        told: is given the values of every site that is simulated, with its name.
+        ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
+        places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
+        noted: all calls, while they are being noted.
+        training_names: call as it is numbered in train mode -> its name, where that is another.
+        training_places: as `places`, for calls as they are numbered in train mode.
+        placed: whether there is any of these three.
+        only_training: site -> kind of what only train mode has; it is float.
+        caches: what modules keep of their parameters in eval mode.
+        inputs: names of those that the example had.
+        writes_inputs: whether the model writes over its inputs.
+        later: what comes from others while a forward pass has them.
+        course: what schedules have changed, while the model is trained (`course.Course`).
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "float"
+        self.quantizers: dict[str, Quantizer | None] = {}
+        self.visitor: Visitor | None = None
+        self.watcher: Watcher | None = None
+        self.views: frozenset[str] = frozenset()
+        self.write_back: frozenset[str] = frozenset()
+        self.overwritten: frozenset[str] = frozenset()
+        self.marked: list[str] = []
+        self.reused: frozenset[str] = frozenset()
+        self.attention: frozenset[str] = frozenset()
+        self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
+        self.frame: Frame | None = None
+        self.told: Callable[[str, Tensor], None] | None = None
+        self.ddp: int | None = None
+        self.course: object | None = None
+        self.inputs: frozenset[str] = frozenset()
+        self.writes_inputs = False
+        self.places: dict[str, str] = {}
+        self.noted: list[Call] | None = None
+        self.training_names: dict[str, str] = {}
+        self.training_places: dict[str, str] = {}
+        self.placed = False
+        self.only_training: dict[str, str] = {}
+        self.caches: tuple[Cache, ...] = ()
+        self.later: LaterInputs | None = None
+
+    @contextmanager
+    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
+        """Set the phase for a while."""
+        before = self.phase, self.visitor
+        self.phase, self.visitor = phase, visitor
+        try:
+            yield
+        finally:
+            self.phase, self.visitor = before
+
+    @contextmanager
+    def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Tell of the values of every site for a while."""
+        self.told = told
+        try:
+            yield
+        finally:
+            self.told = None
