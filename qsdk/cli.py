@@ -87,6 +87,14 @@ def _add_quantize(commands: Any) -> None:
         help="another choice for the owners that match, such as 'layer1.*' weight=int4,activation=uint16",
     )
     quantize.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="owners that stay float")
+    quantize.add_argument(
+        "--input",
+        type=_entry,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an input that is always the same, such as sr=16000: the file that is written has it no longer",
+    )
     quantize.add_argument("--method", default="min_max", help="range estimator of activations (default: min_max)")
     quantize.add_argument("--weight-method", help="range estimator of weights (default: min_max)")
     quantize.add_argument("--opset", type=int, default=21, help="21 to 25 (default: 21)")

@@ -13,6 +13,7 @@ from onnx_backend import validate as validation
 from onnx_backend.adopt import provenance_kept
 from onnx_backend.export import require_companion, without_uncalibrated, write_model
 from onnx_backend.external_data import require_no_external_data
+from onnx_backend.fixed_inputs import with_fixed_inputs
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.normal_qdq import normalised
@@ -57,7 +58,13 @@ def quantize(
 ) -> QuantSim: ...
 @overload
 def quantize(
-    model: OnnxSource, example: Any, config: QuantConfig | None, *, in_place: bool = False, fold_batch_norm: bool = True
+    model: OnnxSource,
+    example: Any,
+    config: QuantConfig | None,
+    *,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
+    inputs: Mapping[str, Any] | None = None,
 ) -> OnnxSim: ...
 def quantize(
     model: nn.Module | OnnxSource,
@@ -67,6 +74,7 @@ def quantize(
     dynamic_shapes: Any = None,
     in_place: bool = False,
     fold_batch_norm: bool = True,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Sim:
     """Make a sim: at the PyTorch door of an nn.Module, at the ONNX door of a float ONNX file or model.
 
@@ -81,10 +89,12 @@ def quantize(
             (PyTorch door). None makes the batch axis dynamic if the model allows it; `{}` nothing.
         in_place: wrap the module itself, for models too large to copy.
         fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
+        inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate: they
+            are inputs no longer, in the exported file neither, and an If that they decide is replaced by its branch.
 
     Raises:
         ModelError: the model cannot be quantized as it is.
-        ConfigError: a rule matches nothing, or `dynamic_shapes` does not fit the example.
+        ConfigError: a rule matches nothing, `dynamic_shapes` does not fit the example, or `inputs` not the model.
         ExportError: torch cannot trace the model, or not with the axes that `dynamic_shapes` names.
 
     Example:
@@ -95,12 +105,16 @@ def quantize(
     """
     if config is None and isinstance(model, str | os.PathLike | ModelProto):
         _refuse_dynamic_shapes(dynamic_shapes)
+        _refuse_inputs(inputs, "the file has encodings of its own already")
         return OnnxSim.from_qdq(opened_qdq(model))
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
         _refuse_dynamic_shapes(dynamic_shapes)
+        if inputs:
+            model = with_fixed_inputs(onnx_model.load(model), inputs)
         return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
+    _refuse_inputs(inputs, "a module is traced with its example, which holds them")
     prepared = prepare(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
@@ -114,6 +128,11 @@ def quantize(
 def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
     if dynamic_shapes is not None:
         raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
+
+
+def _refuse_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
+    if inputs:
+        raise ConfigError(f"inputs= is for a float ONNX model: {why}; leave it out")
 
 
 def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:

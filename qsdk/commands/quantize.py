@@ -1,8 +1,10 @@
 """`qsdk quantize`: a float ONNX file and data in, a Q/DQ file and its encodings out."""
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from onnx_backend.inputs import inputs_of
 from onnx_backend.model import load
@@ -22,7 +24,8 @@ def run(options: Namespace) -> int:
         ConfigError: the file to write is the float model.
     """
     config = config_of(options.config, options.override, options.skip)
-    inputs = inputs_of(load(options.model))
+    fixed = {name: _value(name, text) for name, text in options.input}
+    inputs = [found for found in inputs_of(load(options.model)) if found.name not in fixed]
     if Path(options.out).exists() and Path(options.out).samefile(options.model):
         raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     data, said = chosen(options, inputs), ", ".join(options.data or ["random inputs"])
@@ -32,7 +35,7 @@ def run(options: Namespace) -> int:
             "nothing; give --data for ranges of real data",
             file=sys.stderr,
         )
-    sim = quantize(options.model, next(iter(data), None), config)
+    sim = quantize(options.model, next(iter(data), None), config, inputs=fixed)
     progress = sys.stderr.isatty() and not options.json
     calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
     exported = export(sim, options.out, opset=options.opset, dialect=options.dialect)
@@ -40,6 +43,13 @@ def run(options: Namespace) -> int:
     facts = {"calibration": f"{options.method} on {said}", "bytes": Path(options.out).stat().st_size}
     show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
     return 0
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise ConfigError(f"--input {name}={text}: give a number, true or false, or a list in brackets") from None
 
 
 def config_of(name: str, overrides: list[tuple[str, str]], skipped: list[str]) -> QuantConfig:

@@ -1,0 +1,67 @@
+"""Inputs whose value is fixed: an If that they decide gives way to its branch, which is quantized."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_backend.open_float import open_float
+from qsdk.core.config import w8a8
+from qsdk.core.errors import ConfigError
+from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
+
+
+def by_sample_rate() -> onnx.ModelProto:
+    """A layer of one weight at 16000 samples a second and of another one at any other rate."""
+    generator = np.random.default_rng(0)
+    weights = {name: generator.normal(size=(8, 8)).astype(np.float32) for name in ("fast", "slow")}
+
+    def branch(name: str) -> onnx.GraphProto:
+        made = helper.make_tensor_value_info(f"y_{name}", TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node("MatMul", ["x", name], [f"y_{name}"])], name, [], [made])
+
+    choice = helper.make_node("If", ["is"], ["h"], then_branch=branch("fast"), else_branch=branch("slow"))
+    nodes = [helper.make_node("Equal", ["sr", "rate"], ["is"]), choice, helper.make_node("Relu", ["h"], ["y"])]
+    inputs = [("x", TensorProto.FLOAT, ["n", 8]), ("sr", TensorProto.INT64, [])]
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(
+        nodes,
+        "vad",
+        [helper.make_tensor_value_info(*facts) for facts in inputs],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8])],
+        [*stored, numpy_helper.from_array(np.int64(16000), "rate")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize(("rate", "weight"), [(16000, "fast"), (8000, "slow")])
+def test_the_branch_that_a_fixed_input_takes_is_quantized(rate: int, weight: str, tmp_path):
+    model = by_sample_rate()
+    before = model.SerializeToString()
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    sim = quantize(model, None, w8a8(), inputs={"sr": rate})
+    calibrate(sim, [{"x": x}], progress=False)
+    assert model.SerializeToString() == before
+    assert all(d.quantized or d.reason.startswith("inside") for d in sim.plan.decisions.values())
+    stored = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == weight)
+    wanted = np.maximum(x @ stored, 0)
+    assert np.abs(sim.run({"x": x})[0] - wanted).max() < 0.05 * wanted.max()
+    export(sim, tmp_path / "model.onnx")
+    assert [value.name for value in onnx.load(tmp_path / "model.onnx").graph.input] == ["x"]
+    assert check_parity(sim, tmp_path / "model.onnx", [{"x": x}], progress=False).summary["passed"]
+    assert to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx").summary["float_tensors"] == 0
+
+
+def test_what_cannot_be_fixed_is_refused_by_name():
+    model = by_sample_rate()
+    for inputs, message in (
+        ({"rate": 1}, "'rate', which is no input; the model's are x, sr"),
+        ({"sr": 0.5}, "'sr' to 0.5, and that input is int64"),
+        ({"sr": "fast"}, "'sr' to 'fast', and that input is int64"),
+        ({"sr": [1, 2]}, r"'sr' to an array of shape \[2\], it takes \[\]"),
+        ({"x": np.zeros((2, 9))}, r"'x' to an array of shape \[2, 9\], it takes \[\?, 8\]"),
+        ({"sr": 1, "x": np.zeros((2, 8))}, "fixes every input"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            quantize(model, None, w8a8(), inputs=inputs)
+    assert open_float(model, w8a8()).graph.inputs  # still as it was
