@@ -89,12 +89,19 @@ def correct_bias(
 
 
 def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Report:
-    held_back, rounded = HeldBack(data), rounded_for_good(sim)
-    own = {site: replace(e, frozen=e.frozen and site in rounded) for site, e in before.own.items()}
+    held_back = HeldBack(data)
+    left = rounded_for_good(sim) | _with_frozen_biases(sim)
+    own = {site: replace(e, frozen=site in left) for site, e in before.own.items()}
     sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
     report = solved(sim, held_back.others(), bias.solve, _TITLE, gathers=_GATHERS, run=run)
     sim.restore(replace(before, stored=None))
     return _judged(sim, before, report, held_back.batches, run.forward)
+
+
+def _with_frozen_biases(sim: Sim) -> set[str]:
+    """The weights of the layers whose biases hold frozen values."""
+    layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
+    return {layer.site for layer in layers if layer.bias in sim.frozen_values}
 
 
 def _judged(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None) -> Report:
@@ -158,6 +165,8 @@ def _analytic(sim: Sim) -> Report:
         row: dict[str, Any] = {"site": site, "error_before": None, "error_after": None, "seconds": None, "note": ""}
         if not found.layer.bias:
             row["note"] = "it has no bias that could take the shift"
+        elif found.layer.bias in sim.frozen_values:
+            row["note"] = "the values of its bias are frozen"
         elif means is None:
             row["note"] = "no BatchNorm says what its input is"
         else:

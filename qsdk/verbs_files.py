@@ -28,6 +28,7 @@ from qsdk.core.planning.too_coarse import left_float
 from qsdk.core.provenance import installed, provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
+from qsdk.core.sims.frozen_values import read_frozen_values
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.methods import plain_methods, read_methods
 from qsdk.core.sims.plan_json import different_sites
@@ -231,7 +232,14 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
-    state, both = sim.snapshot(), {"biases": plain_biases(sim), "methods": plain_methods(sim.methods)}
+    state, both = (
+        sim.snapshot(),
+        {
+            "biases": plain_biases(sim),
+            "methods": plain_methods(sim.methods),
+            "frozen_values": sorted(sim.frozen_values),
+        },
+    )
     if isinstance(sim, OnnxSim):
         parts = {**saved_onnx.parts_of(sim), **onnx_given.parts_of(sim)}
         write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
@@ -268,6 +276,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
 
 
 def _with_facts(sim: Sim, file: SimFile, where: str) -> Sim:
+    sim.frozen_values = read_frozen_values(file.facts.get("frozen_values", []), sim.plan, where)
     sim.methods = read_methods(file.facts.get("methods"), where)
     sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
     return sim

@@ -9,6 +9,7 @@ from onnx_backend.sim import OnnxSim
 from qsdk.algorithms import ranks
 from qsdk.core.channel_statistics import ChannelStatistics, merged
 from qsdk.core.report import Report
+from qsdk.core.sims.frozen_values import values_stay
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import batch_norm as torch_norms
@@ -53,7 +54,7 @@ def reestimate_batch_norm(
     start = time.perf_counter()
     _ = sim.encodings  # what is not calibrated is said before the data is spent
     door = put_back_on_error(sim, weights=True) if isinstance(sim, OnnxSim) else torch_norms.put_back_on_error(sim)
-    with door:
+    with door, values_stay(sim):
         if isinstance(sim, OnnxSim):
             refuse_forward(forward)
             rows, float_seconds = onnx_norms.reestimate(sim, data, _together, progress=progress)

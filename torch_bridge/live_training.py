@@ -47,6 +47,8 @@ def _obstacle(model: nn.Module, kept: KeptNorm) -> str:
     layer = kept.fold.layer
     quantizer = state_of(model).runtime.quantizers.get(site_name(kept.fold.op, "output"))
     inside = kept.fold.op.removeprefix(layer)
+    if any(site_name(layer, name) in state_of(model).frozen_values for name in ("weight", "bias")):
+        return f"the values of {layer} are frozen"
     if inside and not inside.startswith(("/conv", "/linear")):
         return f"{layer} has a forward of its own, in which more follows than its op"
     if inside and quantizer is not None and not quantizer.decision.passes_through:

@@ -30,6 +30,7 @@ from torch_bridge.batches import Example, as_example
 from torch_bridge.compiled import compiled_kernels
 from torch_bridge.course import Course
 from torch_bridge.fingerprint import fingerprint
+from torch_bridge.frozen_values import values_held
 from torch_bridge.given_weights import GivenWeights
 from torch_bridge.held_weights import hold, put_back
 from torch_bridge.live_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
@@ -304,7 +305,9 @@ class QuantSim(StatefulSim):
         kernels = compiled_kernels() if compile_kernels else None
         learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]
+        state_of(self.model).frozen_values = self.frozen_values
         with (
+            values_held(self.model, self.frozen_values),
             self.given.changing(self.model),
             live_norms(self.model, freeze_bn_after) as freezing,
             training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,

@@ -47,7 +47,8 @@ class ModuleState:
 
     A layer and a BatchNorm that are trained together both have this one as `live`; `holds_eval` keeps a BatchNorm in
     eval mode. A `guest` was put into the model after that was wrapped. An `own_forward` stood on the object in place of
-    the class's. The root knows the `kept` BatchNorms that were folded into the layers before them.
+    the class's. The root knows the `kept` BatchNorms that were folded into the layers before them, and the sites whose
+    `frozen_values` no training changes.
     """
 
     paths: tuple[str, ...]
@@ -59,6 +60,7 @@ class ModuleState:
     computed: tuple[Computed, ...] = ()
     norms: dict[str, FoldedNorm] = field(default_factory=dict)
     kept: tuple[KeptNorm, ...] = ()
+    frozen_values: frozenset[str] = frozenset()
     live: KeptNorm | None = None
     holds_eval: bool = False
     guest: bool = False

@@ -26,6 +26,8 @@ LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "act
 class PlannedSim(HasBiases, Protocol):
     """What the search asks of a sim of either door."""
 
+    frozen_values: frozenset[str]
+
     @property
     def config(self) -> QuantConfig | None:
         """What was asked for; None for a sim opened from a Q/DQ file."""

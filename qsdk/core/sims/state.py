@@ -4,7 +4,7 @@ Every verb here takes a state and gives a new one, so that a verb that fails lea
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.sims.frozen_values import STORED, HoldsValues, values_stay
 from qsdk.core.sims.methods import Methods
 from qsdk.core.site import matches, nearest_owners, owner_of, port_of, without_calls
 from qsdk.core.spec import axis_of
@@ -51,7 +52,7 @@ class SimState:
         return None if decision is None or not decision.quantized else encoding_of(decision, self.own)
 
 
-class HasState(Protocol):
+class HasState(HoldsValues, Protocol):
     """A sim of either door, as far as its state goes."""
 
     def snapshot(self, *, weights: bool = False) -> SimState:
@@ -68,7 +69,8 @@ def put_back_on_error(sim: HasState, *, weights: bool = False) -> Iterator[SimSt
     """Give the sim's state, with its weights if the block may change them, and put it back if the block raises."""
     before = sim.snapshot(weights=weights)
     try:
-        yield before
+        with values_stay(sim) if weights else nullcontext():
+            yield before
     except BaseException:
         sim.restore(before)
         raise
@@ -149,6 +151,11 @@ def matched_sites(plan: Plan, match: str) -> list[Decision]:
     if match in plan.decisions:
         return [plan.decisions[match]]
     return [decision for decision in decisions if matches_site(match, decision.site)]
+
+
+def matched_values(plan: Plan, match: str) -> frozenset[str]:
+    """The sites of the stored tensors that match, float ones too."""
+    return frozenset(decision.site for decision in matched_sites(plan, match) if decision.kind in STORED)
 
 
 def matches_site(pattern: str, site: str) -> bool:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import DType, WeightType
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import CalibrationError
+from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
 from qsdk.core.planning.coverage import explanation
@@ -21,7 +21,7 @@ from qsdk.core.sims.bias_remarks import bias_remarks, with_left_float
 from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import precision_config, precision_report
-from qsdk.core.sims.state import SimState, put_back_on_error, with_frozen
+from qsdk.core.sims.state import SimState, matched_values, put_back_on_error, with_frozen
 
 
 class StatefulSim(ABC):
@@ -32,12 +32,14 @@ class StatefulSim(ABC):
         graph: that it was planned from.
         methods: how it was calibrated the last time; the defaults where it was not.
         original_biases: what biases were that layer solvers have shifted.
+        frozen_values: sites of stored tensors that no verb changes.
     """
 
     plan: Plan
     graph: Graph
     methods: Methods = Methods()
     original_biases: OriginalBiases
+    frozen_values: frozenset[str] = frozenset()
 
     @abstractmethod
     def ready(self) -> dict[str, bool]:
@@ -110,30 +112,47 @@ class StatefulSim(ABC):
         """
         return explanation(self.plan, site)
 
-    def freeze(self, match: str = "*") -> int:
+    def freeze(self, match: str = "*", *, values: bool = False) -> int:
         """Freeze the encodings of all sites that match: neither calibrated, trained nor searched; gives their number.
+
+        What layer solvers round, they leave where the encoding is frozen. Training goes on to change the weights.
 
         Args:
             match: a pattern of owners or sites, a site, `weights` or `activations`; sites that share an encoding
                 freeze it for all.
+            values: freeze the values of weights and biases that match as well, float ones too: they are not trained,
+                and a verb that cannot leave them is refused. Gives their number too.
 
         Raises:
-            ConfigError: nothing matches, or only sites without an encoding of their own.
+            ConfigError: nothing matches, or only sites without an encoding of their own; with `values`, none of a
+                stored tensor.
             CalibrationError: a site that matches has no encoding yet.
         """
+        stored = matched_values(self.plan, match) if values else frozenset()
+        own = any(self.plan.decisions[site].quantized for site in stored)
+        if stored and not own:
+            self.frozen_values |= stored  # float: there is no encoding to freeze
+            return len(stored)
         state, count = with_frozen(self.snapshot(), match, True)
+        if values and not stored:
+            raise ConfigError(f"freeze({match!r}, values=True) matches no weight and no bias; leave values= out")
         self.restore(state)
-        return count
+        self.frozen_values |= stored
+        return count + len(stored)
 
     def unfreeze(self, match: str = "*") -> int:
-        """Take `freeze` back for all sites that match; gives the number of encodings.
+        """Take `freeze` back for all sites that match, values too; gives the number of encodings and frozen values.
 
         Raises:
             ConfigError: nothing matches, or only sites without an encoding of their own.
         """
-        state, count = with_frozen(self.snapshot(), match, False)
-        self.restore(state)
-        return count
+        stored = matched_values(self.plan, match) & self.frozen_values
+        count = 0
+        if not stored or any(self.plan.decisions[site].quantized for site in stored):
+            state, count = with_frozen(self.snapshot(), match, False)
+            self.restore(state)
+        self.frozen_values -= stored
+        return count + len(stored)
 
     def set_precision(
         self,
