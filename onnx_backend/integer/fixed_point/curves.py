@@ -25,6 +25,7 @@ from onnx_backend.integer.fixed_point.wide import (
     unmasked,
 )
 from onnx_backend.integer.recording.context import Context
+from onnx_backend.integer.recording.exact import ULP
 from onnx_backend.integer.recording.values import Array, Refused, Wide
 
 Attributes = Mapping[str, float]
@@ -118,6 +119,7 @@ def bent(ctx: Context, value: Wide, function: Callable[[Array], Array], curve: C
         raise Refused("it is not finite within its range", "clip its input")
     name, lo, hi = _chords(ctx, value, knots.astype(np.int64), (first, wide, count))
     error = (h * h / 8 * curve.bend + 4.0 * curve.tail + curve.slope * spread(value) * size) / unit + 2.0
+    error += top / unit * 16 * ULP  # of the places and of the function there, in float64
     return Wide(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
 
 

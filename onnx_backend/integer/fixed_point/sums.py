@@ -17,14 +17,14 @@ from onnx_backend.integer.fixed_point.wide import (
     int64,
     narrowed,
     reach,
+    rounded,
     single_scale,
     spread,
 )
 from onnx_backend.integer.recording.context import Context
+from onnx_backend.integer.recording.exact import MASK, ULP
 from onnx_backend.integer.recording.values import Array, Wide
 
-#: At and below this a number that is added to scores is a mask: it swallows them in float32.
-MASK = -(2.0**24)
 _ROOM = ROOM - 2 - GUARD  # bits of an operand beside whose steps another one is to have its own
 
 
@@ -52,7 +52,9 @@ def _masks(ctx: Context, left: Wide, right: Wide, total: Wide, constant: Array) 
     masked = left.masked or right.masked
     if left.masked and right.masked:
         masked = ctx.builder.node("Or", [left.masked, right.masked])
-    return replace(total, constant=constant, masked=masked, floor=left.floor + right.floor)
+    both = np.any(left.constant) and np.any(right.constant)
+    error = total.error + rounded(constant, total.scale) if both else total.error
+    return replace(total, constant=constant, masked=masked, floor=left.floor + right.floor, error=error)
 
 
 def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
@@ -69,7 +71,8 @@ def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
     found = _sum(ctx, sides[0], sides[1], factors, np.asarray(unit))
     # the ratios themselves are rounded to float64
     off = math.fsum(
-        reach(side) * (abs(r - f) + abs(r) * 2.0**-52) for side, r, f in zip(sides, ratios, factors, strict=True)
+        (reach(side) + spread(side)) * (abs(r - f) + abs(r) * ULP)
+        for side, r, f in zip(sides, ratios, factors, strict=True)
     )
     return replace(found, error=found.error + off)
 
@@ -138,7 +141,7 @@ def at_one_scale(ctx: Context, parts: Sequence[Wide]) -> list[Wide]:
         factor = round(ratio)
         name = ctx.builder.node("Mul", [int64(ctx, part), constant64(ctx, factor)])
         lo, hi = sorted((part.lo * factor, part.hi * factor))
-        error = part.error * abs(factor) + abs(ratio - factor) * reach(part)
+        error = part.error * abs(ratio) + (abs(ratio - factor) + abs(ratio) * ULP) * (reach(part) + spread(part))
         found.append(replace(part, name=name, scale=np.asarray(unit), lo=lo, hi=hi, narrow=False, error=error))
     return found
 

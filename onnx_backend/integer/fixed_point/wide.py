@@ -13,6 +13,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.recording.context import Context
+from onnx_backend.integer.recording.exact import ULP, exact_product, is_power_of_two, largest, raised
 from onnx_backend.integer.recording.values import Array, Linear, Refused, Term, Wide
 
 #: Bits of the largest magnitude that the arithmetic lets an int64 tensor reach.
@@ -37,6 +38,11 @@ def bits(value: Wide) -> int:
 def spread(value: Wide) -> float:
     """Give the largest error of the integers, in their own unit."""
     return value.error + value.relative * reach(value)
+
+
+def inexact(value: Wide) -> bool:
+    """Whether the integers themselves are off: less than 2**-16 of one comes from roundings of the scale alone."""
+    return spread(value) > 2.0**-16
 
 
 def fits_int32(lo: int, hi: int) -> bool:
@@ -106,7 +112,7 @@ def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
     name, _ = rounding_shift(ctx, int64(ctx, value), value.lo, excess, to)
     if narrow and not small:
         name = ctx.builder.cast(name, TensorProto.INT32)
-    error = math.ldexp(value.error, -excess) + 0.5
+    error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
     return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
 
 
@@ -171,11 +177,13 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
         name = b.node("Add", [name, constant64(ctx, addend)])
     lo, hi = _products(value, factors, addend)
     steepest, offs, none = float(np.max(np.abs(factors))), np.abs(value.scale / unit - factors), factors == 0
-    error = steepest * value.error + (0.5 if np.any(addend) else 0.0) + float(np.max(offs[none], initial=0.0)) * top
-    relative = value.relative + float(np.max(offs[~none] / np.abs(factors[~none]), initial=0.0))
     off = float(np.max(offs))
+    added = 0.5 + float(np.max(np.abs(addend))) * ULP if np.any(addend) else 0.0
+    error = (steepest + off) * value.error + added + float(np.max(offs[none], initial=0.0)) * top
+    relative = float(np.max(offs[~none] / np.abs(factors[~none]), initial=0.0))
+    relative += value.relative + value.relative * relative
     if np.any(addend) and (np.min(addend) < 0 or lo < 0 or np.min(value.scale) < 0 or value.lo < 0):
-        error, relative = error + steepest * value.relative * top + off * top, 0.0  # a sum may cancel
+        error, relative = error + (steepest + off) * value.relative * top + off * top, 0.0  # a sum may cancel
     found = Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, typed=value.typed)
     return replace(found, masked=value.masked, floor=value.floor)
 
@@ -189,12 +197,25 @@ def _products(value: Wide, factors: Array, addend: Array) -> tuple[int, int]:
 
 def scaled(value: Wide, factor: Array | float) -> Wide:
     """Multiply by a constant: nothing is written, the scale changes."""
-    return replace(unmasked(value), scale=value.scale * factor, constant=value.constant * factor)
+    scale, constant = value.scale * factor, value.constant * factor
+    found = replace(unmasked(value), scale=scale, constant=constant)
+    if is_power_of_two(np.asarray(factor)):
+        return found
+    off = 0.0 if exact_product(value.scale, factor) else 2 * ULP
+    return replace(found, relative=value.relative + off, error=value.error + rounded(constant, scale))
+
+
+def rounded(constant: Array, scale: Array) -> float:
+    """Bound one rounding of a constant to float64, in units of the scale."""
+    unit = float(largest(scale))
+    return 2 * ULP * float(largest(constant)) / unit if unit else 0.0
 
 
 def shifted(value: Wide, addend: Array | float) -> Wide:
     """Add a constant: nothing is written, the constant changes."""
-    return replace(value, constant=value.constant + addend)
+    constant = value.constant + addend
+    error = value.error + rounded(constant, value.scale) if np.any(value.constant) else value.error
+    return replace(value, constant=constant, error=error)
 
 
 def negated(value: Wide) -> Wide:
@@ -220,6 +241,8 @@ def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
     error = left.error * reach(right) + right.error * reach(left) + left.error * right.error
     error *= 1.0 + left.relative + right.relative
     relative = left.relative + right.relative + left.relative * right.relative
+    if not exact_product(left.scale, right.scale):
+        relative += 2 * ULP
     name, typed = ctx.builder.node("Mul", names), left.typed or right.typed
     return Wide(name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
 
@@ -263,16 +286,15 @@ def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -
     if value.infinite and value.infinite < max(abs(real) for real in reals):
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     value = _floored(ctx, value, reals)
-    largest = float(np.max(np.abs(value.scale), initial=0.0))
     if not value.narrow:
-        if math.ldexp(largest, bits(value) - 29) > finest:
+        if math.ldexp(float(largest(value.scale)), bits(value) - 29) > finest:
             value = clipped_integers(ctx, value, *_integer_bounds(value, reals))
         excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles what can be negative
         lift = 0
         if excess:
             name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)
             lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
-            error = math.ldexp(value.error, -excess) + 0.5
+            error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
             scale = np.ldexp(value.scale, excess)
             value = replace(value, name=name, lo=lo, hi=hi, error=error, scale=scale)
         else:
@@ -283,10 +305,11 @@ def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -
 
 
 def _linear(value: Wide, lift: int) -> Linear:
-    largest = float(np.max(np.abs(value.scale), initial=0.0))
     zero, lo, hi = (np.asarray(v, np.int64) for v in (lift, value.lo + lift, value.hi + lift))
     terms = (Term(value.name, value.scale, zero, lo, hi),)
-    return Linear(terms, constant=value.constant, source=value.source, error=spread(value) * largest)
+    return Linear(
+        terms, constant=value.constant, source=value.source, error=raised(spread(value)) * largest(value.scale)
+    )
 
 
 def _integer_bounds(value: Wide, reals: tuple[float, float]) -> tuple[int, int]:

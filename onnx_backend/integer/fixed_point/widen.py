@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial, reduce
 
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.fixed_point.sums import MASK, add, at_one_scale, whole_steps
+from onnx_backend.integer.fixed_point.sums import add, at_one_scale, whole_steps
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
     clipped_integers,
@@ -15,10 +16,13 @@ from onnx_backend.integer.fixed_point.wide import (
     fits_int32,
     gathered,
     int64,
+    reach,
     single_scale,
+    spread,
     unmasked,
 )
 from onnx_backend.integer.recording.context import Context, move
+from onnx_backend.integer.recording.exact import MASK, ULP, upward
 from onnx_backend.integer.recording.values import (
     Array,
     Bent,
@@ -119,7 +123,7 @@ def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
         if off <= 2.0**-22 and (
             not off or most < _FINEST
         ):  # float32 rounded the values, each in proportion to its size
-            return whole.astype(np.int64), unit, 0.0, off
+            return whole.astype(np.int64), unit, 0.0, off + 2 * ULP if off else 0.0
     unit = math.ldexp(1.0, math.frexp(top)[1] - most)
     return np.rint(values / unit).astype(np.int64), unit, 0.5, 0.0
 
@@ -134,6 +138,8 @@ def _of_constant(ctx: Context, value: Constant, most: int) -> Wide:
         integers, unit, error, relative = coded.integers, float(coded.scale[0]), 0.0, 0.0
     else:
         integers, unit, error, relative = _grid(np.where(masks, 0.0, values), most)
+        if coded is not None or value.blocks is not None:
+            relative += 2.0**-24  # float32 rounded what is stored as integers
     lo, hi = int(integers.min(initial=0)), int(integers.max(initial=0))
     narrow = fits_int32(lo, hi)
     name = ctx.builder.constant(integers, np.int32 if narrow else np.int64)
@@ -169,7 +175,7 @@ def _of_one_term(ctx: Context, value: Linear) -> Wide:
     else:
         name = b.node("Sub", [b.cast(name, TensorProto.INT64), constant64(ctx, term.zero)])
     least = float(np.min(np.abs(term.scale)))
-    error = value.error / least if least else 0.0
+    error = upward(value.error / Fraction(least)) if least else 0.0
     return Wide(name, term.scale, lo, hi, constant=value.constant, narrow=narrow, error=error)
 
 
@@ -178,8 +184,8 @@ def _of_terms(ctx: Context, value: Linear) -> Wide:
     found = sums[0]
     for other in sums[1:]:
         found = add(ctx, found, other)
-    largest = float(np.min(np.abs(found.scale)))
-    error = found.error + (value.error / largest if largest else 0.0)
+    least = float(np.min(np.abs(found.scale)))
+    error = found.error + (upward(value.error / Fraction(least)) if least else 0.0)
     return replace(found, constant=found.constant + value.constant, error=error)
 
 
@@ -197,7 +203,8 @@ def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
     if lo > highest or hi < lowest:  # one number, which need not lie on the grid
         number = lo if lo > highest else hi
         same = clipped_integers(ctx, value, value.lo, value.lo)
-        return replace(same, constant=np.asarray(number - value.lo * unit), error=0.0, relative=0.0)
+        error = spread(value) + 4 * ULP * (abs(number / unit) + reach(value))
+        return replace(same, constant=np.asarray(number - value.lo * unit), error=error, relative=0.0)
     if unit < 0:
         lo, hi = hi, lo
     # bounds beyond the integers do nothing, and infinity has no integer
@@ -207,7 +214,9 @@ def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
     ]
     low, high = ends
     found = clipped_integers(ctx, value, low, high)
-    return replace(found, error=found.error + 0.5) if found.name != value.name else found
+    if found.name == value.name:
+        return found
+    return replace(found, error=found.error + 0.5 + ULP * reach(found))  # the quotient is rounded to float64 first
 
 
 def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from onnx_backend.integer.recording.coded import Array, Blocks, CodedConstant
+from onnx_backend.integer.recording.exact import ROUNDING, are_float32, raised
 
 _LEVELS = 256  # of a block's scale over the channel's that stay exact
 _FLOAT32 = 2.0**-22  # a few roundings of float32, relative
@@ -38,8 +39,12 @@ def folded(blocks: Blocks, axis: int, bits: int) -> CodedConstant:
         shift = bits - 1 - exponent
         unit = np.ldexp(largest, -shift)
         integers = np.rint(np.ldexp(steps, shift)).astype(np.int64)
-    off = np.abs(blocks.integers * blocks.spread(blocks.scale) - integers * unit)
-    return CodedConstant(integers, unit.reshape(-1), axis, blocks.dtype, float(off.sum(others).max()))
+    found = integers * unit
+    off = np.abs(blocks.integers * blocks.spread(blocks.scale) - found).sum(others).max()
+    error = raised(float(off))
+    if not are_float32(unit) or np.abs(integers).max(initial=0) >= 1 << 29:  # else these products are exact in float64
+        error += raised(float(np.abs(found).sum(others).max())) * ROUNDING
+    return CodedConstant(integers, unit.reshape(-1), axis, blocks.dtype, error)
 
 
 def _levels(rows: Array) -> Array | None:

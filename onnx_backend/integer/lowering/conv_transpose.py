@@ -110,7 +110,7 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
         shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)
         parts.append(accumulated(accumulator, shaped, low, high, node))
-    value = together(parts, coded.error * reach(activation))
+    value = together(parts, coded.error * reach(activation), coded.scale)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value

@@ -7,12 +7,14 @@ computed on both halves, and the two accumulators meet in one requantization.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.recording.context import Context, encoded
-from onnx_backend.integer.recording.values import Encoding, Linear, Value
+from onnx_backend.integer.recording.exact import are_float32, one_rounding
+from onnx_backend.integer.recording.values import Array, Encoding, Linear, Value
 
 Bytes = tuple[str, Encoding]
 
@@ -37,11 +39,20 @@ def bytes_of(ctx: Context, value: Value | None, what: str = "its input") -> list
     return [(high, above), (low, Encoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
 
 
-def together(parts: Sequence[Linear], error: float = 0.0) -> Linear:
-    """Give the sum of accumulators of the same layer, which is `error` from the real values, in real units."""
-    return replace(parts[0], terms=tuple(term for part in parts for term in part.terms), error=error)
+def together(parts: Sequence[Linear], error: Fraction = Fraction(0), scale: Array | float = 1.0) -> Linear:
+    """Give the sum of accumulators of the same layer, which is `error` from the real values, in real units.
+
+    Args:
+        parts: the accumulators, whose scales are products of float32 scales and of `scale`.
+        error: of the sum.
+        scale: of the weight.
+    """
+    terms = tuple(term for part in parts for term in part.terms)
+    if not are_float32(scale):
+        error += one_rounding(terms)
+    return replace(parts[0], terms=terms, error=error)
 
 
-def reach(activation: Sequence[Bytes]) -> float:
+def reach(activation: Sequence[Bytes]) -> Fraction:
     """Give the largest magnitude of an activation, in real units."""
-    return sum(e.scale * max(e.zero_point, e.hi - e.zero_point) for _, e in activation)
+    return sum((Fraction(e.scale) * max(e.zero_point, e.hi - e.zero_point) for _, e in activation), Fraction(0))

@@ -7,6 +7,7 @@ times slower with int8 weights. Weights of 4 bits stay packed and are widened by
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from types import MappingProxyType
 
 import numpy as np
@@ -15,6 +16,7 @@ from onnx import NodeProto, TensorProto
 from onnx_backend.integer.lowering.blocks import folded
 from onnx_backend.integer.lowering.halves import Bytes, bytes_of, reach, together
 from onnx_backend.integer.recording.context import Args, Context, attributes, label
+from onnx_backend.integer.recording.exact import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
 from onnx_backend.integer.recording.operations import Accumulation, Operand, Product
 from onnx_backend.integer.recording.values import (
     Array,
@@ -133,7 +135,7 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
         scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
         parts.append(accumulated(result, scale.reshape(channels), *ends, node))
-    value = together(parts, coded.error * reach(activation))
+    value = together(parts, coded.error * reach(activation), coded.scale)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
@@ -189,7 +191,8 @@ def plus_constant(value: Linear, bias: Value, shape: Sequence[int] | None = None
     """
     if not isinstance(bias, Constant):
         raise Refused("its bias is not a constant", "store the bias as an initializer")
-    values = bias.values if shape is None else bias.values.reshape(tuple(shape))
+    values = stored_values(bias)
+    values = values if shape is None else values.reshape(tuple(shape))
     term, coded = value.terms[0], bias.coded
     if len(value.terms) == 1 and coded is not None and coded.dtype == TensorProto.INT32:
         integers = coded.integers if shape is None else coded.integers.reshape(tuple(shape))
@@ -197,8 +200,34 @@ def plus_constant(value: Linear, bias: Value, shape: Sequence[int] | None = None
         if _same_scale(scale, term.scale):
             zero = term.zero - integers
             require_int32(term.lo - zero, term.hi - zero, "its accumulator with the bias")
-            return replace(value, terms=(replace(term, zero=zero),))
-    return replace(value, constant=value.constant + values.astype(np.float64))
+            error = value.error + _scale_error(integers, scale, term.scale)
+            return replace(value, terms=(replace(term, zero=zero),), error=error)
+    error = value.error + one_sum(value.constant, values)
+    if coded is not None:  # a product in float64
+        error += one_rounding((), values)
+    return replace(value, constant=value.constant + values, error=error)
+
+
+def _scale_error(integers: Array, stored: Array, scale: Array) -> Fraction:
+    """Give how far integers of a stored scale are from the same integers of the accumulator's, exactly: the largest."""
+    rows = distinct_rows(integers, np.asarray(stored, np.float64), np.asarray(scale, np.float64))
+    return max((abs(q * (Fraction(s) - Fraction(real))) for q, s, real in rows), default=Fraction(0))
+
+
+def stored_values(constant: Constant) -> Array:
+    """Give a constant in float64: what DequantizeLinear means for stored integers, before float32 rounds it."""
+    if constant.coded is not None and not constant.coded.error:
+        return np.asarray(constant.coded.integers * aligned_scale(constant.coded))
+    return constant.values.astype(np.float64)
+
+
+def scaled(value: Linear, factor: Array, roundings: int = 1) -> Linear:
+    """Multiply a sum by a constant, of which `roundings` of float64 and the product itself are counted as error."""
+    terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
+    constant, error = value.constant * factor, value.error * largest(factor)
+    if roundings > 1 or not is_power_of_two(factor):
+        error += roundings * one_rounding(terms, constant)
+    return replace(value, terms=terms, constant=constant, error=error)
 
 
 def _reshaped(scale: Array, shape: Sequence[int]) -> Array:
@@ -235,12 +264,11 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     value = _matmul(ctx, node, activation, coded, integers)
     alpha, beta = (float(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
     if alpha != 1.0:
-        terms = tuple(replace(t, scale=t.scale * alpha) for t in value.terms)
-        value = replace(value, terms=terms, error=value.error * abs(alpha))
+        value = scaled(value, np.asarray(alpha))
     if len(args) > 2 and args[2] is not None:
         bias = args[2]
         if beta != 1.0 and isinstance(bias, Constant):
-            bias = Constant(bias.values * np.float32(beta))
+            bias = Constant(stored_values(bias) * beta)
         value = plus_constant(value, bias)
     return value
 
@@ -272,7 +300,7 @@ def _matmul(
         accumulator = _recorded(ctx, node, part, part.integers, 1, (codes, encoding))
         scale = encoding.scale * (part.scale if part.axis is not None else part.scale.reshape(()))
         parts.append(accumulated(accumulator, scale, low, high, node))
-    return together(parts, coded.error * reach(activation))
+    return together(parts, coded.error * reach(activation), coded.scale)
 
 
 def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
@@ -314,4 +342,4 @@ def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: 
         accumulator = _recorded(ctx, node, part, part.integers, 0, (codes, encoding))
         scale = np.asarray(encoding.scale * part.scale.reshape(rows), np.float64)
         parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
-    return together(parts, coded.error * reach(activation))
+    return together(parts, coded.error * reach(activation), coded.scale)

@@ -1,6 +1,7 @@
 """A mean over axes whose sizes are known only when the model runs: the count is an integer tensor too."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from onnx import NodeProto, TensorProto
@@ -34,4 +35,5 @@ def mean_of_any_size(
     name = b.cast(mean, TensorProto.INT32, name=f"{node.output[0]}.accumulator")
     zero, low, high = (np.asarray(v << fraction, np.int64) for v in (encoding.zero_point, 0, encoding.hi))
     unit = encoding.scale / (1 << fraction)
-    return Linear((Term(name, np.asarray(unit, np.float64), zero, low, high),), source=label(node), error=unit / 2)
+    terms = (Term(name, np.asarray(unit, np.float64), zero, low, high),)
+    return Linear(terms, source=label(node), error=Fraction(unit) / 2)

@@ -21,6 +21,7 @@ from onnx_backend.integer.fixed_point.wide import (
     constant64,
     fits_int32,
     fitted,
+    inexact,
     int64,
     multiply,
     narrowed,
@@ -64,7 +65,7 @@ def normalized_rows(
         inverse = _inverse(ctx, int64(ctx, power), power.hi, epsilon)
         rows = replace(value, scale=np.asarray(sign))
         return scaled(
-            _sized(ctx, rows, inverse, 1.0, _unrest(spread(value) * (1.0 + math.sqrt(count)), epsilon)),
+            _sized(ctx, rows, inverse, 1.0, _unrest(value, 1.0 + math.sqrt(count), epsilon)),
             math.sqrt(count),
         )
     epsilon *= count**2 / scale**2
@@ -81,7 +82,7 @@ def normalized_rows(
     above = b.node("Sub", [b.node("Mul", [names[0], b.constant(count, kind)]), names[1]])
     rows = Wide(above, np.asarray(sign), lo, hi, narrow=narrow)
     root = math.sqrt(count)
-    return _sized(ctx, rows, inverse, root, _unrest(2.0 * count * spread(value) * (1.0 + root), epsilon))
+    return _sized(ctx, rows, inverse, root, _unrest(value, 2.0 * count * (1.0 + root), epsilon))
 
 
 def _inverse(ctx: Context, name: str, high: int, epsilon: float) -> Wide:
@@ -92,17 +93,17 @@ def _inverse(ctx: Context, name: str, high: int, epsilon: float) -> Wide:
     return reciprocal_root(ctx, shifted(filled, epsilon))
 
 
-def _unrest(moved: float, epsilon: float) -> float:
+def _unrest(value: Wide, times: float, epsilon: float) -> float:
     """Bound what an error of the elements does to the quotient: the smallest size of a row is that of epsilon alone.
+
+    A rounding of the scale alone leaves rows of zeros as they are; any other row has a size of at least 1.
 
     Raises:
         Refused: there is no epsilon.
     """
-    if not moved:
-        return 0.0
-    if not epsilon:
+    if inexact(value) and not epsilon:
         raise Refused("its input is not exact and it has no epsilon", _BETWEEN)
-    return moved / math.sqrt(epsilon)
+    return times * spread(value) / math.sqrt(epsilon if inexact(value) else max(epsilon, 1.0))
 
 
 def _sized(ctx: Context, rows: Wide, inverse: Wide, most: float, unrest: float) -> Wide:
@@ -202,7 +203,7 @@ def lp_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
         found = normalized_rows(ctx, value, [axis], count, 0.0, centred=False)
         return replace(scaled(found, 1.0 / math.sqrt(count)), source=label(node))
     value = narrowed(ctx, single_scale(ctx, unmasked(value)), 31)
-    if spread(value):
+    if inexact(value):
         raise Refused("its input is not exact", _BETWEEN)
     b = ctx.builder
     size = replace(value, name=b.node("Abs", [int64(ctx, value)]), lo=0, hi=reach(value), narrow=False)

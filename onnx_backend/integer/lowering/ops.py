@@ -22,6 +22,8 @@ from onnx_backend.integer.lowering.layers import (
     matmul,
     plus_constant,
     products,
+    scaled,
+    stored_values,
 )
 from onnx_backend.integer.lowering.moves import MOVES, pad
 from onnx_backend.integer.lowering.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
@@ -37,6 +39,7 @@ from onnx_backend.integer.recording.context import (
     integer_name,
     settled,
 )
+from onnx_backend.integer.recording.exact import one_rounding, one_sum
 from onnx_backend.integer.recording.values import (
     Array,
     Bent,
@@ -52,6 +55,8 @@ from onnx_backend.integer.recording.values import (
     linear,
 )
 
+#: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
+_NORM_ROUNDINGS = 8
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
@@ -102,11 +107,12 @@ def _sum(node: NodeProto, args: Args, sign: int) -> Value:
         constant = right if sign > 0 else _negated(right)
         return plus_constant(_summand(node, left), constant)
     if isinstance(left, Constant):
-        return plus_constant(_scaled(_summand(node, right), np.asarray(float(sign))), left)
-    first, second = _summand(node, left), _scaled(_summand(node, right), np.asarray(float(sign)))
+        return plus_constant(scaled(_summand(node, right), np.asarray(float(sign))), left)
+    first, second = _summand(node, left), scaled(_summand(node, right), np.asarray(float(sign)))
     source = node.name or node.output[0]
-    error = first.error + second.error
-    return Linear((*first.terms, *second.terms), first.constant + second.constant, source=source, error=error)
+    addend = first.constant + second.constant
+    error = first.error + second.error + one_sum(first.constant, second.constant)
+    return Linear((*first.terms, *second.terms), addend, source=source, error=error)
 
 
 def total(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -122,7 +128,7 @@ def mean(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower Mean to a Sum whose scales are divided by the number of operands."""
     value = total(ctx, node, args)
     mapped = _mapped(np.divide, value, Constant(np.asarray(len(args), np.float32)))
-    return _scaled(_summand(node, value), np.asarray(1.0 / len(args))) if mapped is None else mapped
+    return scaled(_summand(node, value), np.asarray(1.0 / len(args)), 2) if mapped is None else mapped
 
 
 def _negated(constant: Constant) -> Constant:
@@ -135,12 +141,6 @@ def _summand(node: NodeProto, value: Value | None) -> Linear:
     if found is None:
         raise Refused("one of its inputs is not quantized", _BETWEEN)
     return found
-
-
-def _scaled(value: Linear, factor: Array) -> Linear:
-    terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
-    error = value.error * float(np.max(np.abs(factor), initial=0.0))
-    return replace(value, terms=terms, constant=value.constant * factor, error=error)
 
 
 def _mapped(function: Callable[[Array, Array], Array], left: Value | None, right: Value | None) -> Value | None:
@@ -190,7 +190,7 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     if isinstance(left, Constant):
         left, right = right, left
     if isinstance(right, Constant):
-        return _scaled(_summand(node, as_sum(ctx, left)), right.values.astype(np.float64))
+        return scaled(_summand(node, as_sum(ctx, left)), stored_values(right), 2 if right.coded else 1)
     return _product(ctx, node, left, right)
 
 
@@ -240,7 +240,7 @@ def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
 def _bent(value: Linear, slope: Array) -> Value:
     if not value.open:
         raise Refused("its input is clipped or moved first", _BETWEEN)
-    falling, rising = _scaled(value, np.minimum(slope, 0.0)), _scaled(value, np.maximum(slope, 0.0))
+    falling, rising = scaled(value, np.minimum(slope, 0.0)), scaled(value, np.maximum(slope, 0.0))
     parts = [replace(value, lo=0.0)]
     parts += [replace(rising, hi=0.0)] if np.any(slope > 0) else []
     parts += [replace(falling, lo=0.0)] if np.any(slope < 0) else []
@@ -250,14 +250,20 @@ def _bent(value: Linear, slope: Array) -> Value:
 def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower an inference-time BatchNormalization to a scale and a constant per channel."""
     attrs = attributes(node)
-    parameters = [arg.values.astype(np.float64) for arg in args[1:] if isinstance(arg, Constant)]
+    parameters = [stored_values(arg) for arg in args[1:] if isinstance(arg, Constant)]
     if len(parameters) != 4 or attrs.get("training_mode", 0):
         raise Refused("its statistics are not constants", "export the model in evaluation mode")
     gain, bias, mean, variance = parameters
     factor = gain / np.sqrt(variance + attrs.get("epsilon", 1e-5))
     channels = (-1, *(1 for _ in range(ctx.rank(node.input[0]) - 2)))
-    value = _scaled(_summand(node, args[0]), factor.reshape(channels))
-    return replace(value, constant=value.constant + (bias - mean * factor).reshape(channels))
+    value = scaled(_summand(node, args[0]), factor.reshape(channels), _NORM_ROUNDINGS)
+    constant = value.constant + (bias - mean * factor).reshape(channels)
+    error = (
+        one_rounding((), mean * factor) * _NORM_ROUNDINGS
+        + one_rounding((), bias) * 2
+        + one_sum(value.constant, constant)
+    )
+    return replace(value, constant=constant, error=value.error + error)
 
 
 def div(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -270,7 +276,7 @@ def div(ctx: Context, node: NodeProto, args: Args) -> Value:
     if mapped is not None:
         return mapped
     if isinstance(right, Constant):
-        return _scaled(_summand(node, left), 1.0 / right.values.astype(np.float64))
+        return scaled(_summand(node, left), 1.0 / stored_values(right), 3 if right.coded else 2)
     raise Refused("it divides by an activation", _BETWEEN)
 
 

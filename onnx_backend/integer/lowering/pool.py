@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 from onnx import NodeProto
@@ -10,6 +12,7 @@ from onnx_backend.integer.lowering.halves import bytes_of, together
 from onnx_backend.integer.lowering.layers import accumulated
 from onnx_backend.integer.lowering.mean import mean_of_any_size
 from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer.recording.exact import one_rounding
 from onnx_backend.integer.recording.operations import WindowSum
 from onnx_backend.integer.recording.values import Array, Refused, Value
 
@@ -84,7 +87,8 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
     scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
     if count * encoding.hi >= 1 << 31:
         raise Refused(f"the sum of {count} codes can leave int32", "split the reduction")
-    return accumulated(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    found = accumulated(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    return replace(found, error=one_rounding(found.terms) if mean else Fraction(0))
 
 
 def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
@@ -114,7 +118,8 @@ def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
         ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
         low, high = (np.asarray(end, np.int64) for end in ends)
         parts.append(accumulated(result, encoding.scale / divisor, low, high, node))
-    return together(parts)
+    found = together(parts)
+    return replace(found, error=one_rounding(found.terms))
 
 
 Window = tuple[tuple[int, int, int, int, int], ...]

@@ -8,6 +8,7 @@ are finer than any output's quantizer; what all roundings can add up to is state
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ from onnx_backend.integer.lowering.recurrent_parts import (
     within,
 )
 from onnx_backend.integer.recording.context import Args, Context, attributes, label
+from onnx_backend.integer.recording.exact import raised
 from onnx_backend.integer.recording.values import Array, Constant, Integers, Linear, Lookup, Refused, Term, Value, Wide
 
 _DEFAULTS = MappingProxyType({"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]})
@@ -114,7 +116,11 @@ def _unrolled(ctx: Context, node: NodeProto, args: Args, steps: Steps) -> tuple[
 def _pending(node: NodeProto, value: Wide) -> Linear:
     lo, hi, zero = (np.asarray(bound, np.int64) for bound in (value.lo, value.hi, 0))
     unit = float(value.scale)
-    return Linear((Term(value.name, np.asarray(unit), zero, lo, hi),), source=label(node), error=value.error * unit)
+    return Linear(
+        (Term(value.name, np.asarray(unit), zero, lo, hi),),
+        source=label(node),
+        error=raised(value.error) * Fraction(unit),
+    )
 
 
 def _stacked(ctx: Context, values: Sequence[Wide], axis: int, new: Sequence[int]) -> Wide:

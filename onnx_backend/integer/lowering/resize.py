@@ -23,6 +23,7 @@ from onnx_backend.integer.lowering.resize_geometry import (
     stated_scales,
 )
 from onnx_backend.integer.recording.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.recording.exact import one_rounding
 from onnx_backend.integer.recording.values import Array, Linear, Lookup, Refused, Step, Term, Value
 
 _FINE = 2.0**-8  # error of int32 sums, in input steps, above which they are taken in int64
@@ -165,17 +166,20 @@ def _interpolated(ctx: Context, node: NodeProto, args: Args, geometries: Sequenc
         is_codes = False
     whole = math.prod(along.whole for along in taps)
     # both weights of an axis err by the same amount in opposite directions, so the span of the codes counts once
-    error = encoding.scale * encoding.hi * sum(along.error for along in taps)
+    error = Fraction(encoding.scale) * encoding.hi * sum(along.error for along in taps)
     shift = max((encoding.hi * whole).bit_length() - 31, 0) if wide else 0
     if wide:
         tensor = _narrowed(ctx, tensor, shift)
-        error += encoding.scale * 0.5 * 2**shift / whole if shift else 0.0
+        error += Fraction(encoding.scale) * 2**shift / (2 * whole) if shift else 0
     unit = whole / 2**shift
     zero, low, high = (np.asarray(v, np.int64) for v in (round(encoding.zero_point * unit), 0, encoding.hi * unit + 1))
     rest = encoding.zero_point * unit - float(zero)  # of the zero point, where the unit is no whole number
     scale = np.asarray(encoding.scale / unit, np.float64)
     constant = np.asarray(-rest * encoding.scale / unit, np.float64)
-    return Linear((Term(tensor, scale, zero, low, high),), constant, source=label(node), error=error)
+    terms = (Term(tensor, scale, zero, low, high),)
+    # the unit, what is left of the zero point and the scale are quotients and products in float64
+    error += 4 * one_rounding(terms, encoding.zero_point * encoding.scale)
+    return Linear(terms, constant, source=label(node), error=error)
 
 
 def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:

@@ -199,7 +199,7 @@ class Taps:
     right: Array
     weight: Array
     whole: int
-    error: float
+    error: Fraction
 
 
 def linear_taps(geometry: Geometry, room: int) -> Taps:
@@ -221,4 +221,4 @@ def linear_taps(geometry: Geometry, room: int) -> Taps:
     weight = [round(part * whole) for part in parts]
     error = max(abs(Fraction(w, whole) - part) for w, part in zip(weight, parts, strict=True))
     indices = np.asarray(left, np.int64)
-    return Taps(indices, np.minimum(indices + 1, last), np.asarray(weight, np.int64), whole, float(error))
+    return Taps(indices, np.minimum(indices + 1, last), np.asarray(weight, np.int64), whole, error)

@@ -34,6 +34,8 @@ from onnx_backend.integer.recording.values import Constant, Integers, Lookup, No
 _BITS = 30
 #: exp(-_FAR) is below half a unit of 2**-_BITS.
 _FAR = 22.0
+#: What float64 adds to the rounding of an entry of a table, in units.
+_FLOAT64 = 2.0**-16
 _LARGEST_TABLE = 1 << 14
 #: The fine grid has steps of at most this size.
 _FINE = 2.0**-20
@@ -75,7 +77,8 @@ def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
         share = b.node("Where", [rows.missing, constant64(ctx, 0), share])
     name = b.node("Mul", [b.cast(rows.exponentials, TensorProto.INT64), share])
     # e / s against the true e' / s': an error d of each exponential moves it by (1 + length) * d / s, and s >= 2**_BITS
-    moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + 2.0 * rows.relative + rows.length * 2.0 ** (_BITS - ROOM)
+    off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
+    moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
     found = made(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
     value = replace(narrowed(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
     scores = args[0]
@@ -172,7 +175,7 @@ def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bo
         table = table_of_exponentials(step, last + 1, _BITS)
         if empty:
             table[-1] = 0
-        return gathered(ctx, table, below, below), 0.5
+        return gathered(ctx, table, below, below), 0.5 + _FLOAT64
     low = (last.bit_length() + 1) // 2
     if low > 14:
         raise Refused(
@@ -190,7 +193,7 @@ def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bo
     if empty:  # the last place holds less than half a unit, or a mask, which must be exactly 0
         some = b.node("Less", [below, b.constant(last, np.int32)])
         found = b.node("Mul", [found, b.cast(some, TensorProto.INT32)])
-    return found, 1.5
+    return found, 1.5 + 3 * _FLOAT64
 
 
 def is_nan(ctx: Context, node: NodeProto, args: Args) -> Value:

@@ -21,7 +21,7 @@ from onnx_backend.integer.fixed_point.roots import (
     square_root,
     table_of_exponentials,
 )
-from onnx_backend.integer.fixed_point.sums import MASK, add
+from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.wide import (
     ROOM,
     bits,
@@ -29,6 +29,7 @@ from onnx_backend.integer.fixed_point.wide import (
     fits_int32,
     fitted,
     gathered,
+    inexact,
     int64,
     made,
     multiply,
@@ -47,6 +48,7 @@ from onnx_backend.integer.lowering.moves import MOVES
 from onnx_backend.integer.lowering.straight_lines import STRAIGHT
 from onnx_backend.integer.lowering.tables import SELU, TABLES
 from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, label
+from onnx_backend.integer.recording.exact import MASK, ULP, largest
 from onnx_backend.integer.recording.values import (
     Array,
     Bent,
@@ -121,25 +123,34 @@ def wide_mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     if isinstance(right, Constant):
         if not np.all(np.isfinite(right.values)):
             raise Refused("it multiplies by infinity", "replace the constant by a finite one")
-        return scaled(widened(ctx, left), right.values.astype(np.float64))
+        return _times(widened(ctx, left), right, right.values.astype(np.float64))
     if left is right:
         value = widened(ctx, left)
         return multiply(ctx, value, value)
     return multiply(ctx, widened(ctx, left, "its first input"), widened(ctx, right, "its second input"))
 
 
+def _times(value: Wide, constant: Constant, numbers: Array, off: float = 0.0) -> Wide:
+    """Multiply by the numbers of a constant, `off` as a share; float32 rounded those that are stored as integers."""
+    found = scaled(value, numbers)
+    if constant.coded is not None or constant.blocks is not None:
+        off += 2.0**-23
+    magnitude = float(largest(found.constant)) / (float(largest(found.scale)) or 1.0)
+    return replace(found, relative=found.relative + off, error=found.error + off * magnitude)
+
+
 def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Divide by a value whose static bounds exclude 0: by a table of reciprocals, or by an integer division."""
     left, right = args
     if isinstance(right, Constant):
-        return scaled(widened(ctx, left), 1.0 / right.values.astype(np.float64))
+        return _times(widened(ctx, left), right, 1.0 / right.values.astype(np.float64), ULP)
     if isinstance(left, Constant):
-        return scaled(inverse(ctx, right, ROOM - 9), left.values.astype(np.float64))
+        return _times(inverse(ctx, right, ROOM - 9), left, left.values.astype(np.float64))
     numerator = widened(ctx, left, "its first input")
     divisor = inverse(ctx, right, max(ROOM - bits(numerator), 31))
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
-    if numerator.constant.any() or spread(numerator) or numerator.scale.size != 1:
+    if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     least = divisor.infinite * abs(float(numerator.scale))  # of any quotient by 0, except 0 / 0, which is 0 here
     return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
@@ -220,8 +231,10 @@ def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
     tables = table_of_exponentials(step * (1 << low), (last >> low) + 1, 30), table_of_exponentials(step, 1 << low, 30)
     parts = [gathered(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
     unit = math.exp(highest) * 2.0**-60
-    error = 2.0**30 + 1.0 + math.exp(-22.0 - highest) / unit
-    return made(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=math.expm1(spread(value) * step))
+    # half a unit of both tables and what float64 adds to it; beyond the last entry, the smallest result stands
+    error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
+    relative = math.expm1(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
+    return made(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
 
 
 def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:

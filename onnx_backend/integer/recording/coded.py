@@ -1,6 +1,7 @@
 """Constants of the Q/DQ model that have integers of their own: per tensor, per channel, per block."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class CodedConstant:
     scale: Array
     axis: int | None
     dtype: int
-    error: float = 0.0
+    error: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True)

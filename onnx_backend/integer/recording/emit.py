@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.integer.recording.exact import upward
 from onnx_backend.integer.recording.fixed import Plan, plan
 from onnx_backend.integer.recording.narrow import NarrowPlan, narrow_plan
 from onnx_backend.integer.recording.operations import Operation, Requantization, Table
 from onnx_backend.integer.recording.segments import segments
 from onnx_backend.integer.recording.values import Array, Encoding, Linear, Lookup, Refused
-from qsdk.core.fixed_point import Rounding
+from qsdk.core.fixed_point import HIGH_MUL, MAX_SHIFT, Rounding
 
 
 class Builder:
@@ -132,9 +134,25 @@ def _row(
         "output_zero_point": encoding.zero_point,
         "rounding": rounding,
         "ties_possible": fixed.ties if isinstance(fixed, Plan) else None,
-        "error_bound": fixed.error,
+        "error_bound": upward(fixed.error + _first_rounding(fixed, rounding) + _clip_error(value, encoding)),
         **_pre_shifts(fixed),
     }
+
+
+def _first_rounding(fixed: Plan | NarrowPlan, rounding: str) -> Fraction:
+    """Bound the first of two roundings, which only `gemmlowp` has: half a unit of the bits that the second takes."""
+    shift = int(np.min(fixed.shift[fixed.shift > HIGH_MUL], initial=MAX_SHIFT + 1))
+    return Fraction(1, 2 << (shift - HIGH_MUL)) if rounding == "gemmlowp" and shift <= MAX_SHIFT else Fraction(0)
+
+
+def _clip_error(value: Linear, to: Encoding) -> Fraction:
+    """Bound what the code of a clip is beyond half a step from the clip itself: float32 may round it across a tie."""
+    worst = Fraction(0)
+    for bound in (value.lo, value.hi):
+        if np.isfinite(bound):
+            exact = min(max(Fraction(bound) / Fraction(to.scale) + to.zero_point, Fraction(0)), Fraction(to.hi))
+            worst = max(worst, abs(int(to.quantize(bound)) - exact) - Fraction(1, 2))
+    return worst
 
 
 def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:

@@ -6,9 +6,11 @@ terms share one shift, so that their products are added before the one rounding.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
+from onnx_backend.integer.recording.exact import ROUNDING, largest, misfit
 from onnx_backend.integer.recording.values import Array, Encoding, Linear, Refused
 from qsdk.core.errors import ConfigError
 from qsdk.core.fixed_point import MAX_SHIFT, fixed_point, tie_in_range, ties_possible
@@ -31,7 +33,7 @@ class Plan:
         high: largest value of products + addend.
         ties: whether an exact tie can occur for some accumulator within the bounds.
         bound: largest magnitude of a term with its zero point or bias applied.
-        error: how far the value before its rounding can be from the real one, in output steps.
+        error: how far the value before its rounding can be from the real one, in output steps, exactly.
     """
 
     mantissas: tuple[Array, ...]
@@ -41,7 +43,7 @@ class Plan:
     high: Array
     ties: bool
     bound: int
-    error: float
+    error: Fraction
 
 
 def plan(value: Linear, encoding: Encoding) -> Plan:
@@ -71,21 +73,21 @@ def plan(value: Linear, encoding: Encoding) -> Plan:
         int(np.max(np.maximum(np.abs(term.lo - term.zero), np.abs(term.hi - term.zero)))) for term in value.terms
     )
     ties = _ties(value, mantissas, shift, constant)
-    error = _error(value, ratios, mantissas, np.asarray(shift), constant, encoding)
+    error = _error(value, mantissas, np.asarray(shift), constant, encoding)
     return Plan(mantissas, np.asarray(shift), addend, low, high, ties, bound, error)
 
 
-def _error(
-    value: Linear, ratios: Sequence[Array], mantissas: Sequence[Array], shift: Array, constant: Array, to: Encoding
-) -> float:
-    """Bound the error of the fixed point in output steps: of every multiplier and of the constant."""
-    total: Array = np.asarray(value.error / to.scale)
-    for term, ratio, mantissa in zip(value.terms, ratios, mantissas, strict=True):
-        reach = np.maximum(np.abs(term.lo - term.zero), np.abs(term.hi - term.zero))
-        total = total + np.abs(np.ldexp(mantissa.astype(np.float64), -shift) - ratio) * reach
-    # a constant far outside the grid is cut off on purpose: everything saturates there either way
-    rounded = np.ldexp(0.5, -shift) if np.any(constant) else np.zeros(())
-    return float(np.max(total + rounded))
+def _error(value: Linear, mantissas: Sequence[Array], shift: Array, constant: Array, to: Encoding) -> Fraction:
+    """Bound the error of the fixed point in output steps: of the sum itself, of every multiplier, of the constant."""
+    scale = Fraction(to.scale)
+    total = value.error / scale + misfit(value.terms, mantissas, shift, to.scale)
+    if np.any(value.constant):
+        # its own rounding, and that of its quotient by the scale; one far outside the grid is cut off on purpose:
+        # everything saturates there either way
+        total += (
+            Fraction(1, 2 << int(np.min(shift))) + largest(np.ldexp(constant.astype(np.float64), -shift)) * ROUNDING
+        )
+    return total
 
 
 def _fixed(ratio: Array) -> tuple[Array, Array]:

@@ -5,10 +5,13 @@ multiplied by a mantissa of as many bits as 32 leave. Both roundings are bounded
 value by before its last rounding, in output steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
+from onnx_backend.integer.recording.exact import ROUNDING, distinct_rows, largest
 from onnx_backend.integer.recording.values import Array, Encoding, Linear, Refused
 
 _KEPT = 16  # bits of an accumulator that enter the product
@@ -43,7 +46,7 @@ class NarrowPlan:
         addend: int32, the constant of the sum.
         reach: bound of the sum's magnitude.
         bound: largest magnitude of a term with its zero point or bias applied.
-        error: how far the value before its last rounding can be from the real one, in output steps.
+        error: how far the value before its last rounding can be from the real one, in output steps, exactly.
     """
 
     terms: tuple[NarrowTerm, ...]
@@ -51,7 +54,7 @@ class NarrowPlan:
     addend: Array
     reach: Array
     bound: int
-    error: float
+    error: Fraction
 
     @property
     def mantissas(self) -> tuple[Array, ...]:
@@ -87,14 +90,33 @@ def narrow_plan(value: Linear, encoding: Encoding) -> NarrowPlan:
         NarrowTerm(term.zero, cut, p, m.astype(np.int64))
         for term, cut, p, m in zip(value.terms, cuts, before, mantissas, strict=True)
     )
-    error: Array = np.asarray(value.error / encoding.scale) + np.where(constant != 0, np.ldexp(0.5, -shift), 0.0)
-    for p, k, s, m in zip(before, kept, steps, mantissas, strict=True):
-        error = error + np.where(p > 0, 0.5 * np.abs(s), 0.0) + np.abs(np.ldexp(m, -shift) - s) * k
-    if np.max(error) > 1:
-        raise Refused(f"32-bit products would move it by up to {np.max(error):.3g} steps", "use product_bits=64")
+    error = _error(value, terms, kept, shift, constant, encoding)
+    if error > 1:
+        raise Refused(f"32-bit products would move it by up to {float(error):.3g} steps", "use product_bits=64")
     addend = np.rint(np.ldexp(constant, shift)).astype(np.int64)
     whole = np.ldexp(reach, shift)
-    return NarrowPlan(terms, shift, addend, whole, int(max(np.max(s) for s in spans)), float(np.max(error)))
+    return NarrowPlan(terms, shift, addend, whole, int(max(np.max(s) for s in spans)), error)
+
+
+def _error(
+    value: Linear, terms: Sequence[NarrowTerm], kept: Sequence[Array], shift: Array, constant: Array, to: Encoding
+) -> Fraction:
+    """Bound the error in output steps: of the sum itself, of both roundings of every term, of the constant."""
+    columns: list[Array] = [np.asarray(shift, np.int64)]
+    for source, term, most in zip(value.terms, terms, kept, strict=True):
+        columns += [term.before, term.mantissa, np.asarray(most, np.int64), np.asarray(source.scale, np.float64)]
+    unit, worst = Fraction(to.scale), Fraction(0)
+    for n, *rest in distinct_rows(*columns):
+        moved = Fraction(0)
+        for i in range(0, len(rest), 4):
+            before, mantissa, most, real = rest[i : i + 4]
+            step = Fraction(real) * (1 << before)
+            moved += abs(mantissa * unit / (1 << n) - step) * most + (abs(step) / 2 if before else 0)
+        worst = max(worst, moved)
+    total = (value.error + worst) / unit
+    if np.any(value.constant):
+        total += Fraction(1, 2 << int(np.min(shift))) + largest(constant) * ROUNDING
+    return total
 
 
 def _cut(value: Linear, ratio: Array, span: Array, encoding: Encoding) -> Array:

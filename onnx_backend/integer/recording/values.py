@@ -8,6 +8,7 @@ kernels for 16 bits.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -237,7 +238,7 @@ class Linear:
         hi: upper clip of the real value.
         after: moves to apply to the codes after requantization.
         source: name of the node that made the accumulator, for the certificate.
-        error: bound of what the terms differ from the real values they stand for, absolute, in real units.
+        error: bound of what the sum differs from the real value it stands for, absolute, in real units, exactly.
     """
 
     terms: tuple[Term, ...]
@@ -246,7 +247,7 @@ class Linear:
     hi: float = np.inf
     after: tuple[Step, ...] = ()
     source: str = ""
-    error: float = 0.0
+    error: Fraction = Fraction(0)
 
     @property
     def open(self) -> bool:
