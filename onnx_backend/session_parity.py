@@ -137,9 +137,8 @@ def check_session(
             taught = {**feeds, **_taught(sim.capture(feeds), fed)}
             for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
                 sites[site].add(left, right)
-    gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
-    return _report(sites, outputs, gates, level, extra)
+    return _report(sites, outputs, [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)], level, extra)
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
