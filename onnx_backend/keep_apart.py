@@ -2,14 +2,15 @@
 
 A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
-2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Six more:
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Seven more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
 beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits is wrong
 wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a MatMulNBits
 replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
 copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
-which is then quantized.
+which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast a tensor that holds
+nothing (onnxruntime 1.32), such as what was detected where nothing was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.data_sizes import of_data_dependent_size
 from onnx_backend.large_tensors import LargeTensor
 from onnx_backend.model import (
     array,
@@ -41,6 +43,7 @@ _EIGHT_BITS = frozenset({"int8", "uint8"})
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
 _MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Sum", "Transpose", "Unsqueeze"})
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_BROADCAST = frozenset({"Add", "Mul"})
 _LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
@@ -62,6 +65,7 @@ class _Separation:
         self.stored, self.makers = initializers(model.graph), producers(model.graph.node)
         self.readers, self.taken = consumers(model.graph.node), names_in(model.graph)
         self.outputs = {value.name for value in model.graph.output}
+        self.unsized = of_data_dependent_size(model.graph)
 
     def run(self) -> None:
         nodes: list[NodeProto] = []
@@ -130,6 +134,7 @@ class _Separation:
             for node in self.readers.get(tensor, [])
             if is_wrong(self._label(node, tensor), dtype, form)
             or self._is_stack(node)
+            or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)
         ]
 
