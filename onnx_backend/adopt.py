@@ -13,12 +13,14 @@ from onnx_backend.qdq_read import LITERAL_KEY
 from onnx_backend.read_graph import with_sites
 from qsdk.core.config import QuantConfig
 from qsdk.core.dtypes import dtype_named
+from qsdk.core.encoding import Encoding
 from qsdk.core.encodings_file import loads
 from qsdk.core.graph import Graph
 from qsdk.core.planning.given import plan_as_given
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.provenance import GRAPH
+from qsdk.core.report import Report
 from qsdk.core.spec import Kind
 
 FLOAT_IN_FILE = "float in the file"
@@ -76,6 +78,14 @@ def provenance_kept(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, An
     said = {} if text is None else loads(text, "the encodings in the model").provenance
     kept = {name: said[name] if name in _ORIGIN else fresh[name] for name in said if name in _ORIGIN or name in fresh}
     return {**kept, **{name: value for name, value in fresh.items() if name not in kept}}
+
+
+def with_replaced(report: Report, adopted: Mapping[str, Encoding], found: Mapping[str, Encoding]) -> Report:
+    """A report of calibration that says which encodings of the file are no more: a note by site, and their number."""
+    moved = {site for site, encoding in adopted.items() if site in found and found[site] != encoding}
+    note = "the file's own encoding was replaced; call sim.freeze(match) before calibrate to keep it"
+    rows = [{**row, "note": note} if row["site"] in moved else row for row in report.rows]
+    return Report(report.title, rows, {**report.summary, "adopted encodings replaced": len(moved)})
 
 
 def without_origin(model: ModelProto) -> None:

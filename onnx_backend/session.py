@@ -19,6 +19,7 @@ from onnx_backend.model import (
 )
 from onnx_backend.qdq_read import block_scales
 from onnx_backend.runtime_input import session_of
+from onnx_backend.subgraphs import reads
 from qsdk.core import affine
 from qsdk.core.errors import FileFormatError, QsdkError
 
@@ -37,6 +38,8 @@ _KEPT_OFF = (
     "DQMatMulNBitsFusion",
     "EnsureUniqueDQForNodeUnit",
 )
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_PAIR = ("QuantizeLinear", "DequantizeLinear")  # whose scales may be narrow
 _MANY = 2_000  # nodes
 _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
@@ -44,7 +47,9 @@ _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantiz
 def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
-    Stored tensors are dequantized once, here, by the same formula, instead of at every run.
+    Stored tensors are dequantized once, here, by the same formula, instead of at every run. Where a part of the model
+    computes in float16 or bfloat16, nothing is optimized: what the runtime fuses there rounds at other places, by whole
+    steps of what is quantized behind it.
 
     Args:
         model: with Q/DQ.
@@ -54,7 +59,9 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
         FileFormatError: the runtime cannot load the model.
     """
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_DISABLE_ALL if narrow else levels.ORT_ENABLE_ALL
     options.add_session_config_entry("session.disable_double_qdq_remover", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     if shares_memory:
@@ -69,6 +76,18 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
         raise
     except Exception as error:  # the runtime's own exception types are private
         raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
+
+
+def computes_in_narrow_floats(model: ModelProto) -> bool:
+    """Whether a node computes in float16 or bfloat16; a pair of casts, which only rounds, does not."""
+    narrow = {tensor.name for tensor in model.graph.initializer if tensor.data_type in _NARROW}
+    narrow |= {value.name for value in model.graph.input if value.type.tensor_type.elem_type in _NARROW}
+    for node in model.graph.node:
+        if node.op_type == "Cast":
+            narrow |= set(node.output) if attributes(node).get("to") in _NARROW else set()
+        elif node.op_type not in _PAIR and narrow.intersection(reads(node)):
+            return True
+    return False
 
 
 def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:

@@ -15,7 +15,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend import parity
-from onnx_backend.adopt import adopted_plan, float_in_file
+from onnx_backend.adopt import adopted_plan, float_in_file, with_replaced
 from onnx_backend.calibration import calibrated, stored_names, stored_tensors
 from onnx_backend.changed_weights import ChangedWeights
 from onnx_backend.external_data import files_read, require_no_external_data
@@ -167,6 +167,8 @@ class OnnxSim(StatefulSim):
             sessions=self._observing,
             gather=gather,
         )
+        if self.config is None:
+            report = with_replaced(report, self._own, own)
         self._set(own)
         self.methods = Methods(method, weight_method, percentile)
         report = self.leave_coarse_float(report, ranges)

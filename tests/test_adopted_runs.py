@@ -1,0 +1,80 @@
+"""An adopted Q/DQ file is computed as it is written, and keeps its encodings unless it is said which went."""
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper
+from qdq_models import make_model, mlp
+
+import qsdk
+from onnx_backend.session import computes_in_narrow_floats
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 16)).astype(np.float32)
+node = helper.make_node
+
+
+def with_float16_part():
+    """Between two pairs of Q/DQ a layer and a GELU in float16, as a converter for mixed precision writes them."""
+    narrow = {
+        "w": RNG.normal(size=(16, 16)) / 4,
+        "b": RNG.normal(size=16),
+        "root": np.array(2**0.5),
+        "one": np.array(1.0),
+        "half": np.array(0.5),
+    }
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "z"], ["q"], "first"),
+        node("DequantizeLinear", ["q", "s", "z"], ["d"], "first_back"),
+        node("Cast", ["d"], ["h"], "narrow", to=TensorProto.FLOAT16),
+        node("MatMul", ["h", "w"], ["m"], "product"),
+        node("Add", ["m", "b"], ["a"], "sum"),
+        node("Div", ["a", "root"], ["e0"], "divided"),
+        node("Erf", ["e0"], ["e1"], "erf"),
+        node("Add", ["e1", "one"], ["e2"], "raised"),
+        node("Mul", ["a", "e2"], ["e3"], "gated"),
+        node("Mul", ["e3", "half"], ["e4"], "halved"),
+        node("Cast", ["e4"], ["y"], "wide", to=TensorProto.FLOAT),
+        node("QuantizeLinear", ["y", "s", "z"], ["q2"], "last"),
+        node("DequantizeLinear", ["q2", "s", "z"], ["z2"], "last_back"),
+    ]
+    stored = {name: value.astype(np.float16) for name, value in narrow.items()}
+    stored |= {"s": np.float32(0.05), "z": np.uint8(128)}
+    return make_model(nodes, {"x": ["n", 16]}, {"y": ["n", 16], "z2": ["n", 16]}, stored)
+
+
+def as_written(model):
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(model.SerializeToString(), options).run(None, {"x": X})
+
+
+def test_a_float16_part_is_computed_as_it_is_written():
+    model = with_float16_part()
+    sim = qsdk.quantize(model, None, None)
+    for got, wanted in zip(sim.run(X), as_written(model), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_pair_of_casts_is_no_float16_part():
+    sim = qsdk.quantize(mlp(), None, qsdk.w8a8().skip("relu", dtype="float16").skip("mm1", dtype="float16"))
+    qsdk.calibrate(sim, [X[:, :6]], progress=False)
+    assert not computes_in_narrow_floats(sim.qdq_model())
+    assert computes_in_narrow_floats(with_float16_part())
+
+
+def test_calibrating_an_adopted_file_says_which_encodings_went():
+    sim = qsdk.quantize(mlp(), None, qsdk.w8a8())
+    qsdk.calibrate(sim, [X[:, :6]], progress=False)
+    adopted = qsdk.quantize(sim.qdq_model(), None, None)
+    same = qsdk.calibrate(adopted, [X[:, :6]], progress=False)
+    before = dict(adopted.encodings)
+    report = qsdk.calibrate(adopted, [3 * X[:, :6]], progress=False)
+    moved = {site for site, encoding in adopted.encodings.items() if encoding != before[site]}
+    noted = {row["site"] for row in report.rows if "the file's own encoding was replaced" in str(row.get("note"))}
+    assert "x:input" in noted
+    assert noted == {site for site in moved if not site.endswith(":bias")}
+    assert report.summary["adopted encodings replaced"] == len(noted)
+    assert same.summary["adopted encodings replaced"] < len(noted)
+    kept = qsdk.quantize(sim.qdq_model(), None, None)
+    kept.freeze("*")
+    assert qsdk.calibrate(kept, [3 * X[:, :6]], progress=False).summary["adopted encodings replaced"] == 0
