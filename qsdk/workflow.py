@@ -36,10 +36,10 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
+from torch_bridge.numbering import traced_and_numbered
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim, stored_values
-from torch_bridge.trace import marked_onnx
 
 Sim = QuantSim | OnnxSim
 Forward = Callable[[Any, Any], Any]
@@ -136,7 +136,7 @@ def _refuse_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
 
 
 def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
-    traced = marked_onnx(prepared.model, prepared.runtime, prepared.example, prepared.outputs)
+    traced, prepared = traced_and_numbered(prepared)
     graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_models import calibrated, seeded
+from torch_models import calibrated, seeded, sim_of
 
 from qsdk.core.config import w4a8, w8a8
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor
-from qsdk.workflow import check_parity, export, to_integer
+from qsdk.workflow import calibrate, check_parity, export, to_integer
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)
@@ -152,3 +152,39 @@ def test_a_batch_norm_without_a_module(model: nn.Module, tmp_path: Path):
     file_of(sim, tmp_path)
     with torch.no_grad():
         assert torch.allclose(sim(X), model(X), atol=0.05 * float(model(X).abs().max()))
+
+
+# what only a trace does
+
+
+class Masked(nn.Module):
+    """Adds a mask unless it is all ones, as models do that look at it outside of a trace only; [N, 8] to [N, 8]."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.norm, self.calls = nn.Linear(8, 8), nn.LayerNorm(8), calls
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            scores = self.layer(x)
+            if torch.compiler.is_compiling() or not bool(mask.all()):
+                scores = scores + (1.0 - mask) * -4.0
+            x = self.norm(x + scores)
+        return x
+
+
+ONES, SOME = torch.ones(8), (torch.arange(8) < 5).float()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, tmp_path: Path):
+    sim = sim_of(Masked(calls).eval(), (X, ONES))
+    assert sim.coverage().summary["not_exercised"] > 0
+    calibrate(sim, [(X, SOME), (X, ONES)], progress=False)
+    made: dict[str, Tensor] = {}
+    with sim.runtime.telling(made.__setitem__):
+        sim(X, ONES)
+    assert [site for site in made if site.startswith("add")] == [f"add.{2 * n + 1}:output" for n in range(calls)]
+    export(sim, tmp_path / "model.onnx")
+    assert check_parity(sim, tmp_path / "model.onnx", [(X, SOME)], progress=False).to_dict()["summary"]["passed"]

@@ -42,6 +42,14 @@ class Frame:
         return f"{owner}.{self.next(name)}"
 
 
+class Naming(Protocol):
+    """Names calls as a trace does."""
+
+    def name(self, call: str, frame: Frame | None, *, op: bool) -> str:
+        """The name of a call that is numbered in the order of calls."""
+        ...
+
+
 class Watcher(Protocol):
     """Learns the wiring of a model while it runs."""
 

@@ -21,7 +21,7 @@ from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
 from torch_bridge.live_norms import KeptNorm, keep
 from torch_bridge.module_state import Attributes, attributes_of, caches_of, put_back, renewed, tensors_in
 from torch_bridge.own_forward import drop_autocast, require_copied_forwards
-from torch_bridge.places import ambiguous
+from torch_bridge.places import Call, ambiguous
 from torch_bridge.refusals import Form, forms_of
 from torch_bridge.runtime import Runtime
 from torch_bridge.structure import input_names, leaves_of, mapped, tensors_of
@@ -44,6 +44,7 @@ class Prepared:
         unfolded: BatchNorm path -> why it was not folded.
         folded: paths of the folded ones.
         notes: what else was folded, by name.
+        calls: that this pass made, in order.
         undo: takes folds and modes back.
     """
 
@@ -55,6 +56,7 @@ class Prepared:
     unfolded: Mapping[str, str]
     folded: tuple[str, ...]
     notes: Mapping[str, str]
+    calls: tuple[Call, ...]
     undo: Callable[[], None]
 
     def give_back(self) -> None:
@@ -152,7 +154,7 @@ def _wrap_and_fold(
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     if wiring.writes:
         require_followed(runtime, lambda: tensors_of(run_example(own, given)), wiring.writes)
-    sites, outputs, failed = _learn_paths(own, runtime, given, attributes)
+    sites, outputs, calls, failed = _learn_paths(own, runtime, given, attributes)
     folded = tuple(fold.norm for fold in folds)
     notes = {
         f"{c.path}.{c.name}" if c.path else c.name: f"{c.how} is folded into its value, which is a plain tensor now"
@@ -160,12 +162,12 @@ def _wrap_and_fold(
     }
     if failed:
         notes["train mode"] = f"not looked at, because the model does not run on the example there: {failed}"
-    return Prepared(own, runtime, given, sites, outputs, unfolded, folded, notes, undo)
+    return Prepared(own, runtime, given, sites, outputs, unfolded, folded, notes, calls, undo)
 
 
 def _learn_paths(
     own: nn.Module, runtime: Runtime, given: Example, empty: Attributes
-) -> tuple[tuple[str, ...], Sequence[Form], str]:
+) -> tuple[tuple[str, ...], Sequence[Form], tuple[Call, ...], str]:
     """Run a wrapped model in both modes.
 
     Args:
@@ -175,14 +177,8 @@ def _learn_paths(
         empty: its attributes before it ran.
 
     Returns:
-        The sites of eval mode, its outputs, and why train mode could not be looked at, if so.
+        The sites of eval mode, its outputs and calls, and why train mode could not be looked at, if so.
     """
-    sites: dict[str, None] = {}
-
-    def note(site: str, x: Tensor) -> Tensor:
-        sites[site] = None
-        return x
-
     look = look_in_training(own, runtime, lambda: run_example(own, given))
     for (module, name), image in look.emptied.items():
         vars(module)[name] = renewed(image)
@@ -192,12 +188,23 @@ def _learn_paths(
     with runtime.in_phase("float"):
         runtime.caches = caches_of(own, {**empty, **look.emptied}, lambda: run_example(own, given))
     runtime.noted = []
-    with runtime.in_phase("visit", note), torch.no_grad():
-        outputs = forms_of(leaves_of(run_example(own, given)))
+    sites, outputs = visited(own, runtime, given)
     calls, runtime.noted = runtime.noted, None
     runtime.places = ambiguous({call.name: call.place for call in calls})
-    set_training_path(runtime, calls, sites, look)
-    return tuple(sites), outputs, look.failed
+    set_training_path(runtime, calls, dict.fromkeys(sites), look)
+    return tuple(dict.fromkeys(sites)), outputs, tuple(calls), look.failed
+
+
+def visited(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[Form]]:
+    """Run a wrapped model on its example; gives the sites that it reaches, in order, and the forms of its outputs."""
+    sites: list[str] = []
+
+    def note(site: str, x: Tensor) -> Tensor:
+        sites.append(site)
+        return x
+
+    with runtime.in_phase("visit", note), torch.no_grad():
+        return sites, forms_of(leaves_of(run_example(model, example)))
 
 
 def _give_back(attributes: Attributes) -> None:

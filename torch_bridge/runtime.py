@@ -41,6 +41,8 @@ class Runtime(RuntimeState):
         if not self.placed:
             return call
         training = frame is not None and frame.training
+        if not training and self.numbers is not None and self.phase != "mark" and not torch.compiler.is_compiling():
+            call = self.numbers.name(call, frame, op=op)
         places = self.training_places if training else self.places
         if self.phase == "quantize" and call in places and not torch.compiler.is_compiling():
             require_place(call, places[call])

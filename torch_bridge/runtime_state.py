@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from torch_bridge.frames import Frame, Watcher
+from torch_bridge.frames import Frame, Naming, Watcher
 from torch_bridge.later_inputs import LaterInputs
 from torch_bridge.module_state import Cache
 from torch_bridge.phases import Phase, Visitor
@@ -33,6 +33,7 @@ class RuntimeState:
         ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
         places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
         noted: all calls, while they are being noted.
+        numbers: names calls where a run leaves out some that the trace makes.
         training_names: call as it is numbered in train mode -> its name, where that is another.
         training_places: as `places`, for calls as they are numbered in train mode.
         placed: whether there is any of these three.
@@ -64,6 +65,7 @@ class RuntimeState:
         self.writes_inputs = False
         self.places: dict[str, str] = {}
         self.noted: list[Call] | None = None
+        self.numbers: Naming | None = None
         self.training_names: dict[str, str] = {}
         self.training_places: dict[str, str] = {}
         self.placed = False
