@@ -1,6 +1,7 @@
 """The verbs on precision: what one scale serves badly, and the few sites that must be wider. It knows both doors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -62,8 +63,7 @@ def mixed_precision(
         sim: calibrated, of either door. Afterwards it has the chosen precision.
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
-        max_drop: how much the metric may fall below that of the model that was given to `quantize`, in float32: the
-            values that other verbs have moved since count as losses, or gains, of theirs.
+        max_drop: how much the metric may fall below that of the float model that was given to `quantize`.
         levels: what a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric, after which no more sites are taken back.
         forward: `(model, batch)`, to call the model yourself (PyTorch door).
@@ -87,8 +87,7 @@ def mixed_precision(
         >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
         >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
         >>> _ = qsdk.calibrate(sim, [x], progress=False)
-        >>> exact = model(x).detach()
-        >>> def closeness(sim): return -float((sim(x) - exact).abs().max())
+        >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())
         >>> report = qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False)
         >>> report.summary["met"]
         True
@@ -102,10 +101,13 @@ def mixed_precision(
             bar.update()
             return value
 
+        given = _as_given(sim)
         options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
-        if isinstance(sim, OnnxSim):
-            return search_precision(sim, samples, counted, as_given=partial(onnx_given.as_given, sim), **options)
-        return search_precision(sim, samples, counted, as_given=partial(torch_given.as_given, sim), **options)
+        return search_precision(sim, samples, counted, as_given=given, **options)
+
+
+def _as_given(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
+    return partial(onnx_given.as_given, sim) if isinstance(sim, OnnxSim) else partial(torch_given.as_given, sim)
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
