@@ -97,13 +97,11 @@ def mixed_precision(
     with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
 
         def counted(current: Any) -> float:
-            value = metric(current)
             bar.update()
-            return value
+            return metric(current)
 
-        given = _as_given(sim)
         options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
-        return search_precision(sim, samples, counted, as_given=given, **options)
+        return search_precision(sim, samples, counted, as_given=_as_given(sim), **options)
 
 
 def _as_given(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
