@@ -53,7 +53,7 @@ def require_data(model: ModelProto, path: Path, *, whole: bool = False) -> None:
         said = json.loads(text)
         file = path.parent / said["file"]
         wanted = [said["bytes"], said["sample_sha256"], said["sha256"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileFormatError(f"{path} is damaged: its {DATA_KEY} cannot be read; export the model again") from error
     if said["file"] not in _locations(model.graph.initializer):
         return  # another tool has stored the weights elsewhere since

@@ -65,16 +65,37 @@ def run_session(
         ) from error
 
 
-def batches_of(data: Iterable[Any], title: str, progress: bool) -> Iterator[tuple[int, Any]]:
+def batches_of(
+    data: Iterable[Any], title: str, progress: bool, *, skip_empty: bool = True
+) -> Iterator[tuple[int, Any]]:
     """Number the batches, with a progress bar.
 
+    Args:
+        data: of the user.
+        title: of the progress bar.
+        progress: show it.
+        skip_empty: leave batches of no rows out, in which there is nothing to learn from.
+
     Raises:
-        DataError: the data is one batch rather than an iterable of them, or empty.
+        DataError: the data is one batch rather than an iterable of them, or empty, or no batch has rows.
     """
     if isinstance(data, np.ndarray | Mapping):
         raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
-    count = 0
+    if isinstance(data, str | bytes) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list of arrays")
+    count = used = 0
     for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
-        yield count - 1, batch
+        if not (skip_empty and _has_no_rows(batch)):
+            used += 1
+            yield count - 1, batch
     if count == 0:
         raise DataError("the data holds no batch; a generator that was used before is empty, give a list instead")
+    if used == 0:
+        raise DataError(f"no batch has rows ({count} batches of 0 samples); give batches of one sample at least")
+
+
+def _has_no_rows(batch: Any) -> bool:
+    """Whether all arrays of a batch have a first axis of length 0."""
+    given = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    shapes: list[Any] = [getattr(value, "shape", ()) for value in given]
+    return any(shapes) and all(shape[0] == 0 for shape in shapes if shape)

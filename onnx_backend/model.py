@@ -15,8 +15,8 @@ from onnx_backend.data_file import require_data
 from onnx_backend.external_data import INLINE, external_array, is_reference, read_external_data
 from onnx_backend.local_functions import require_sound_functions
 from onnx_backend.skeleton import checkable, refilled, skeleton
-from onnx_backend.subgraphs import names_of, reads, rename_reads
-from qsdk.core.errors import FileFormatError, ModelError
+from onnx_backend.subgraphs import all_nodes, names_of, reads, rename_reads
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.files import write_bytes
 
 OPSET = 21
@@ -41,6 +41,7 @@ def load(
         whole: hold all the data of an exported model against its hash, not only a sample.
 
     Raises:
+        ConfigError: the source is none of these, but a sim, say.
         FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, or its functions
             have no end.
     """
@@ -51,9 +52,10 @@ def load(
         return model
     if isinstance(source, bytes):
         return _decoded(source, "the given bytes")
-    path = Path(source)
+    path = path_of(source)
     if not path.is_file():
-        raise FileFormatError(f"there is no file {path}; check the path, or export the model first")
+        said = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise FileFormatError(f"{said}; check the path, or export the model first")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -63,6 +65,21 @@ def load(
     require_data(model, path, whole=whole)
     read_external_data(model, path, inline=inline)
     return model
+
+
+def path_of(source: Any) -> Path:
+    """The path that a user gave for a model.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(source, str | os.PathLike):
+        return Path(source)
+    what = type(source).__name__
+    remedy = "give the path of an ONNX file, or an onnx model"
+    if hasattr(source, "plan") and hasattr(source, "coverage"):
+        remedy = 'write it first, and give that path: qsdk.export(sim, "model.onnx")'
+    raise ConfigError(f"expected an ONNX model, got a {what}; {remedy}")
 
 
 def _decoded(data: bytes, where: str) -> ModelProto:
@@ -76,6 +93,13 @@ def _decoded(data: bytes, where: str) -> ModelProto:
         raise FileFormatError(f"{where} has no opset or no graph outputs: {remedy}")
     require_sound_functions(model, where)
     return model
+
+
+def is_quantized(model: ModelProto) -> bool:
+    """Whether a node of the model, at any depth, quantizes or dequantizes, or multiplies integers."""
+    bodies = (model.graph.node, *(function.node for function in model.functions))
+    names = {node.op_type for body in bodies for node in all_nodes(body)}
+    return any("Quant" in name or name.endswith("Integer") or name.startswith("QLinear") for name in names)
 
 
 def save(model: ModelProto, path: str | os.PathLike[str]) -> None:

@@ -64,7 +64,7 @@ def observe(
     session, watched = (sessions or SessionCache()).open(marked, wanted, sampled=chosen.reads_histogram)
     names = [output.name for output in session.get_outputs()]
     statistics = Statistics(chosen)
-    for number, batch in batches_of(batches, "calibrate", progress):
+    for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):
         where = f"batch {number}"
         found = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
         values = dict(zip(names, found, strict=True))

@@ -125,7 +125,7 @@ def check_session(
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
     sites = {cut.site: _Site(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
     outputs, to_float = _Outputs(), _Outputs()
-    for number, batch in batches_of(data, "parity", progress):
+    for number, batch in batches_of(data, "parity", progress, skip_empty=False):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
         require_values(feeds, list(feeds), number)

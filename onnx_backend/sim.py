@@ -353,7 +353,7 @@ class OnnxSim(StatefulSim):
         outputs: list[list[Array]] = []
 
         def captures() -> Iterable[Mapping[str, Array]]:
-            for _, batch in batches_of(data, "parity", progress):
+            for _, batch in batches_of(data, "parity", progress, skip_empty=False):
                 outputs.append(self.run(batch))
                 yield self.capture(batch)
 

@@ -63,8 +63,9 @@ class Run:
         sections, kept = self._sections(0)
         sessions = [self._session(number, section) for number, section in enumerate(sections)]
         inputs = [_Input(value) for value in self.streams[FLOAT].given.values()]
-        for batch, values in batches_of(data, "first layers", progress):
-            feeds = {name: _writable(value) for name, value in as_feeds(values, inputs, f"batch {batch}").items()}
+        for place, values in batches_of(data, "first layers", progress):
+            feeds = {name: _writable(value) for name, value in as_feeds(values, inputs, f"batch {place}").items()}
+            batch = self.batches  # of those that count
             for number, section in enumerate(sections):
                 for name in kept[number] & feeds.keys():
                     self.live.put((number, batch, name), feeds[name])

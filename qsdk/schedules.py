@@ -16,6 +16,7 @@ from qsdk.algorithms.ranks import all_reduce_max
 from qsdk.core.errors import ConfigError
 from qsdk.core.estimators import MOMENTUM
 from qsdk.core.sims.state import matched_homes
+from qsdk.core.sims.stateful import require_sim
 from torch_bridge.calibration import install
 from torch_bridge.course import Course
 from torch_bridge.finer_grid import finer_grid
@@ -66,6 +67,7 @@ def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
         ConfigError: no training block, or ranges are observed already.
         DataError: NaN or inf at a site.
     """
+    require_sim(sim)
     _require_momentum(momentum)
     course = course_of(sim)
     if course.observer is not None:
@@ -132,6 +134,7 @@ def course_of(sim: QuantSim) -> Course:
     Raises:
         ConfigError: it is not.
     """
+    require_sim(sim)
     course = sim.runtime.course if isinstance(sim, QuantSim) else None
     if not isinstance(course, Course):
         raise ConfigError("a schedule changes a sim of an nn.Module while it is trained; use it inside sim.training()")

@@ -13,11 +13,11 @@ from onnx_backend.sim import OnnxSim
 from onnx_backend.stored_encodings import stored_encodings
 from qsdk.core.encodings_file import StoredEncodings
 from qsdk.core.encodings_formats import read_any
-from qsdk.core.errors import FileFormatError
 from qsdk.core.graph import Graph
 from qsdk.core.graph_json import graph_from_text
 from qsdk.core.placing import UNMATCHED, Placed, placed_by_name, placed_by_structure
 from qsdk.core.provenance import GRAPH
+from qsdk.core.read_files import text_of
 from qsdk.core.report import Report
 from qsdk.core.tensor_facts import tensor_facts
 from qsdk.workflow import OnnxSource, export, opened_qdq
@@ -71,7 +71,7 @@ def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
         opened = opened_qdq(source)
         file, graph = stored_encodings(opened), OnnxSim.from_qdq(opened).graph
         return lambda target: _placed(file, graph, target)
-    text = _read(source, where)
+    text = text_of(source, "give an encodings file or an .onnx model")
 
     def place(target: Graph) -> Placed:
         read = read_any(text, where, tensor_facts(target))
@@ -87,15 +87,6 @@ def _placed(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
     placed = placed_by_structure(file, source, target)
     named = placed_by_name(file, target) if placed.problems else placed
     return placed if named.problems else named
-
-
-def _read(path: str | os.PathLike[str], where: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileFormatError(f"cannot read {where}: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{where} is no text; give an encodings file or an .onnx model") from error
 
 
 def _report(exported: Report, placed: Placed, where: str) -> Report:

@@ -20,6 +20,7 @@ from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts
 from qsdk.core.sims.state import SimState, put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs_held_back import HeldBack, output_error, outputs_of
 from qsdk.verbs_layers import Run, solved
 from qsdk.workflow import Forward, Sim
@@ -74,6 +75,7 @@ def correct_bias(
         ConfigError: another method, no data, or data with `analytic`; a checkpoint of another run.
         DataError: data that the model does not take. In every case the sim stays as it was.
     """
+    require_sim(sim)
     _require_sense(method, data, forward)
     _ = sim.encodings  # names the sites that have none
     remarks = sim.bias_remarks()

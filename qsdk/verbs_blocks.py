@@ -17,6 +17,7 @@ from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.layer_problem import Solution
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.stateful import require_sim
 from qsdk.core.spec import Spec
 from qsdk.workflow import Forward, Sim
 from torch_bridge.block_calls import Piece, floats_of
@@ -77,6 +78,7 @@ def tune_blocks(
 
     Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
     """
+    require_sim(sim)
     options = _options(iterations, learn, batch_size, lr, drop)
     module_sim = _module_sim(sim)
     found = find_blocks(module_sim, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from qsdk.core.sims.state import matches_site
+from qsdk.core.sims.stateful import require_sim
 from torch_bridge.batches import Forward, feed
 from torch_bridge.sim import QuantSim
 from torch_bridge.structure import tensors_of
@@ -100,6 +101,7 @@ def distill_loss(
 
 def _wanted(sim: QuantSim, teacher: nn.Module | QuantSim, patterns: tuple[str, ...]) -> frozenset[str]:
     """The activations that the patterns mean."""
+    require_sim(sim)
     if not isinstance(sim, QuantSim):
         raise ModelError("distill_loss needs gradients, which an ONNX model has not: quantize the nn.Module")
     computed = [d.site for d in sim.plan.decisions.values() if d.kind in ("activation", "output")]

@@ -26,6 +26,7 @@ from qsdk.core.graph import Graph
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.planning.too_coarse import left_float
 from qsdk.core.provenance import installed, provenance_of
+from qsdk.core.read_files import text_of
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
 from qsdk.core.sims.frozen_values import read_frozen_values
@@ -35,6 +36,7 @@ from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.core.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
 from qsdk.workflow import OnnxSource, Sim, opened_qdq, quantize
 from torch_bridge import saved as saved_torch
@@ -68,6 +70,7 @@ def save_encodings(
         ConfigError: an unknown version, or a model for the own format, which goes by sites.
         ExportError: the folder cannot be written, or sites that the version cannot say: it lists them.
     """
+    require_sim(sim)
     chosen = require_version(version)
     if model is not None and chosen == OWN:
         raise ConfigError("model= gives AIMET's formats their tensor names; qsdk's own goes by sites: leave it out")
@@ -112,6 +115,7 @@ def load_encodings(
             different. The sim stays as it was.
         ConfigError: `freeze` matches nothing.
     """
+    require_sim(sim)
     where = _name_of(path)
     pairs = [(facts, facts) for facts in float_facts(sim.graph, sim.plan)]
     if model is not None:
@@ -214,12 +218,7 @@ def read_stored(source: OnnxSource, where: str, tensors: Sequence[TensorFacts] |
     """Read an encodings file of any version, or what the nodes of a Q/DQ model say; see `read_any` for `tensors`."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         return stored_encodings(opened_qdq(source))
-    try:
-        return read_any(Path(source).read_text(encoding="utf-8"), where, tensors)
-    except OSError as error:
-        raise FileFormatError(f"cannot read {where}: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{where} is no text; give an encodings file or an .onnx model") from error
+    return read_any(text_of(source, "give an encodings file or an .onnx model"), where, tensors)
 
 
 def save(sim: Sim, path: str | os.PathLike[str]) -> None:
@@ -232,6 +231,7 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
+    require_sim(sim)
     state, both = (
         sim.snapshot(),
         {

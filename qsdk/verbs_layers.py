@@ -22,6 +22,7 @@ from qsdk.core.layer_walk import Walk
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import layer_walk as torch_walk
 
@@ -255,6 +256,7 @@ def _walk(
     sim: Sim, data: Iterable[Any], forward: Forward | None, max_memory: int | None
 ) -> Iterator[tuple[Walk, dict[str, Any]]]:
     """A walk, and the dict of `noting_shifts`; whatever fails, up to the end of the block, the sim stays as it was."""
+    require_sim(sim)
     if isinstance(sim, OnnxSim):
         refuse_forward(forward)
         begun = onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)

@@ -11,6 +11,7 @@ from qsdk.core.channel_statistics import ChannelStatistics, merged
 from qsdk.core.report import Report
 from qsdk.core.sims.frozen_values import values_stay
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import batch_norm as torch_norms
 
@@ -51,6 +52,7 @@ def reestimate_batch_norm(
         CalibrationError: the sim is not calibrated.
         DataError: no data, data that the model does not take, or NaN or inf; the sim stays as it was.
     """
+    require_sim(sim)
     start = time.perf_counter()
     _ = sim.encodings  # what is not calibrated is said before the data is spent
     door = put_back_on_error(sim, weights=True) if isinstance(sim, OnnxSim) else torch_norms.put_back_on_error(sim)

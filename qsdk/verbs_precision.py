@@ -14,6 +14,7 @@ from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
+from qsdk.core.sims.stateful import require_sim
 from qsdk.workflow import Forward, Sim, refuse_forward
 from torch_bridge import given_weights as torch_given
 from torch_bridge import sampling as torch_sampling
@@ -39,6 +40,7 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take.
     """
+    require_sim(sim)
     return advice.advise(sim.plan, sim.encodings, _samples(sim, data, forward, progress))
 
 
@@ -109,6 +111,7 @@ def _as_given(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
+    require_sim(sim)
     _ = sim.encodings  # what is not calibrated is said before the data is spent
     if isinstance(sim, OnnxSim):
         refuse_forward(forward)

@@ -10,7 +10,9 @@ from tqdm import tqdm
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
 from qsdk.core.report import Report
+from qsdk.core.sims.stateful import require_sim
 from qsdk.workflow import Forward, Sim
+from torch_bridge.batches import progress_over
 from torch_bridge.calibration import install
 from torch_bridge.range_tuning import RangeTuner, fixed_parameters
 from torch_bridge.sim import QuantSim
@@ -60,6 +62,7 @@ def tune_ranges(
         DataError: no data, data the model does not take, or outputs that are not finite. In every case the sim stays
             as it was.
     """
+    require_sim(sim)
     if isinstance(sim, OnnxSim):
         raise ModelError(
             "tune_ranges needs gradients, which an ONNX model has not: quantize the nn.Module and export it, or choose "
@@ -68,9 +71,7 @@ def tune_ranges(
     if steps < 1 or not lr > 0:
         raise ConfigError(f"steps={steps} must be 1 at least, and lr={lr} positive")
     _ = sim.encodings  # names the sites that have none
-    batches = list(data)
-    if not batches:
-        raise DataError("there is no data; give at least one batch")
+    batches = [batch for _, batch in progress_over(data, "ranges", progress=False)]
     start = time.perf_counter()
     with eval_mode(sim.model), fixed_parameters(sim.model):
         tuner = RangeTuner(sim, forward)

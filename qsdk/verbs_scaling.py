@@ -23,6 +23,7 @@ from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
 from qsdk.core.scaling.search import Chosen, Seen, activation_aware, smoothed
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of, without_calls
 from qsdk.workflow import Forward, Sim, calibrate, refuse_forward
 from torch_bridge import relu6 as torch_relu6
@@ -67,6 +68,7 @@ def equalize(
         ConfigError: an option that does not exist, or data that is missing.
         DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
     """
+    require_sim(sim)
     if relu6 not in ("keep", "relu"):
         raise ConfigError(f"relu6={relu6!r}; give 'keep' or 'relu'")
     if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
@@ -119,6 +121,7 @@ def smooth_quant(
         ConfigError: an alpha outside 0..1.
         DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
     """
+    require_sim(sim)
     if alpha != "auto" and not 0 <= float(alpha) <= 1:
         raise ConfigError(f"alpha={alpha!r}; give a number from 0 to 1, or 'auto'")
     alphas = _ALPHAS if alpha == "auto" else (float(alpha),)
@@ -161,6 +164,7 @@ def awq(
         ConfigError: a grid without a value.
         DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
     """
+    require_sim(sim)
     if grid < 1:
         raise ConfigError(f"grid={grid}; at least one value of alpha must be tried")
 

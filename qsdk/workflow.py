@@ -25,7 +25,7 @@ from onnx_backend.stored_encodings import float_facts
 from onnx_backend.tidy import densify
 from onnx_backend.traced import TracedModel, open_traced
 from qsdk.algorithms.ranks import gathered
-from qsdk.core.config import QuantConfig
+from qsdk.core.config import QuantConfig, w8a8
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.estimators import PERCENTILE
 from qsdk.core.fixed_point import Rounding
@@ -34,6 +34,7 @@ from qsdk.core.provenance import provenance_of
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.stateful import require_sim
 from torch_bridge import calibration
 from torch_bridge.attach import compare_sites
 from torch_bridge.numbering import traced_and_numbered
@@ -50,7 +51,7 @@ OnnxSource = str | os.PathLike[str] | ModelProto
 def quantize(
     model: nn.Module,
     example: Any,
-    config: QuantConfig,
+    config: QuantConfig | None = None,
     *,
     dynamic_shapes: Any = None,
     in_place: bool = False,
@@ -59,8 +60,8 @@ def quantize(
 @overload
 def quantize(
     model: OnnxSource,
-    example: Any,
-    config: QuantConfig | None,
+    example: Any = None,
+    config: QuantConfig | None = None,
     *,
     in_place: bool = False,
     fold_batch_norm: bool = True,
@@ -68,8 +69,8 @@ def quantize(
 ) -> OnnxSim: ...
 def quantize(
     model: nn.Module | OnnxSource,
-    example: Any,
-    config: QuantConfig | None,
+    example: Any = None,
+    config: QuantConfig | None = None,
     *,
     dynamic_shapes: Any = None,
     in_place: bool = False,
@@ -82,8 +83,8 @@ def quantize(
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
         example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
             model is raised and compared on it; None will do there, and takes random inputs.
-        config: what is wanted where; see `qsdk.w8a8` and its kin. None opens a Q/DQ ONNX model with its encodings; a
-            config for one says what is wanted of the tensors that are still float in it.
+        config: what is wanted where; see `qsdk.w8a8` and its kin. None is `w8a8()`, and opens a Q/DQ ONNX model with
+            its own encodings; a config for one says what is wanted of the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
             (PyTorch door). None makes the batch axis dynamic if the model allows it; `{}` nothing.
@@ -105,8 +106,10 @@ def quantize(
     """
     if config is None and isinstance(model, str | os.PathLike | ModelProto):
         _refuse_dynamic_shapes(dynamic_shapes)
-        _refuse_inputs(inputs, "the file has encodings of its own already")
-        return OnnxSim.from_qdq(opened_qdq(model))
+        if onnx_model.is_quantized(onnx_model.load(model)):
+            _refuse_inputs(inputs, "the file has encodings of its own already")
+            return OnnxSim.from_qdq(opened_qdq(model))
+    config = w8a8() if config is None else config
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
@@ -175,6 +178,7 @@ def calibrate(
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim stays as it was.
     """
+    require_sim(sim)
     options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     options |= {"progress": progress, "gather": gathered}
     with without_shifts(sim):
@@ -209,6 +213,7 @@ def export(
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or torch cannot trace the model.
     """
+    require_sim(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
     traced = _traced(sim) if isinstance(sim, QuantSim) else sim.traced()
@@ -257,6 +262,7 @@ def check_parity(
         FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
         DataError: data that the model does not take.
     """
+    require_sim(sim)
     opened = opened_qdq(model)
     if isinstance(sim, OnnxSim):
         refuse_forward(forward)

@@ -276,9 +276,9 @@ def test_what_is_no_json(tmp_path, text: str, message: str):
 
 def test_bytes_that_are_no_text_and_a_folder(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FileFormatError, match="is no JSON text; give a config file"):
+    with pytest.raises(FileFormatError, match="is no text; give a JSON file"):
         load_config(tmp_path / "config.json")
-    with pytest.raises(FileFormatError, match=r"cannot read .*; give a JSON file"):
+    with pytest.raises(FileFormatError, match=r"is a folder; give a JSON file"):
         load_config(tmp_path)
 
 

@@ -142,7 +142,7 @@ def test_refusals(sim, model):
         qsdk.tune_ranges(sim, batches(), steps=0)
     with pytest.raises(ConfigError, match=r"lr=0 positive"):
         qsdk.tune_ranges(sim, batches(), lr=0)
-    with pytest.raises(DataError, match="there is no data; give at least one batch"):
+    with pytest.raises(DataError, match="the data holds no batch"):
         qsdk.tune_ranges(sim, [], progress=False)
     with pytest.raises(CalibrationError, match=r"call qsdk\.calibrate\(sim, batches\) first"):
         qsdk.tune_ranges(qsdk.quantize(model, batches(1)[0], qsdk.w8a8()), batches())

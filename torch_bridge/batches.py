@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from qsdk.core.errors import DataError, QsdkError
@@ -69,21 +70,39 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
         ) from error
 
 
-def progress_over(data: Iterable[Any], title: str, progress: bool) -> Iterator[tuple[int, Any]]:
+def progress_over(
+    data: Iterable[Any], title: str, progress: bool, *, skip_empty: bool = True
+) -> Iterator[tuple[int, Any]]:
     """Number the batches, with a progress bar.
 
+    Args:
+        data: of the user.
+        title: of the progress bar.
+        progress: show it.
+        skip_empty: leave batches of no rows out, in which there is nothing to learn from.
+
     Raises:
-        DataError: the data is a single tensor, or empty.
+        DataError: the data is a single tensor, or empty, or no batch has rows.
     """
     if isinstance(data, Tensor | Mapping):
         raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
-    if not isinstance(data, Iterable):
+    if isinstance(data, str | bytes | nn.Module) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list or a DataLoader")
-    count = 0
+    count = used = 0
     for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
-        yield count - 1, batch
+        if not (skip_empty and has_no_rows(batch)):
+            used += 1
+            yield count - 1, batch
     if count == 0:
         raise DataError("the data holds no batch; a generator that was used before is empty, give a list or DataLoader")
+    if used == 0:
+        raise DataError(f"no batch has rows ({count} batches of 0 samples); give batches of one sample at least")
+
+
+def has_no_rows(batch: Any) -> bool:
+    """Whether all tensors of a batch have a first axis of length 0."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    return bool(leaves) and all(leaf.shape[0] == 0 for leaf in leaves)
 
 
 def require_reiterable(data: Iterable[Any], verb: str) -> None:

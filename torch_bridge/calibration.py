@@ -72,7 +72,7 @@ def _observe(
     sim: QuantSim, data: Iterable[Any], observers: Observers, forward: Forward | None, progress: bool
 ) -> Statistics:
     with eval_mode(sim.model), sim.runtime.in_phase("visit", observers.visit), torch.no_grad():
-        for number, batch in progress_over(data, "calibrate", progress):
+        for number, batch in progress_over(data, "calibrate", progress, skip_empty=False):
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
             observers.end_batch(number)
     return observers.statistics

@@ -29,7 +29,7 @@ def captures(
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:
-        for number, batch in progress_over(data, "parity", progress):
+        for number, batch in progress_over(data, "parity", progress, skip_empty=False):
             seen.clear()
             with eval_mode(sim.model), sim.captured() as found, torch.no_grad():
                 outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")

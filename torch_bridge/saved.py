@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
+from qsdk.core.read_files import require_unpacked, said_by
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.batches import Example
 from torch_bridge.clock import STEPS
@@ -58,7 +60,7 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
     read = _read(parts, EXAMPLE, where)
     try:
         return Example(tuple(read["args"]), dict(read["kwargs"]), read.get("dynamic_shapes"))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
 
 
@@ -69,7 +71,10 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
         FileFormatError: they are missing or damaged.
         ModelError: they are those of another model.
     """
-    weights = OrderedDict(_read(parts, WEIGHTS, where))
+    read = _read(parts, WEIGHTS, where)
+    if not isinstance(read, Mapping) or not all(isinstance(name, str) for name in read):
+        raise FileFormatError(f"{WEIGHTS} in {where} holds no state_dict; write it again with qsdk.save(sim, path)")
+    weights = OrderedDict(read)
     weights._metadata = {"": {FOLDED: True}}  # type: ignore[attr-defined]
     present = sim.model.state_dict()
     for name, value in weights.items():
@@ -136,7 +141,7 @@ def _require_plain(what: str, value: Any) -> None:
         torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
         raise ExportError(
-            f"{what} cannot be saved as plain data: {str(error).splitlines()[0]}; use tensors, numbers, strings, "
+            f"{what} cannot be saved as plain data: {said_by(error)}; use tensors, numbers, strings, "
             "tuples, lists and dicts"
         ) from error
 
@@ -144,9 +149,16 @@ def _require_plain(what: str, value: Any) -> None:
 def _read(parts: Mapping[str, bytes], name: str, where: str) -> Any:
     if name not in parts:
         raise FileFormatError(f"{where} has no {name}; write the file again with qsdk.save(sim, path)")
+    data = io.BytesIO(parts[name])
     try:
-        return torch.load(io.BytesIO(parts[name]), map_location="cpu", weights_only=True)
-    except (pickle.PickleError, RuntimeError, EOFError, ValueError) as error:
+        if zipfile.is_zipfile(data):
+            with zipfile.ZipFile(data) as archive:
+                require_unpacked(archive, len(parts[name]), f"{name} in {where}")
+        data.seek(0)
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except FileFormatError:
+        raise
+    except Exception as error:  # on damaged bytes, torch's reader raises nearly anything
         raise FileFormatError(
-            f"{name} in {where} is damaged ({str(error).splitlines()[0]}); write it again with qsdk.save(sim, path)"
+            f"{name} in {where} is damaged ({said_by(error)}); write it again with qsdk.save(sim, path)"
         ) from error

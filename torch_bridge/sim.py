@@ -298,8 +298,12 @@ class QuantSim(StatefulSim):
 
         Raises:
             CalibrationError: a scale or zero point that is to be learned has not been calibrated.
-            ConfigError: an unknown gradient, or no number of steps.
+            ConfigError: an unknown gradient, no number of steps, or a block inside of another one.
         """
+        if isinstance(self.runtime.course, Course):
+            raise ConfigError(
+                "this sim is in a training block already; leave that before you enter another, or give it both options"
+            )
         if gradient not in ("lsq", "pact"):
             raise ConfigError(f"gradient={gradient!r} is unknown; choose lsq or pact")
         kernels = compiled_kernels() if compile_kernels else None

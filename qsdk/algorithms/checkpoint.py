@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ import torch
 from qsdk.algorithms import ranks
 from qsdk.core.dtypes import dtype_named
 from qsdk.core.encoding import Encoding
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 from qsdk.core.files import write_atomically, write_text
 from qsdk.core.layer_problem import Solution
+from qsdk.core.read_files import require_readable, require_unpacked, said_by, text_of
 from qsdk.core.spec import Spec
 
 #: Share of the largest mean by which the means of the same data may differ, as other thread counts round otherwise.
@@ -74,7 +76,7 @@ class Checkpoint:
         Raises:
             ConfigError: it belongs to a run of another model or of other options; says what differs.
         """
-        self._folder = Path(folder)
+        self._folder, self._walk = Path(folder), walk
         self._step = 0
         identity = {"options": {name: str(value) for name, value in options.items()}, "layers": _identities(walk)}
         failure = None
@@ -97,9 +99,12 @@ class Checkpoint:
 
         Raises:
             ConfigError: the step is about other layers or other data.
+            FileFormatError: its file is damaged.
         """
-        stored: dict[str, Any] = ranks.gathered(_read(self._path()) if ranks.rank() == 0 else None)[0]
-        facts = json.loads(str(stored["facts"]))
+        found = ranks.gathered(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
+        if isinstance(found, str):
+            raise FileFormatError(found)
+        stored, facts = found
         sites = [problem.site for problem in problems]
         if [fact["site"] for fact in facts] != sites:
             found = ", ".join(fact["site"] for fact in facts)
@@ -107,10 +112,19 @@ class Checkpoint:
         for index, problem in enumerate(problems):
             for what, mean in (("float", problem.mean), ("quantized", problem.mean_quantized)):
                 kept = stored[f"{index}.{what}"]
-                if np.abs(kept - _array(mean)).max(initial=0) > SAME * np.abs(kept).max(initial=0):
+                if kept.shape != _array(mean).shape or np.abs(kept - _array(mean)).max(initial=0) > SAME * np.abs(
+                    kept
+                ).max(initial=0):
                     raise self._other(f"the {what} input of {problem.site} is not the same: other data")
+        solutions = []
+        for index, fact in enumerate(facts):
+            try:
+                solutions.append(_solution(stored, index, fact))
+                self._require_fitting(sites[index], solutions[-1])
+            except (QsdkError, LookupError, TypeError, ValueError, RuntimeError) as error:
+                raise FileFormatError(_damaged(self._path(), error)) from error
         self._step += 1
-        return [_solution(stored, index, fact) for index, fact in enumerate(facts)]
+        return solutions
 
     def keep(self, problems: Sequence[Met], solutions: Sequence[Solution]) -> None:
         """Write a step's solutions, whole or not at all."""
@@ -121,20 +135,33 @@ class Checkpoint:
                 facts.append(_facts(problem.site, solution))
                 arrays |= {f"{index}.{name}": values for name, values in _arrays(problem, solution).items()}
 
+            text = json.dumps(facts)
+
             def write(path: Path) -> None:
                 with path.open("wb") as file:
-                    np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+                    np.savez(file, facts=np.array(text), digest=np.array(_digest(text, arrays)), **arrays)
 
             write_atomically(self._path(), write)
         self._step += 1
 
     def _open(self, identity: dict[str, Any]) -> str | None:
-        manifest = self._folder / "run.json"
+        manifest, remedy = self._folder / "run.json", "give a folder for checkpoints, or a path where none is yet"
+        if self._folder.exists() and not self._folder.is_dir():
+            return f"checkpoint={self._folder} is no folder; {remedy}"
         if not manifest.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                return f"cannot make the folder {self._folder}: {error.strerror}; {remedy}"
             write_text(manifest, json.dumps(identity, indent=1) + "\n")
             return None
-        stored = json.loads(manifest.read_text(encoding="utf-8"))
+        try:
+            stored = json.loads(text_of(manifest, "delete the folder, and the run starts anew"))
+            known = all(isinstance(stored[part], dict) for part in identity)
+        except (FileFormatError, LookupError, TypeError, ValueError, RecursionError):
+            known = False
+        if not known:
+            return f"{manifest} is damaged, so nobody knows which run it is of; delete {self._folder}, or give another"
         different = [
             f"{name}: {stored[part].get(name, 'none')} there, {identity[part].get(name, 'none')} here"
             for part in ("options", "layers")
@@ -142,6 +169,17 @@ class Checkpoint:
             if stored[part].get(name) != identity[part].get(name)
         ]
         return str(self._other("; ".join(different[:5]))) if different else None
+
+    def _require_fitting(self, site: str, solution: Solution) -> None:
+        """Refuse values that cannot be those of a site."""
+        weight, now = _array(self._walk.weight(site)), self._walk.encoding(site)
+        wanted = {"scale": (solution.encoding.scale, now.scale.shape), "weight": (solution.weight, weight.shape)}
+        for name, (values, shape) in wanted.items():
+            if values is not None and tuple(values.shape) != tuple(shape):
+                raise ValueError(f"the {name} of {site} has the shape {tuple(values.shape)}, not {tuple(shape)}")
+        for name, values in (("weight", solution.weight), ("bias", solution.bias_shift)):
+            if values is not None and not bool(torch.isfinite(values).all()):
+                raise ValueError(f"the {name} of {site} holds NaN or inf")
 
     def _other(self, what: str) -> ConfigError:
         return ConfigError(
@@ -201,9 +239,40 @@ def _solution(stored: Mapping[str, Any], index: int, fact: Mapping[str, Any]) ->
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as stored:
-        return dict(stored)
+def _read_or_failure(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
+    """The arrays and facts of a step, or why there are none: every rank is to hear of it."""
+    try:
+        size = require_readable(path, "").stat().st_size
+        with ZipFile(path) as archive:
+            require_unpacked(archive, size, path.name)
+        with np.load(path, allow_pickle=False) as file:
+            stored: dict[str, Any] = dict(file)
+        text, digest = str(stored.pop("facts")), str(stored.pop("digest"))
+        facts = json.loads(text)
+        if digest != _digest(text, stored):
+            raise ValueError("its values are not those that were written")
+        return stored, [{**fact, "site": str(fact["site"])} for fact in facts]
+    except Exception as error:  # of NumPy's, zipfile's and json's many
+        return _damaged(path, error)
+
+
+def _differ(kept: Any, mean: Any) -> bool:
+    if kept.shape != mean.shape:
+        return True
+    return bool(np.abs(kept - mean).max(initial=0) > SAME * np.abs(kept).max(initial=0))
+
+
+def _damaged(path: Path, error: BaseException) -> str:
+    return f"the checkpoint {path} is damaged ({said_by(error)}); delete it, and from this step on all is solved again"
+
+
+def _digest(facts: str, arrays: Mapping[str, Any]) -> str:
+    found = hashlib.sha256(facts.encode())
+    for name, values in sorted(arrays.items()):
+        array = np.ascontiguousarray(values)
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
 
 
 def _array(values: Any) -> Any:

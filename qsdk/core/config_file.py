@@ -11,6 +11,7 @@ from qsdk.core.aimet.aliases import aimet_alias, aimet_aliases
 from qsdk.core.aimet.config import from_aimet, is_aimet
 from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.read_files import text_of
 
 PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
     {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
@@ -59,13 +60,13 @@ def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
         names = ", ".join((*PRESETS, *aimet_aliases()))
         raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, name)), name
-    except OSError as error:
-        raise FileFormatError(f"cannot read {name}: {error.strerror}; give a JSON file") from error
+        return json.loads(text_of(path, "give a JSON file"), object_pairs_hook=lambda pairs: _unique(pairs, name)), name
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise FileFormatError(f"{name} is truncated or no JSON at {place} ({error.msg}); correct it") from error
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or lists in lists in lists
+        if isinstance(error, FileFormatError):
+            raise
         raise FileFormatError(f"{name} is no JSON text; give a config file") from error
 
 

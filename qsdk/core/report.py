@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a verb found out or did.
 
@@ -40,6 +41,18 @@ class Report:
         lines += [f"{key}: {_text(value)}" for key, value in _plain_dict(self.summary).items()]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table as a notebook shows it."""
+        rows, summary = [_plain_dict(row) for row in self.rows], _plain_dict(self.summary)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        head = "".join(f"<th>{escape(str(name))}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(f'<td>{_html(row.get(name))}</td>' for name in names)}</tr>" for row in rows)
+        table = f"<table><tr>{head}</tr>{body}</table>" if rows else ""
+        facts = "".join(f"<br>{escape(str(name))}: {_html(value)}" for name, value in summary.items())
+        return f"<div><b>{escape(self.title)}</b>{table}{facts}</div>"
+
 
 def _plain_dict(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays and array scalars as Python's own lists and numbers."""
@@ -50,6 +63,10 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
+
+
+def _html(value: Any) -> str:
+    return escape(_text(value))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ from qsdk.core.config import QuantConfig
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.files import write_atomically
 from qsdk.core.planning.plan import casts_of
+from qsdk.core.read_files import require_readable, require_unpacked, said_by
 from qsdk.core.sims.plan_json import plain_plan, read_plan
 from qsdk.core.sims.state import SimState
 
@@ -94,10 +95,10 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         FileFormatError: the file is missing, truncated, foreign or of a later version.
     """
     where = os.fspath(path)
-    if not Path(path).is_file():
-        raise FileFormatError(f"there is no file {where}; check the path, or write one with qsdk.save(sim, path)")
+    size = require_readable(path, "check the path, or write one with qsdk.save(sim, path)").stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
+            require_unpacked(archive, size, where)
             contents = {name: archive.read(name) for name in archive.namelist() if name != WEIGHTS}
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise FileFormatError(
@@ -115,8 +116,10 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         return SimFile(str(manifest["door"]), state, dict(manifest["facts"]), contents, Path(path))
     except FileFormatError:
         raise
-    except (QsdkError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
+    except (QsdkError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise FileFormatError(
+            f"{where} is damaged ({said_by(error)}); write it again with qsdk.save(sim, path)"
+        ) from error
 
 
 def _manifest(contents: dict[str, bytes], where: str) -> Mapping[str, Any]:
@@ -127,7 +130,7 @@ def _manifest(contents: dict[str, bytes], where: str) -> Mapping[str, Any]:
         )
     try:
         manifest = json.loads(contents.pop(_MANIFEST))
-    except ValueError:
+    except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FileFormatError(f"{where} is no {FORMAT} file; write one with qsdk.save(sim, path)")

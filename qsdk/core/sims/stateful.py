@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from os import PathLike
 from typing import Any
 
 import numpy.typing as npt
@@ -225,3 +226,19 @@ class StatefulSim(ABC):
         after = self.planned(config)
         with put_back_on_error(self), without_shifts(self, rounds=False):
             self.restore(after)
+
+
+def require_sim(given: Any) -> None:
+    """Refuse what is given in the place of a sim.
+
+    Raises:
+        ConfigError: says what it is, and where a sim comes from.
+    """
+    if isinstance(given, StatefulSim):
+        return
+    what, remedy = type(given).__name__, "the sim that qsdk.quantize gives comes first"
+    if hasattr(given, "state_dict"):
+        remedy = "sim = qsdk.quantize(model, example, config) makes a sim of a module; give the sim, not its model"
+    elif isinstance(given, str | PathLike):
+        what, remedy = f"the path {str(given)!r}", "sim = qsdk.quantize(path, None, config) makes a sim of an ONNX file"
+    raise ConfigError(f"expected a sim, got {what}; {remedy}")
