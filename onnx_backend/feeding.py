@@ -11,6 +11,7 @@ from tqdm import tqdm
 from qsdk.core.errors import DataError
 
 _TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+_IMAGE = 4  # axes
 
 
 def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:
@@ -39,13 +40,40 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
     if unknown or missing:
         said = f"does not take {', '.join(unknown)}" if unknown else f"also needs {', '.join(missing)}"
         raise DataError(f"{where}: the model {said}; its inputs are {', '.join(names)}")
-    return {value.name: _typed(named[value.name], value.type) for value in inputs}
+    feeds = {value.name: _typed(named[value.name], value.type) for value in inputs}
+    for value in inputs:
+        _require_fit(feeds[value.name], value, where)
+    return feeds
 
 
 def _typed(value: Any, wanted: str) -> npt.NDArray[Any]:
     given = np.asarray(value)
     dtype = np.dtype(_TYPES.get(wanted, given.dtype))
     return given.astype(dtype) if given.dtype != dtype and given.dtype.kind == dtype.kind else given
+
+
+def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
+    """Refuse an array of a dtype, rank or size that an input does not take, before the runtime does in its own words.
+
+    Raises:
+        DataError: says what the input takes.
+    """
+    dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
+    sizes = list(getattr(wanted, "shape", None) or given.shape)  # nothing is declared, or that it is a scalar
+    fits = len(sizes) == given.ndim and all(
+        not isinstance(size, int) or size == there for size, there in zip(sizes, given.shape, strict=True)
+    )
+    if fits and given.dtype == dtype:
+        return
+    takes = f"{dtype} [{', '.join(str(size) for size in sizes)}]"
+    remedy = f"convert it with .astype({str(dtype)!r})" if fits else "give arrays of that shape"
+    if not fits and given.ndim == len(sizes) == _IMAGE and sizes[1] == given.shape[3] != given.shape[1]:
+        remedy = "its channels come last: x.transpose(0, 3, 1, 2) brings them to axis 1"
+    elif len(sizes) == given.ndim + 1:
+        remedy = "it may lack the batch axis: x[None] adds one"
+    raise DataError(
+        f"{where}: the input {wanted.name!r} takes {takes}, got {given.dtype} {list(given.shape)}; {remedy}"
+    )
 
 
 def run_session(

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any
 
 from qsdk import __version__
-from qsdk.core.errors import FileFormatError, QsdkError
+from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 
 UNREADABLE = 2
+INTERRUPTED = 130  # as shells say of Ctrl-C
 _CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 
 
@@ -21,12 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = getattr(import_module(module), function)(options)
         sys.stdout.flush()
-    except FileFormatError as error:
+    except (FileFormatError, ConfigError) as error:
         print(f"qsdk: {error}", file=sys.stderr)
-        return UNREADABLE
+        return UNREADABLE  # or an option that cannot be meant
     except QsdkError as error:
         print(f"qsdk: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("qsdk: interrupted; what was being written was not put in place", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

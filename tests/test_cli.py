@@ -165,15 +165,15 @@ REFUSED = {
     "pickled data": (["float.onnx", "--data", "objects.npy"], 2, "objects.npy cannot be read as an array"),
     "other names": (["float.onnx", "--data", "foreign.npz"], 1, "foreign.npz holds a, b, the model also needs x"),
     "another rank": (["float.onnx", "--data", "flat.npy"], 1, "flat.npy does not fit the model's inputs"),
-    "batch size": (["float.onnx", "--data", "images.npz", "--batch-size", "0"], 1, "a batch size of 0"),
-    "no batches": (["float.onnx", "--random", "0"], 1, "--random needs 1 or more"),
-    "shape of another": (["float.onnx", "--random", "1", "--shape", "z=1,2"], 1, "the inputs are x"),
-    "config": (["float.onnx", "--random", "1", "--config", "w3a3"], 1, "no file w3a3"),
-    "override": (["float.onnx", "--random", "1", "--override", "gemm", "wight=int4"], 1, "'wight' is none of weight"),
-    "dtype": (["float.onnx", "--random", "1", "--override", "gemm", "weight=int99"], 1, "unknown dtype 'int99'"),
-    "owner": (["float.onnx", "--random", "1", "--skip", "germ"], 1, "gemm"),
-    "method": (["float.onnx", "--random", "1", "--method", "best"], 1, "best"),
-    "opset": (["float.onnx", "--random", "1", "--opset", "26"], 1, "opset 26 cannot be written"),
+    "batch size": (["float.onnx", "--data", "images.npz", "--batch-size", "0"], 2, "a batch size of 0"),
+    "no batches": (["float.onnx", "--random", "0"], 2, "--random needs 1 or more"),
+    "shape of another": (["float.onnx", "--random", "1", "--shape", "z=1,2"], 2, "the inputs are x"),
+    "config": (["float.onnx", "--random", "1", "--config", "w3a3"], 2, "no file w3a3"),
+    "override": (["float.onnx", "--random", "1", "--override", "gemm", "wight=int4"], 2, "'wight' is none of weight"),
+    "dtype": (["float.onnx", "--random", "1", "--override", "gemm", "weight=int99"], 2, "unknown dtype 'int99'"),
+    "owner": (["float.onnx", "--random", "1", "--skip", "germ"], 2, "gemm"),
+    "method": (["float.onnx", "--random", "1", "--method", "best"], 2, "best"),
+    "opset": (["float.onnx", "--random", "1", "--opset", "26"], 2, "opset 26 cannot be written"),
 }
 
 
@@ -272,7 +272,7 @@ def test_encodings_convert_there_and_back(at: Path, capsys):
         s: e.scale.tolist() for s, e in written.items()
     }
     code, _, err = said(capsys, "encodings", "convert", "model.onnx", at / "b.json", "--to", "9.9")
-    assert code == 1
+    assert code == 2
     assert "9.9" in err
     assert not (at / "b.json").exists()
 
@@ -340,12 +340,12 @@ def test_to_integer(at: Path, capsys):
     assert (at / "mlp.int.onnx.certificate.json").exists()
     assert said(capsys, "validate", at / "mlp.int.onnx", "--strict")[0] == 0
     code, _, err = said(capsys, "to-integer", "model.onnx", at / "no.onnx", "--allow-float", "Softmix")
-    assert code == 1
+    assert code == 2
     assert "allow_float='Softmix' matches no node" in err
     options = ["--target", "onnxruntime", "--weights", "signed", "--requantize", "qlinear"]
     found = document(capsys, "to-integer", at / "mlp.q.onnx", at / "mlp.kernels.onnx", *options)
     assert {row["form"] for row in found["rows"]} == {"QGemm"}
-    assert said(capsys, "to-integer", at / "mlp.q.onnx", at / "no.onnx", "--rounding", "up")[0] == 1
+    assert said(capsys, "to-integer", at / "mlp.q.onnx", at / "no.onnx", "--rounding", "up")[0] == 2
     assert not (at / "no.onnx").exists()
 
 
@@ -469,3 +469,43 @@ def test_parity_gates_the_distance_from_the_float_model(at: Path, capsys):
     )
     assert code
     assert "leave out --min-sqnr" in err
+
+
+# --- wrong use that reaches the verbs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("one.npz", {"z": IMAGES}, "one.npz holds z, the model also needs x; name them so"),
+        (
+            "wide.npz",
+            {"x": IMAGES[:, :, :7]},
+            "batch 0: the input 'x' takes float32 [n, 3, 8, 8], got float32 [32, 3, 7",
+        ),
+        ("last.npz", {"x": IMAGES.transpose(0, 2, 3, 1)}, "its channels come last: x.transpose(0, 3, 1, 2) brings"),
+        ("whole.npz", {"x": IMAGES.astype(np.int64)}, "got int64 [32, 3, 8, 8]; convert it with .astype('float32')"),
+    ],
+)
+def test_data_that_the_model_does_not_take(at: Path, capsys, name: str, data: dict, message: str):
+    np.savez(at / name, **data)
+    code, out, err = said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", at / name)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert not (at / "m.onnx").exists()
+
+
+def test_an_array_without_a_name_is_that_of_the_only_input(at: Path, capsys):
+    np.savez(at / "unnamed.npz", IMAGES)
+    assert said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", at / "unnamed.npz")[0] == 0
+
+
+def test_an_interrupt_is_one_line(at: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qsdk.commands.quantize.calibrate", interrupted)
+    code, out, err = said(capsys, "quantize", "float.onnx", at / "m.onnx", "--random", "1")
+    assert (code, out) == (130, "")
+    assert err.strip().splitlines()[-1] == "qsdk: interrupted; what was being written was not put in place"
+    assert not (at / "m.onnx").exists()

@@ -98,7 +98,7 @@ def test_keywords_say_which_kind_is_meant(door):
 @pytest.mark.parametrize(
     ("match", "dtype", "keywords", "message"),
     [
-        ("nothing", "int4", {}, r"matches no owner in the model; the nearest are"),
+        ("nothing", "int4", {}, r"matches no owner in the model; none is like it; there are"),
         ("fc1", None, {}, r"set_precision\('fc1'\) takes either a dtype or weight=, activation= and bias="),
         ("fc1", "int4", {"weight": "int4"}, r"takes either a dtype or weight="),
         (
@@ -114,7 +114,7 @@ def test_keywords_say_which_kind_is_meant(door):
             "relu1",
             "int4",
             {},
-            r"weight=int4\) reaches nothing: what matches has only activation.*nearest owners.*conv1",
+            r"weight=int4\) reaches nothing: what matches has only activation.*owners that have one are.*conv1",
         ),
         ("fc1:weight", None, {"activation": "uint16"}, r"fc1:weight is one weight; give a dtype, or weight="),
         ("fc1", None, {"bias": "int8"}, r"a bias is int32 or float, not int8"),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_backend.inputs import Input
-from qsdk.core.errors import DataError, FileFormatError
+from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 Array = npt.NDArray[Any]
 Batch = dict[str, Array]
@@ -53,10 +53,10 @@ def from_files(inputs: Sequence[Input], given: Sequence[str], batch_size: int) -
 
     Raises:
         FileFormatError: there is no such file, or none in a folder.
-        DataError: a batch size below 1.
+        ConfigError: a batch size below 1.
     """
     if batch_size < 1:
-        raise DataError(f"a batch size of {batch_size} makes no batches; give 1 or more")
+        raise ConfigError(f"a batch size of {batch_size} makes no batches; give 1 or more")
     paths: list[Path] = []
     for path in map(Path, given):
         if not path.exists():
@@ -80,12 +80,12 @@ def random_batches(
         seed: of the generator.
 
     Raises:
-        DataError: an open dimension without a shape, or a shape of an input that does not exist.
+        ConfigError: an open dimension without a shape, or a shape of an input that does not exist.
     """
     unknown = sorted(set(shapes) - {item.name for item in inputs})
     if unknown or count < 1:
         names = ", ".join(item.name for item in inputs)
-        raise DataError(
+        raise ConfigError(
             f"--shape names {unknown[0]!r}; the inputs are {names}" if unknown else "--random needs 1 or more"
         )
     rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def _closed(item: Input) -> tuple[int, ...]:
     shape = item.shape
     if shape is None or any(isinstance(size, str) for size in shape[1:]):
         said = "undeclared" if shape is None else str([size or "?" for size in shape])
-        raise DataError(
+        raise ConfigError(
             f"the shape of the input {item.name!r} is {said}; say it by --shape {item.name}=1,3,224,224 (its own sizes)"
         )
     return tuple(size if isinstance(size, int) else 1 for size in shape)
@@ -133,8 +133,8 @@ def _read(path: Path, inputs: Sequence[Input]) -> Batch:
 
 
 def _keys(held: Sequence[str], names: Sequence[str], path: Path) -> dict[str, str]:
-    """Input name -> name of the array in a file; the only array is that of the only input."""
-    if len(names) == len(held) == 1:
+    """Input name -> name of the array in a file; the only array may be without a name (`arr_0`)."""
+    if len(names) == len(held) == 1 and held[0] == "arr_0":  # as numpy.savez calls what it is given without a name
         return {names[0]: held[0]}
     missing = [name for name in names if name not in held]
     if missing:

@@ -69,5 +69,14 @@ def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[
     """The owners whose names are most like a pattern that matched none."""
     known = list(dict.fromkeys(owners))
     by_suffix = {suffix: owner for owner in known for suffix in _suffixes(owner)}
-    found = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.3)
-    return list(dict.fromkeys(by_suffix[name] for name in found)) or known[:count]
+    found = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.5)
+    return list(dict.fromkeys(by_suffix[name] for name in found))
+
+
+def said_nearest(pattern: str, owners: Iterable[str], said: str = "the nearest are") -> str:
+    """The owners like a pattern in words; where none is like it, that, and some that there are."""
+    known = list(dict.fromkeys(owners))
+    near = nearest_owners(pattern, known)
+    if near:
+        return f"{said}: {', '.join(near)}"
+    return f"none is like it; there are {len(known)}, such as {', '.join(known[:3])}"

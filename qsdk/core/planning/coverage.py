@@ -6,7 +6,7 @@ from typing import Any
 from qsdk.core.errors import ConfigError
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.report import Report
-from qsdk.core.site import nearest_owners, owner_of
+from qsdk.core.site import owner_of, said_nearest
 
 
 def coverage_report(
@@ -41,8 +41,8 @@ def explanation(plan: Plan, site: str) -> str:
     """
     found = plan.decisions.get(site)
     if found is None:
-        near = ", ".join(nearest_owners(owner_of(site), [owner_of(s) for s in plan.decisions]))
-        raise ConfigError(f"there is no site {site}; the nearest owners are: {near}")
+        near = said_nearest(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")
+        raise ConfigError(f"there is no site {site}; {near}")
     what = "float32" if found.spec is None else ", ".join(filter(None, (found.spec.dtype.name, _granularity(found))))
     return f"{site} is {found.state} ({what}): {found.reason}; decided by {found.rule}"
 

@@ -11,7 +11,7 @@ from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.stored import plan_stored
 from qsdk.core.rules import Place, Rule
-from qsdk.core.site import nearest_owners, owner_of
+from qsdk.core.site import owner_of, said_nearest
 
 
 def make_plan(
@@ -59,8 +59,8 @@ def _require_matches(context: Context, extra_owners: tuple[str, ...]) -> None:
         if index not in named:
             what = "site" if ":" in rule.pattern else "owner"
             known = list(context.graph.sites) if ":" in rule.pattern else owners
-            near = ", ".join(nearest_owners(rule.pattern, known))
-            raise ConfigError(f"the rule {rule} matches no {what} in the model; the nearest are: {near}")
+            near = said_nearest(rule.pattern, known)
+            raise ConfigError(f"the rule {rule} matches no {what} in the model; {near}")
         places = [place for place in context.places() if index in matcher.named(place)]
         raise ConfigError(f"the rule {rule} matches {_unmet(rule, places)}")
 

@@ -265,12 +265,11 @@ def _require_effect(before: Plan, after: Plan, match: str, chosen: Choices, rule
             f"set_precision({match!r}, {wanted}): {refused.site} stays {_dtype_of(refused)}: {refused.reason}"
         )
     kinds = sorted({_choice(d) for d in meant})
-    near = ", ".join(
-        nearest_owners(match, [owner_of(d.site) for d in after.decisions.values() if _choice(d) in chosen])
-    )
+    having = [owner_of(d.site) for d in after.decisions.values() if _choice(d) in chosen]
+    near = ", ".join(nearest_owners(match, having) or list(dict.fromkeys(having))[:3])
     raise ConfigError(
         f"set_precision({match!r}, {wanted}) reaches nothing: what matches has only "
-        f"{' and '.join(kinds) or 'no sites'}; the nearest owners that have one are: {near}"
+        f"{' and '.join(kinds) or 'no sites'}; owners that have one are: {near}"
     )
 
 

@@ -19,7 +19,7 @@ from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.sims.frozen_values import STORED, HoldsValues, values_stay
 from qsdk.core.sims.methods import Methods
-from qsdk.core.site import matches, nearest_owners, owner_of, port_of, without_calls
+from qsdk.core.site import matches, owner_of, port_of, said_nearest, without_calls
 from qsdk.core.spec import axis_of
 
 #: what `freeze` takes besides patterns
@@ -133,8 +133,8 @@ def matched_homes(plan: Plan, match: str, verb: str) -> list[str]:
     said = f"{verb}({match!r})"
     if not found:
         owners = [owner_of(site) for site in plan.decisions]
-        near = ", ".join(nearest_owners(match.partition(":")[0], owners))
-        raise ConfigError(f"{said} matches no owner in the model; the nearest are: {near}")
+        near = said_nearest(match.partition(":")[0], owners)
+        raise ConfigError(f"{said} matches no owner in the model; {near}")
     site = found[0]
     if site.bias_of is not None:
         raise ConfigError(
