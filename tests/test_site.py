@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from qsdk.core import site
-from qsdk.core.site import matches, nearest_owners, owner_of, port_of, site_name
+from qsdk.core.site import matches, nearest_owners, owner_of, port_of, said_nearest, site_name
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,11 @@ def test_without_a_likeness_the_first_owners_are_named_once_each():
 def test_the_examples_in_the_docstrings_hold():
     failed, tried = doctest.testmod(site)
     assert (failed, tried > 0) == (0, True)
+
+
+def test_only_owners_that_are_near_are_called_so():
+    owners = ["layer1.conv1", "layer1.bn1", "layer2.conv1", "head"]
+    assert nearest_owners("zzz*", owners) == []
+    said = "none is like it; there are 4, such as layer1.conv1, layer1.bn1, layer2.conv1"
+    assert said_nearest("zzz*", owners) == said
+    assert said_nearest("hed", owners) == "the nearest are: head"

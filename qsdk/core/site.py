@@ -68,9 +68,12 @@ def _suffixes(owner: str) -> Iterable[str]:
 def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[str]:
     """The owners whose names are most like a pattern that matched none."""
     known = list(dict.fromkeys(owners))
-    by_suffix = {suffix: owner for owner in known for suffix in _suffixes(owner)}
+    by_suffix: dict[str, list[str]] = {}
+    for owner in known:
+        for suffix in _suffixes(owner):
+            by_suffix.setdefault(suffix, []).append(owner)
     found = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.5)
-    return list(dict.fromkeys(by_suffix[name] for name in found))
+    return list(dict.fromkeys(owner for name in found for owner in by_suffix[name]))[:count]
 
 
 def said_nearest(pattern: str, owners: Iterable[str], said: str = "the nearest are") -> str:
