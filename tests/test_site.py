@@ -70,11 +70,6 @@ def test_the_nearest_owners_are_like_the_pattern():
     assert len(nearest_owners("conv", [f"conv{i}" for i in range(9)], count=2)) == 2
 
 
-def test_without_a_likeness_the_first_owners_are_named_once_each():
-    assert nearest_owners("zzz", ["abc", "abc", "def", "ghi", "jkl"]) == ["abc", "def", "ghi"]
-    assert nearest_owners("zzz", []) == []
-
-
 def test_the_examples_in_the_docstrings_hold():
     failed, tried = doctest.testmod(site)
     assert (failed, tried > 0) == (0, True)
