@@ -83,11 +83,11 @@ def quantize(
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
         example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
             model is raised and compared on it; None will do there, and takes random inputs.
-        config: what is wanted where; see `qsdk.w8a8` and its kin. None is `w8a8()`, and opens a Q/DQ ONNX model with
-            its own encodings; a config for one says what is wanted of the tensors that are still float in it.
+        config: what is wanted where; None is `w8a8()`, and opens a Q/DQ ONNX model with its own encodings. A config
+            for one says what is wanted of the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
-            (PyTorch door). None makes the batch axis dynamic if the model allows it; `{}` nothing.
+            (PyTorch door). None makes the batch axis dynamic if it can be; `{}` nothing.
         in_place: wrap the module itself, for models too large to copy.
         fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
         inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate: they
@@ -104,11 +104,10 @@ def quantize(
         >>> sim.plan.decisions["self:weight"].spec.dtype
         int8
     """
-    if config is None and isinstance(model, str | os.PathLike | ModelProto):
+    if config is None and not isinstance(model, nn.Module) and onnx_model.is_quantized(onnx_model.load(model)):
         _refuse_dynamic_shapes(dynamic_shapes)
-        if onnx_model.is_quantized(onnx_model.load(model)):
-            _refuse_inputs(inputs, "the file has encodings of its own already")
-            return OnnxSim.from_qdq(opened_qdq(model))
+        _refuse_inputs(inputs, "the file has encodings of its own already")
+        return OnnxSim.from_qdq(opened_qdq(model))
     config = w8a8() if config is None else config
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
@@ -360,7 +359,6 @@ def inspect(model: OnnxSource) -> Report:
     Raises:
         FileFormatError: the model is unreadable or invalid.
     """
-    found = qdq_read.read(opened_qdq(model))
     rows = [
         {
             "site": site,
@@ -370,7 +368,7 @@ def inspect(model: OnnxSource) -> Report:
             "largest scale": float(encoding.scale.max()),
             "zero point": int(encoding.zero_point[0]) if encoding.zero_point.size == 1 else "",
         }
-        for site, encoding in found.items()
+        for site, encoding in qdq_read.read(opened_qdq(model)).items()
     ]
     return Report("Encodings", rows, {"sites": len(rows)})
 
