@@ -11,12 +11,12 @@ from qsdk.core.errors import ConfigError
 _LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNormalization")
 
 
-def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> ModelProto:
+def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -> ModelProto:
     """Give a copy whose inputs have these sizes, and whatever shares the name of a dynamic one with them.
 
     Args:
         model: any.
-        shapes: input name -> all of its sizes.
+        shapes: input name -> all of its sizes, None for one that stays open.
 
     Raises:
         ConfigError: an unknown input, another rank, a size below 1, or one that contradicts a fixed one.
@@ -30,9 +30,11 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> Model
     named: dict[str, set[int]] = {}
     for name, sizes in shapes.items():
         dims = infos[name].type.tensor_type.shape.dim
-        if len(sizes) != len(dims) or any(size < 1 for size in sizes):
+        if len(sizes) != len(dims) or any(size is not None and size < 1 for size in sizes):
             raise ConfigError(f"shapes[{name!r}] = {list(sizes)}: the input has {len(dims)} axes, of sizes above 0")
         for dim, size in zip(dims, sizes, strict=True):
+            if size is None:
+                continue
             if dim.HasField("dim_value") and dim.dim_value > 0 and dim.dim_value != size:  # some exporters write -1
                 raise ConfigError(f"shapes[{name!r}] = {list(sizes)} contradicts the model's size {dim.dim_value}")
             if dim.dim_param:
