@@ -33,7 +33,9 @@ def _one_round(model: ModelProto) -> ModelProto | None:
     sizes, opsets = static_sizes(inferred(model)), {"": opset_of(model)}
     known = {t.name: array(t) for t in initializers(model.graph).values() if np.prod(t.dims) <= _LARGEST}
     known |= {node.output[0]: array(constant_tensor(node)) for node in model.graph.node if is_constant(node)}
-    outputs, nodes, made = {info.name for info in model.graph.output}, [], {}
+    outputs: set[str] = {info.name for info in model.graph.output}
+    nodes: list[NodeProto] = []
+    made: dict[str, npt.NDArray[np.generic]] = {}
     for node in model.graph.node:
         values = None if outputs.intersection(node.output) else _decided(node, sizes, known, made, opsets)
         if values is None:
