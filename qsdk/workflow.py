@@ -318,8 +318,7 @@ def to_integer(
         tables: of functions of 16-bit codes: `exact`, or `interpolated`: small, and off by at most one code, as stated.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
-        data: batches, of which the first is measured with, and gives the sizes that an operation needs where `shapes`
-            does not; random inputs within the input's range if there are none.
+        data: batches; the first is measured with and gives open sizes that are needed. None: random inputs in range.
         firmware: where the network goes without ONNX: `.npz` (arrays and operations) or `.h` (C, for a batch of 1).
 
     Raises:
