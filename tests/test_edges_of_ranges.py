@@ -58,6 +58,7 @@ def test_a_pair_has_one_block_size():
     [
         *[("INT8", 127, True), ("INT8", 128, False), ("INT8", -128, True), ("INT8", -129, False)],
         *[("UINT8", 255, True), ("UINT8", 256, False), ("UINT8", -1, False)],
+        *[("UINT16", -1, False), ("INT16", -32768, True), ("INT16", -32769, False)],
         *[("INT16", 32767, True), ("INT16", 32768, False), ("UINT16", 65535, True), ("UINT16", 65536, False)],
     ],
 )
