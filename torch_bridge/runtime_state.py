@@ -1,10 +1,14 @@
 """What a runtime knows: how the modules of a sim are to run, and where the forward pass is."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from qsdk.core.errors import ModelError
 from torch_bridge.frames import Frame, Naming, Watcher
 from torch_bridge.later_inputs import LaterInputs
 from torch_bridge.module_state import Cache
@@ -13,8 +17,15 @@ from torch_bridge.places import Call
 from torch_bridge.quantizer import Quantizer
 
 
+class _Pass(threading.local):
+    """The forward pass of a thread."""
+
+    frame: Frame | None = None
+    later: LaterInputs | None = None
+
+
 class RuntimeState:
-    """Shared by all wrapped modules of a sim.
+    """Shared by all wrapped modules of a sim; each thread has a forward pass of its own.
 
     Attributes:
         phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
@@ -41,7 +52,7 @@ class RuntimeState:
         caches: what modules keep of their parameters in eval mode.
         inputs: names of those that the example had.
         writes_inputs: whether the model writes over its inputs.
-        later: what comes from others while a forward pass has them.
+        owner: the thread that has set a phase for a while, in which others cannot run the model.
         course: what schedules have changed, while the model is trained (`course.Course`).
     """
 
@@ -57,7 +68,6 @@ class RuntimeState:
         self.reused: frozenset[str] = frozenset()
         self.attention: frozenset[str] = frozenset()
         self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
-        self.frame: Frame | None = None
         self.told: Callable[[str, Tensor], None] | None = None
         self.ddp: int | None = None
         self.course: object | None = None
@@ -71,17 +81,63 @@ class RuntimeState:
         self.placed = False
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()
-        self.later: LaterInputs | None = None
+        self.owner: int | None = None
+        self._pass = _Pass()
+        self._compiled: Frame | None = None  # a compiler cannot read what differs by thread
+        self._compiled_later: LaterInputs | None = None
+
+    @property
+    def frame(self) -> Frame | None:
+        """Where the forward pass of this thread is."""
+        return self._compiled if torch.compiler.is_compiling() else self._pass.frame
+
+    @frame.setter
+    def frame(self, frame: Frame | None) -> None:
+        if torch.compiler.is_compiling():
+            self._compiled = frame
+        else:
+            self._pass.frame = frame
+
+    @property
+    def later(self) -> LaterInputs | None:
+        """What comes from other inputs than the example's, while the forward pass of this thread has them."""
+        return self._compiled_later if torch.compiler.is_compiling() else self._pass.later
+
+    @later.setter
+    def later(self, later: LaterInputs | None) -> None:
+        if torch.compiler.is_compiling():
+            self._compiled_later = later
+        else:
+            self._pass.later = later
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_pass"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pass=_Pass(), owner=None)
+
+    def require_this_thread(self) -> None:
+        """Refuse a forward pass while another thread calibrates, tunes or exports the sim.
+
+        Raises:
+            ModelError: says what to do.
+        """
+        elsewhere = self.owner is not None and self.owner != threading.get_ident()
+        if elsewhere and torch._C._current_graph_task_id() == -1:  # a backward pass has threads of its own
+            raise ModelError(
+                f"another thread calibrates, tunes or traces the sim (phase {self.phase}), so this one cannot run it; "
+                "run it when that has ended, or give the threads copies of the sim made before"
+            )
 
     @contextmanager
     def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
         """Set the phase for a while."""
-        before = self.phase, self.visitor
-        self.phase, self.visitor = phase, visitor
+        before = self.phase, self.visitor, self.owner
+        self.phase, self.visitor, self.owner = phase, visitor, threading.get_ident()
         try:
             yield
         finally:
-            self.phase, self.visitor = before
+            self.phase, self.visitor, self.owner = before
 
     @contextmanager
     def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:

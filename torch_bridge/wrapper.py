@@ -150,6 +150,8 @@ class _Quantized(nn.Module):
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
         runtime = state.runtime
+        if runtime.owner is not None and not torch.compiler.is_compiling():
+            runtime.require_this_thread()
         inner = state.own_forward or inner
         if state.guest:
             return runtime.as_guest(inner, args, kwargs)

@@ -1,0 +1,71 @@
+"""One sim in several threads: every forward pass gives what it gives alone, or says why it cannot run."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_models import calibrated, seeded
+
+from qsdk.core.config import w4a8
+from qsdk.core.errors import ModelError
+
+
+class Branching(nn.Module):
+    """Ops of its own beside its layers, which are numbered call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.conv(x))) + 1
+        y = y * torch.sigmoid(y)
+        return torch.tanh(self.fc(y.flatten(1))) + self.fc(y.flatten(1) * 2)
+
+
+def in_threads(runs: list[Callable[[], Any]]) -> list[Any]:
+    """What functions give or raise, all at once."""
+    found: list[Any] = [None] * len(runs)
+    together = threading.Barrier(len(runs))
+
+    def run(number: int) -> None:
+        together.wait()
+        try:
+            found[number] = runs[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_thread_gets_what_it_gets_alone():
+    torch.manual_seed(0)
+    sim = calibrated(Branching().eval(), seeded(4, 3, 4, 4), w4a8())
+    inputs = [[seeded(4, 3, 4, 4, seed=20 * part + number) for number in range(20)] for part in range(6)]
+    alone = [[sim(x) for x in part] for part in inputs]
+    together = in_threads([lambda part=part: [sim(x) for x in part] for part in inputs])
+    for one, other in zip(alone, together, strict=True):
+        assert not isinstance(other, Exception), other
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_sim_that_another_thread_holds_in_a_phase_is_not_run():
+    torch.manual_seed(0)
+    x = seeded(4, 3, 4, 4)
+    sim = calibrated(Branching().eval(), x)
+    want = sim(x)
+    with sim.captured():
+        (refused,) = in_threads([lambda: sim(x)])
+        sim(x)  # its own thread runs it
+    assert isinstance(refused, ModelError)
+    with pytest.raises(ModelError, match=r"another thread calibrates, tunes or traces the sim .* copies of the sim"):
+        raise refused
+    assert torch.equal(in_threads([lambda: sim(x)])[0], want)
