@@ -68,6 +68,7 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
     prepared = with_float_weights(load(model))
+    _name_sizes_apart(prepared)
     # planning the reuse of memory takes the runtime time quadratic in the nodes
     options.enable_mem_reuse = len(prepared.graph.node) < _MANY
     try:
@@ -88,6 +89,18 @@ def computes_in_narrow_floats(model: ModelProto) -> bool:
         elif node.op_type not in _PAIR and narrow.intersection(reads(node)):
             return True
     return False
+
+
+def _name_sizes_apart(model: ModelProto) -> None:
+    """Give every open dimension of an input a name of its own, in place.
+
+    The runtime gives tensors whose sizes have one name one piece of memory, and fails where a file uses the name for
+    different sizes, as those of recurrent states do.
+    """
+    for value in (*model.graph.input, *model.graph.output):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_param"):
+                dim.dim_param = f"{value.name}/{axis}"
 
 
 def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
 from qsdk.core.config import w8a8
+from qsdk.core.errors import IntegerError
 from qsdk.verbs_files import load, save
 from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
 
@@ -83,7 +84,11 @@ def test_a_guard_against_zero_keeps_its_effect(guard: str, tmp_path):
     path = tmp_path / "model.onnx"
     export(sim, path)
     assert check_parity(sim, path, [x.numpy()], progress=False).summary["passed"]
-    to_integer(path, tmp_path / "model.int.onnx")
+    if guard == "clip":  # the integers are coarser than the guard: refused, not wrong
+        with pytest.raises(IntegerError, match=r"Div .*divides by a tensor that can be 0"):
+            to_integer(path, tmp_path / "model.int.onnx")
+    else:
+        assert to_integer(path, tmp_path / "model.int.onnx").summary["float_tensors"] == 0
 
 
 class Ratio(nn.Module):
