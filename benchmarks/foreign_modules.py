@@ -136,7 +136,7 @@ class Road:
         out = self.folder / "model.int.onnx"
         found = qsdk.to_integer(str(self.path), str(out)).to_dict()["summary"]
         self.row["integer_lsb"] = found["max_lsb"]
-        self.row["integer_db"] = sqnr(self.deployed, runs(out, self.inputs))
+        self.row["integer_db"] = sqnr(self.simulated, runs(out, self.inputs))
 
 
 def travel(foreign: Foreign) -> Row:
