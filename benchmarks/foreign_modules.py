@@ -3,7 +3,7 @@
 The modules of `foreign_catalogue.py`, with random weights, each in a process of its own. Install their libraries beside
 qsdk first: `.venv/bin/pip install --no-deps --target FOLDER -r benchmarks/foreign_modules.txt`, then
 `PYTHONPATH=FOLDER .venv/bin/python benchmarks/foreign_modules.py --out rows.jsonl`.
-One JSON line per module: its `library`, the steps that it `passed` and those that `failed` with the first line of the
+One JSON line per module: its `library`, the steps that it `passed` and those that `failed` with the start of the
 error, and `sim_db`, `session_db`, `weights_lsb`, `activations_lsb`, `integer_lsb` and `integer_db`, where each was
 reached. The last line of the standard output counts the modules that passed each step. `--only timm/res` chooses by
 the start of names.
@@ -154,8 +154,7 @@ def travel(foreign: Foreign) -> Row:
                     getattr(road, name)()
                 passed.append(name)
             except Exception as error:
-                lines = str(error).strip().splitlines() or [""]
-                failed[name] = f"{type(error).__name__}: {lines[0][:400]}"
+                failed[name] = f"{type(error).__name__}: {' | '.join(str(error).split(chr(10))[:5])[:600]}"
                 if "--trace" in sys.argv:
                     traceback.print_exc()
                 if name in ("build", "quantize", "calibrate", "export"):
