@@ -49,6 +49,7 @@ def response(own: Any, x: Tensor) -> Tensor:
 ARITHMETIC: dict[str, Form] = {
     "x * g": (lambda own, x: x * own.g, {"g": ROW}),
     "g * x": (lambda own, x: own.g * x, {"g": ROW}),
+    "x + all of g": (lambda own, x: x + own.g[: x.shape[1]], {"g": ROW}),
     "x + g": (lambda own, x: x + own.g, {"g": ROW}),
     "x - g": (lambda own, x: x - own.g, {"g": ROW}),
     "g - x": (lambda own, x: own.g - x, {"g": ROW}),

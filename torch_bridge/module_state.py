@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qsdk.core.errors import ModelError
 from torch_bridge.stored import STATE
 
+_MISSING = object()
 _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 _OF_TORCH = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
 
@@ -192,18 +194,52 @@ def caches_of(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> tu
         run()
     again = attributes_of(model)
     kept = [key for key in candidates if _identities(again.get(key)) == _identities(filled[key])]
-    caches = [Cache(module, name, empty.get((module, name)), (module, name) in empty) for module, name in kept]
+    keys = _keys_of({module for module, _ in kept}, filled, empty)
+    caches = [_cache(key, empty) for key in (*kept, *keys)]
     if caches:
         with torch.enable_grad(), forgotten(caches):
-            run()
-            after = attributes_of(model)
-            computed = [c for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))]
-        for module, name in candidates:
+            after = attributes_of(model) if _runs(run) else {}
+            computed = {
+                c.module for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))
+            }
+        for module, name in (*candidates, *keys):
             vars(module)[name] = put_back(filled[module, name])
-        caches = computed
+        # a module without a trained cache keeps what it has, such as the places of a grid
+        caches = [cache for cache in caches if cache.module in computed]
         for cache in caches:
             cache.forget()
     return tuple(caches)
+
+
+def _cache(key: tuple[nn.Module, str], empty: Attributes) -> Cache:
+    module, name = key
+    return Cache(module, name, empty.get(key), key in empty)
+
+
+def _keys_of(modules: set[nn.Module], filled: Attributes, empty: Attributes) -> list[tuple[nn.Module, str]]:
+    """Return the attributes without tensors that a forward has set: a cache may be computed anew where they differ."""
+    return [
+        (module, name)
+        for (module, name), image in filled.items()
+        if module in modules and not tensors_in(image) and not _alike(image, empty.get((module, name), _MISSING))
+    ]
+
+
+def _alike(image: Any, other: Any) -> bool:
+    if isinstance(image, Image) and isinstance(other, Image):
+        image, other = image.parts, other.parts
+    try:
+        return image is other or bool(image == other)
+    except (RuntimeError, ValueError, TypeError):  # arrays have no truth value
+        return False
+
+
+def _runs(run: Callable[[], Any]) -> bool:
+    try:
+        run()
+    except ModelError:  # some modules cannot do without what they hold
+        return False
+    return True
 
 
 def _identities(image: Any) -> list[int]:
