@@ -40,7 +40,8 @@ from torch_bridge.attach import compare_sites
 from torch_bridge.numbering import traced_and_numbered
 from torch_bridge.parity_data import captures
 from torch_bridge.prepare import Prepared, prepare
-from torch_bridge.sim import QuantSim, stored_values
+from torch_bridge.sim import QuantSim
+from torch_bridge.stored_values import stored_values
 
 Sim = QuantSim | OnnxSim
 Forward = Callable[[Any, Any], Any]

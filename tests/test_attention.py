@@ -20,7 +20,8 @@ from qsdk.core.errors import ModelError
 from qsdk.workflow import calibrate, check_parity, export
 from torch_bridge.attention import multi_head_attention_forward, scaled_dot_product_attention, stand_in
 from torch_bridge.prepare import prepare
-from torch_bridge.sim import QuantSim, stored_values
+from torch_bridge.sim import QuantSim
+from torch_bridge.stored_values import stored_values
 
 
 class Attention(nn.Module):

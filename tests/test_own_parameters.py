@@ -49,7 +49,6 @@ def response(own: Any, x: Tensor) -> Tensor:
 ARITHMETIC: dict[str, Form] = {
     "x * g": (lambda own, x: x * own.g, {"g": ROW}),
     "g * x": (lambda own, x: own.g * x, {"g": ROW}),
-    "x + all of g": (lambda own, x: x + own.g[: x.shape[1]], {"g": ROW}),
     "x + g": (lambda own, x: x + own.g, {"g": ROW}),
     "x - g": (lambda own, x: x - own.g, {"g": ROW}),
     "g - x": (lambda own, x: own.g - x, {"g": ROW}),
@@ -138,3 +137,36 @@ def test_a_model_that_is_one_such_module():
     sim = calibrated(Own(ARITHMETIC["x * g + b"]), X)
     assert sim.plan.decisions["self:g"].quantized
     assert set(sim.plan.decisions) == {"self:g", "self:b", "x:input", "mul.0:output", "add.0:output"}
+
+
+class Positions(nn.Module):
+    """Adds the first rows of a table: all of them here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(seeded(1, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[None] + self.table[:, : x.shape[0]]
+
+
+class Grid(nn.Module):
+    """Keeps the places of its last input's size as a plain attribute, as detectors do."""
+
+    size: int | None = None
+    places = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size != x.shape[1]:
+            self.places, self.size = torch.arange(x.shape[1], dtype=torch.float32) + 0.5, x.shape[1]
+        return x - self.places.unsqueeze(0)
+
+
+@pytest.mark.parametrize("own", [Positions(), Grid()], ids=["slice", "grid"])
+def test_what_a_module_reads_of_its_own_in_part_or_keeps_beside_its_parameters(own: nn.Module, tmp_path: Path):
+    sim = calibrated(nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).eval(), X)
+    summary = exported(sim, tmp_path)
+    assert summary["passed"]
+    assert summary["weights_max_lsb"] == 0
+    with sim.training() as model:
+        model(X).sum().backward()

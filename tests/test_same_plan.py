@@ -31,7 +31,8 @@ from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.spec import PerTensor
 from qsdk.workflow import calibrate, check_parity, export, quantize
 from torch_bridge.prepare import prepare
-from torch_bridge.sim import QuantSim, stored_values
+from torch_bridge.sim import QuantSim
+from torch_bridge.stored_values import stored_values
 from torch_bridge.trace import marked_onnx
 
 CONFIG = w8a8()

@@ -21,6 +21,7 @@ from torch_bridge.observe import Observers
 from torch_bridge.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored import stored_tensor
+from torch_bridge.stored_values import constants_at
 from torch_bridge.training import eval_mode
 
 
@@ -91,11 +92,17 @@ def calibrate_weights(sim: QuantSim) -> None:
 
 def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
     found = {}
-    for site, quantizer in sim.quantizers.items():
-        spec = quantizer.decision.spec
-        if quantizer.decision.kind != "weight" or not quantizer.owns_encoding or quantizer.frozen or spec is None:
+    weights = {
+        site: (quantizer, quantizer.decision.spec)
+        for site, quantizer in sim.quantizers.items()
+        if quantizer.decision.kind == "weight" and quantizer.owns_encoding and not quantizer.frozen
+    }
+    constants = constants_at(sim, weights)
+    for site, (quantizer, spec) in weights.items():
+        if spec is None:
             continue
-        values = raw_value(sim, site).detach().float().cpu().numpy()
+        raw = constants[site] if site in constants else raw_value(sim, site)
+        values = raw.detach().float().cpu().numpy()
         if not np.isfinite(values).all():
             raise DataError(f"NaN or inf in the stored tensor at {site}; load a checkpoint that is finite")
         estimate = range_of_stored(values, spec, chosen)

@@ -16,7 +16,6 @@ from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError, ExportError, ModelError
 from qsdk.core.folded_norms import FoldedNorm
 from qsdk.core.graph import Graph
-from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
@@ -359,15 +358,3 @@ class QuantSim(StatefulSim):
         leave(copied)
         unwrap_model(copied)
         return copied
-
-
-def stored_values(sim: QuantSim) -> LazyArrays:
-    """Site -> fake-quantized value, float32, of every stored tensor, as the simulation reads it."""
-    of_kind = [site for site, quantizer in sim.quantizers.items() if quantizer.decision.kind in ("weight", "bias")]
-
-    def value(site: str) -> npt.NDArray[np.float32]:
-        with torch.no_grad():
-            found: npt.NDArray[np.float32] = sim.quantizers[site](stored_tensor(sim.model, site).detach()).cpu().numpy()
-        return found
-
-    return LazyArrays((site for site in of_kind if find_stored(sim.model, site) is not None), value)

@@ -1,0 +1,49 @@
+"""The values of stored tensors at the sites of a sim, also of those that no module keeps as a parameter or buffer."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qsdk.core.lazy_arrays import LazyArrays
+from torch_bridge.prepare import run_example
+from torch_bridge.sim import QuantSim
+from torch_bridge.stored import find_stored, stored_tensor
+from torch_bridge.training import eval_mode
+
+
+def stored_values(sim: QuantSim) -> LazyArrays:
+    """Return site -> fake-quantized value, float32, of every stored tensor, as the simulation reads it."""
+    of_kind = [site for site, quantizer in sim.quantizers.items() if quantizer.decision.kind in ("weight", "bias")]
+    constants = constants_at(sim, [site for site in of_kind if sim.quantizers[site].owns_encoding])
+
+    def value(site: str) -> npt.NDArray[np.float32]:
+        raw = constants[site] if site in constants else stored_tensor(sim.model, site).detach()
+        with torch.no_grad():
+            found: npt.NDArray[np.float32] = sim.quantizers[site](raw).cpu().numpy()
+        return found
+
+    named = [site for site in of_kind if site in constants or find_stored(sim.model, site) is not None]
+    return LazyArrays(named, value)
+
+
+def constants_at(sim: QuantSim, sites: Iterable[str]) -> dict[str, Tensor]:
+    """Return the float values at those of the sites that no parameter or buffer is stored at.
+
+    A module may keep a tensor as a plain attribute, such as the places of a detector's grid: it is a constant of the
+    trace, and what a run on the sim's example brings there.
+    """
+    wanted = {site for site in sites if find_stored(sim.model, site) is None}
+    found: dict[str, Tensor] = {}
+
+    def visit(site: str, x: Tensor) -> Tensor:
+        if site in wanted:
+            found[site] = x.detach().clone()
+        return x
+
+    if wanted:
+        with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
+            run_example(sim.model, sim.example)
+    return found
