@@ -169,7 +169,7 @@ def test_a_model_that_cannot_be_traced():
 # the config
 
 
-@pytest.mark.parametrize("config", [None, "w8a8", {"weight": "int8"}, w8a8, 8])
+@pytest.mark.parametrize("config", ["w8a8", {"weight": "int8"}, w8a8, 8])
 def test_a_config_of_the_wrong_type(config: Any):
     refused(ConvNet(), X, r"expected a QuantConfig such as qsdk\.w8a8\(\), got ", ConfigError, config=config)
 
