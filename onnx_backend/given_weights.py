@@ -1,5 +1,6 @@
 """The float values that the user gave, of those tensors of an ONNX sim that verbs have changed since."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,6 @@ def _read(data: bytes, there: TensorProto | None, where: str) -> TensorProto:
         values: Any = np.lib.format.read_array(BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise FileFormatError(f"{where} is damaged ({error}); write it again with qsdk.save(sim, path)") from error
-    if there is None or tuple(there.dims) != values.shape or values.dtype != np.float32:
+    if there is None or math.prod(there.dims) != values.size or values.dtype != np.float32:
         raise FileFormatError(f"{where} is no tensor of the model beside it; write it again with qsdk.save(sim, path)")
     return numpy_helper.from_array(values, there.name)

@@ -99,7 +99,7 @@ def is_quantized(model: ModelProto) -> bool:
     """Whether a node of the model, at any depth, quantizes or dequantizes, or multiplies integers."""
     bodies = (model.graph.node, *(function.node for function in model.functions))
     names = {node.op_type for body in bodies for node in all_nodes(body)}
-    return any("Quant" in name or name.endswith("Integer") or name.startswith("QLinear") for name in names)
+    return any("quant" in name.lower() or name.endswith("Integer") or name.startswith("QLinear") for name in names)
 
 
 def save(model: ModelProto, path: str | os.PathLike[str]) -> None:

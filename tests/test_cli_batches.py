@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from onnx_backend.inputs import Input, inputs_of
 from qsdk.commands.batches import from_files, random_batches
-from qsdk.core.errors import DataError, FileFormatError, ModelError
+from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 FLOAT, LONG = np.dtype(np.float32), np.dtype(np.int64)
 OPEN = Input("x", FLOAT, ("n", 3))
@@ -96,7 +96,7 @@ def test_random_inputs_have_the_types_and_shapes_of_the_model():
     again, _ = random_batches([OPEN, ids, flag], 2, {"ids": (2, 16)}, 0)
     np.testing.assert_array_equal(first["x"], again["x"])
     with pytest.raises(
-        DataError, match=r"the input 'ids' is \['batch', 'sequence'\]; say it by --shape ids=1,3,224,224"
+        ConfigError, match=r"the shape of the input 'ids' is \['batch', 'sequence'\]; say it by --shape ids=1,3,224,224"
     ):
         random_batches([ids], 1, {}, 0)
     with pytest.raises(DataError, match="'y'; the inputs are x"):

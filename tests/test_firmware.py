@@ -137,7 +137,7 @@ def test_the_command_line_writes_it(qdq, tmp_path, capsys):
     arguments = ["to-integer", str(qdq), str(tmp_path / "out.onnx"), "--firmware", str(tmp_path / "network.npz")]
     assert main(arguments) == 0
     assert firmware_runner.load((tmp_path / "network.npz").read_bytes())[0]["ops"]
-    assert main([*arguments[:-1], str(tmp_path / "network.bin")]) == 1
+    assert main([*arguments[:-1], str(tmp_path / "network.bin")]) == 2
     assert "ends in no known format; end it in .npz or .h" in capsys.readouterr().err
 
 

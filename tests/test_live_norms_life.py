@@ -156,7 +156,7 @@ def test_verbs_that_write_weights_are_refused_inside_the_block():
         for verb in (qsdk.adaround, qsdk.equalize):
             with pytest.raises(ConfigError, match="leave the training block"):
                 verb(sim, [X], progress=False)
-        with pytest.raises(ConfigError, match="being trained"), sim.training():
+        with pytest.raises(ConfigError, match="in a training block already"), sim.training():
             pass
         assert same(state(live), before)
 

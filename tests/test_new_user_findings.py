@@ -236,7 +236,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_quantize_does_not_write_over_the_float_model(shell: Path, capsys: pytest.CaptureFixture[str]):
     before = Path("float.onnx").read_bytes()
     for out in ("float.onnx", "./float.onnx"):
-        assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 1
+        assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 2
         assert "is the float model, which would be gone; name another file" in capsys.readouterr().err
     assert Path("float.onnx").read_bytes() == before
     assert sorted(path.name for path in shell.iterdir()) == ["data.npy", "float.onnx"]
@@ -245,13 +245,13 @@ def test_quantize_does_not_write_over_the_float_model(shell: Path, capsys: pytes
 @pytest.mark.parametrize("out", [".", "folder", "folder/", ".."])
 def test_a_folder_is_no_file_to_export_to(out: str, shell: Path, capsys: pytest.CaptureFixture[str]):
     (shell / "folder").mkdir()
-    assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 1
+    assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 2
     assert "is a directory; give the name of a file" in capsys.readouterr().err
     assert list((shell / "folder").iterdir()) == []
 
 
 def test_an_unknown_config_names_the_presets_too(shell: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy", "--config", "w3a3"]) == 1
+    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy", "--config", "w3a3"]) == 2
     assert "the names are w8a8, w8a16, w4a8, w4a16, " in capsys.readouterr().err
     assert qsdk.load_config("w4a16") == qsdk.w4a16()
 

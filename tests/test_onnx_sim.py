@@ -152,8 +152,8 @@ def test_a_bad_weight_is_named():
         ([(BATCHES[0], BATCHES[0])], "batch 0 has 2 elements, the model takes 1"),
         ([{"y": BATCHES[0]}], "batch 0: the model does not take y; its inputs are x"),
         ([{}], "batch 0: the model also needs x"),
-        ([BATCHES[0][:, :5]], "does not run on batch 0"),
-        ([BATCHES[0], BATCHES[0].astype(np.int64)], "does not run on batch 1"),
+        ([BATCHES[0][:, :5]], "batch 0: the input .x. takes float32"),
+        ([BATCHES[0], BATCHES[0].astype(np.int64)], "batch 1: the input .x. takes float32 .n, 6., got int64"),
     ],
 )
 def test_data_the_model_does_not_take_is_explained(data, message):

@@ -47,6 +47,8 @@ class GivenWeights:
         """Keep what `before` gave of the tensors that have other values now."""
         there = dict(tensors_of(model))
         for key, given in before.items():
+            if key in there and there[key].is_meta:
+                continue  # a model without values: there is nothing to tell apart
             now = _local(there[key]).cpu() if key in there else given
             if _alike(given, now):
                 self._values.pop(key, None)

@@ -51,13 +51,13 @@ def ambiguous(places: Mapping[str, str]) -> dict[str, str]:
     return {call: where for group in found for call, where in group.items()}
 
 
-def require_place(call: str, known: str) -> None:
+def require_place(call: str, known: str, *, recomputed: bool) -> None:
     """Refuse a call that is made at another place than with the example.
 
     Raises:
         ModelError: names the call and both places.
     """
-    if (now := place()) != known:
+    if (now := place()) != known and not recomputed:  # a backward pass knows no place
         raise ModelError(
             f"{call} was called at {known} with the example, and is called at {now} now: the model takes another path, "
             "which would take its encodings for those of another call; call qsdk.quantize with an example that takes "

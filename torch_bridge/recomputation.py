@@ -27,6 +27,11 @@ def saving_hook() -> Any:
     return None if hooks is None else hooks[0]
 
 
+def is_recomputed() -> bool:
+    """Return whether a backward pass calls again what was checkpointed."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def refuse_lost_sites(path: str, hook: Any, site: str) -> None:
     """Refuse a site of a module in a checkpoint that began after the module's call and calls no module there.
 

@@ -18,7 +18,7 @@ from torch_bridge.later_inputs import LaterInputs, only_moves
 from torch_bridge.marks import mark
 from torch_bridge.phases import given_to
 from torch_bridge.places import Call, place, require_place
-from torch_bridge.recomputation import records_gradients, refuse_lost_sites, refuse_reused, saving_hook
+from torch_bridge.recomputation import is_recomputed, records_gradients, refuse_lost_sites, refuse_reused, saving_hook
 from torch_bridge.rectifiers import ceiling_of_call
 from torch_bridge.runtime_state import RuntimeState
 from torch_bridge.stored import third_of
@@ -45,7 +45,7 @@ class Runtime(RuntimeState):
             call = self.numbers.name(call, frame, op=op)
         places = self.training_places if training else self.places
         if self.phase == "quantize" and call in places and not torch.compiler.is_compiling():
-            require_place(call, places[call])
+            require_place(call, places[call], recomputed=is_recomputed())
         return self.training_names.get(call, call) if training else call
 
     def in_file(self, site: str) -> str | None:

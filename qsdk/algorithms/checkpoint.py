@@ -175,7 +175,7 @@ class Checkpoint:
         weight, now = _array(self._walk.weight(site)), self._walk.encoding(site)
         wanted = {"scale": (solution.encoding.scale, now.scale.shape), "weight": (solution.weight, weight.shape)}
         for name, (values, shape) in wanted.items():
-            if values is not None and tuple(values.shape) != tuple(shape):
+            if values is not None and tuple(n for n in values.shape if n > 1) != tuple(n for n in shape if n > 1):
                 raise ValueError(f"the {name} of {site} has the shape {tuple(values.shape)}, not {tuple(shape)}")
         for name, values in (("weight", solution.weight), ("bias", solution.bias_shift)):
             if values is not None and not bool(torch.isfinite(values).all()):

@@ -231,7 +231,7 @@ def _float32(values: Any) -> Any:
 
 def _codes(values: Any, where: str) -> Any:
     values = np.asarray(values, np.float64)
-    if not ((np.abs(values) < 2.0**31) & (values == np.rint(values))).all():
+    if not ((np.abs(values) <= 2.0**31) & (values == np.rint(values))).all():
         raise FileFormatError(f"{where}: a zero point is no whole number of 32 bits, which the dtypes here all need")
     return values.astype(np.int32)
 
