@@ -65,7 +65,8 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
     )
     if fits and given.dtype == dtype:
         return
-    takes = f"{dtype} [{', '.join(str(size) for size in sizes)}]"
+    shown = (str(size).partition("@")[0] for size in sizes)  # a session's names are told apart behind an @
+    takes = f"{dtype} [{', '.join(shown)}]"
     remedy = f"convert it with .astype({str(dtype)!r})" if fits else "give arrays of that shape"
     if not fits and given.ndim == len(sizes) == _IMAGE and sizes[1] == given.shape[3] != given.shape[1]:
         remedy = "its channels come last: x.transpose(0, 3, 1, 2) brings them to axis 1"

@@ -100,7 +100,7 @@ def _name_sizes_apart(model: ModelProto) -> None:
     for value in (*model.graph.input, *model.graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_param"):
-                dim.dim_param = f"{value.name}/{axis}"
+                dim.dim_param = f"{dim.dim_param}@{value.name}/{axis}"
 
 
 def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:

