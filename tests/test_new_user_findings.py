@@ -248,6 +248,13 @@ def test_a_folder_is_no_file_to_export_to(out: str, shell: Path, capsys: pytest.
     assert main(["quantize", "float.onnx", out, "--data", "data.npy"]) == 2
     assert "is a directory; give the name of a file" in capsys.readouterr().err
     assert list((shell / "folder").iterdir()) == []
+    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy"]) == 0
+    wrong_usage = (["to-integer", "m.onnx", out], ["encodings", "convert", "m.onnx", out, "--to", "2.0.0"])
+    for arguments in (*wrong_usage, ["report", "m.onnx", "--out", out]):
+        assert main(arguments) == 2
+        assert "is a directory; give the name of a file" in capsys.readouterr().err
+    assert main(["to-integer", "m.onnx", "gone/m.onnx"]) == 2
+    assert "cannot write gone/m.onnx: create the folder gone first" in capsys.readouterr().err
 
 
 def test_an_unknown_config_names_the_presets_too(shell: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
 from qsdk.core.encoding import Encoding
 from qsdk.core.provenance import GRAPH
@@ -44,6 +45,7 @@ def _granularity(encoding: Encoding) -> str:
 
 def run_convert(options: Namespace) -> int:
     """Write encodings in another format; what it cannot say is refused, or listed with `--allow-loss`."""
+    require_output(options.out)
     report = convert_encodings(
         options.source, options.out, version=options.to, model=options.model, allow_loss=options.allow_loss
     )

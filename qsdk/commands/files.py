@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
 from qsdk.workflow import inspect, to_integer
 
@@ -14,6 +15,7 @@ def run_inspect(options: Namespace) -> int:
 
 def run_to_integer(options: Namespace) -> int:
     """Make a Q/DQ model integer-only."""
+    require_output(options.out)
     report = to_integer(
         options.model,
         options.out,

@@ -9,6 +9,7 @@ from typing import Any
 from onnx_backend.inputs import inputs_of
 from onnx_backend.model import load
 from qsdk.commands.batches import chosen
+from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
 from qsdk.core.config import QuantConfig
 from qsdk.core.config_file import load_config
@@ -21,8 +22,9 @@ def run(options: Namespace) -> int:
     """Quantize, calibrate and export; what was done to each tensor is the report.
 
     Raises:
-        ConfigError: the file to write is the float model.
+        ConfigError: the file to write is the float model, or no file can be written there.
     """
+    require_output(options.out)
     config = config_of(options.config, options.override, options.skip)
     fixed = {name: _value(name, text) for name, text in options.input}
     inputs = [found for found in inputs_of(load(options.model)) if found.name not in fixed]

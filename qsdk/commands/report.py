@@ -11,6 +11,7 @@ from onnx_backend.model import load, opset_of
 from onnx_backend.open_adopted import open_with_config
 from onnx_backend.sizes import sizes
 from onnx_backend.validate import validate
+from qsdk.commands.outputs import require_output
 from qsdk.commands.page import page
 from qsdk.commands.printing import show
 from qsdk.core.config import w8a8
@@ -22,6 +23,8 @@ from qsdk.workflow import opened_qdq
 
 def run(options: Namespace) -> int:
     """Print what is in a model, or write it as a page."""
+    if options.out:
+        require_output(options.out)
     opened_qdq(options.model)  # it is valid, and its encodings file is its own
     coverage, model = covered(options.model), load(options.model)
     size, findings = sizes(model), validate(model)
