@@ -416,7 +416,7 @@ def test_a_page_escapes_names(at: Path, capsys):
     code, out, _ = said(capsys, "report", at / "q.onnx")
     assert code == 0
     assert "<script>mm1</script>:weight" in out
-    assert said(capsys, "report", at / "q.onnx", "--out", at / "missing" / "page.html")[0] == 1
+    assert said(capsys, "report", at / "q.onnx", "--out", at / "missing" / "page.html")[0] == 2
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
