@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from integer_models import INT8, UINT8, UINT16, Net
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from test_integer import compare, noise
+
+from qsdk.workflow import to_integer
 
 RNG = np.random.default_rng(0)
 NUMBERS = RNG.normal(0, 1, (1, 40, 8)).astype(np.float32)
@@ -163,3 +165,30 @@ def test_slopes_wherever_a_value_comes_from(form):
     net.output(net.qdq(net.op("PRelu", x, slope), 0.03, 110), ["n", 8])
     feeds = {"x": noise((40, 8))} | ({"z": noise((8,), 1)} if form == "computed slope" else {})
     compare(net.model(), feeds, tolerance=0.02)
+
+
+# --- numbers and tables in the size of what a run brings -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0.37, None])
+def test_a_number_fills_what_only_a_run_knows_the_size_of(number):
+    net = Net()
+    x = net.qdq(net.input(["n", 5, 8]), 0.031, 119)
+    attrs = {} if number is None else {"value": helper.make_tensor("number", TensorProto.FLOAT, [1], [number])}
+    start = net.qdq(net.op("ConstantOfShape", sizes(net, x, 0, [2], [8]), **attrs), 0.04, 120)
+    net.output(net.qdq(net.op("Concat", start, x, axis=1), 0.04, 120), ["n", 7, 8])
+    result = compare(net.model(), {"x": noise((3, 5, 8))}, tolerance=0.0)
+    assert result.report.summary["float_tensors"] == 0
+    compare(net.model(), {"x": noise((1, 5, 8))}, tolerance=0.0, product_bits=32)
+
+
+def test_fixed_sizes_leave_the_codes_of_an_expanded_constant_to_the_conversion(tmp_path):
+    """What is computed of sizes is stored; the Q/DQ pair behind it says what integers a product reads."""
+    net = Net()
+    x = net.qdq(net.input(["n", 8, 6]), 0.031, 119)
+    queries = net.op("Expand", net.const(NUMBERS[:, :5]), sizes(net, x, 0, [5], [8]))
+    y = net.op("MatMul", net.qdq(queries, 0.03, 120), x)
+    net.output(net.qdq(y, 0.1, 120), ["n", 5, 6])
+    for shapes in (None, {"x": (3, 8, 6)}):
+        summary = to_integer(net.model(), tmp_path / "int.onnx", shapes=shapes).summary
+        assert summary["operations_max_lsb"] <= 1

@@ -10,6 +10,7 @@ from onnx_backend.integer.fixed_point.curves import CURVES
 from onnx_backend.integer.fixed_point.turns import turned
 from onnx_backend.integer.fixed_point.wide_edges import cast_to_float
 from onnx_backend.integer.lowering import ops
+from onnx_backend.integer.lowering.moves import filled
 from onnx_backend.integer.lowering.norms import NORMS
 from onnx_backend.integer.lowering.passing import cast
 from onnx_backend.integer.lowering.recurrent import gru, lstm
@@ -21,12 +22,12 @@ from onnx_backend.integer.recording.values import Constant, Value
 
 
 def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Copy a node that computes on integers already, or take the integers that it casts to float as numbers.
+    """Copy a node that computes on integers already, or take what it makes of them in float as numbers.
 
     Raises:
         Refused: an input or an output is not an integer or boolean tensor.
     """
-    numbers = cast_to_float(ctx, node, args)
+    numbers = cast_to_float(ctx, node, args) if node.op_type != "ConstantOfShape" else filled(ctx, node, args)
     return ops.copied(ctx, node, args) if numbers is None else numbers
 
 

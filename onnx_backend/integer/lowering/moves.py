@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.fixed_point.widen import moved as move_wide
 from onnx_backend.integer.recording.context import Args, Context, attributes, constant_integers, integer_name, move
@@ -130,6 +130,16 @@ def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, 
     if node.op_type == "Squeeze":
         return np.squeeze(np.empty(old, bool), None if given is None else tuple(given)).shape
     return None
+
+
+def filled(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...] | None:
+    """Lower ConstantOfShape of a float: its number, expanded to where only a run knows; None if it is an integer."""
+    given = attributes(node).get("value")
+    number = np.zeros((), np.float32) if given is None else numpy_helper.to_array(given).reshape(())
+    if number.dtype != np.float32:
+        return None
+    expand = helper.make_node("Expand", ["", *node.input], list(node.output), name=node.name)
+    return _movement()(ctx, expand, [Constant(np.asarray(number)), *args])
 
 
 def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:

@@ -16,6 +16,7 @@ from onnx_backend.model import array, attributes, constant_tensor, initializers,
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of what is computed
 _SIZES = ("Shape", "Size")
+_QDQ = ("QuantizeLinear", "DequantizeLinear")  # what they make is no size, and the conversion needs the codes
 
 
 def with_decided_sizes(model: ModelProto) -> ModelProto:
@@ -70,6 +71,8 @@ def _decided(
             return None
         whole = np.asarray(part, np.int64)
         return {node.output[0]: whole if node.op_type == "Shape" else np.asarray(whole.prod(), np.int64)}
-    if not any(name in made for name in node.input) or any(name and name not in known for name in node.input):
+    if node.op_type in _QDQ or not any(name in made for name in node.input):
+        return None
+    if any(name and name not in known for name in node.input):
         return None
     return evaluated(node, known, opsets, limit=_LARGEST)
