@@ -16,6 +16,7 @@ from qsdk.core.errors import ExportError, QsdkError
 from torch_bridge.axes import Axes, batch_axes, named_axes
 from torch_bridge.batches import Example
 from torch_bridge.live_weights import Stored, handed_over
+from torch_bridge.operator_library import operators_read_once
 from torch_bridge.refusals import (
     Form,
     fixed_axis,
@@ -117,7 +118,7 @@ def _export(
     flat = _Flat(model, example, outputs.extend)
     runtime.marked = []
     try:
-        with runtime.in_phase("mark"), _quiet(), torch.no_grad():
+        with runtime.in_phase("mark"), _quiet(), operators_read_once(), torch.no_grad():
             captured = _captured(flat, [tensor for _, tensor in given], shapes)
             if eager is not None:
                 require_same_outputs(eager, forms_of(outputs))
