@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import DTYPES, float8e4m3fn, int4, int8, int16, uint8, uint16
+from qsdk.core.dtypes import DTYPES, dtype_named, float8e4m3fn, int4, int8, int16, uint8, uint16
 from qsdk.core.errors import CalibrationError, ConfigError
 from qsdk.core.estimators import METHODS, Estimator, averaged, estimator, grouped, range_from_histogram, range_of_stored
 from qsdk.core.histogram import histogram_of
@@ -136,6 +136,20 @@ def test_an_outlier_is_cut_off(method: str, sign: int):
     found, full = encoding(values, spec, method), encoding(values, spec, "min_max")
     assert found.scale[0] < 0.7 * full.scale[0]
     assert full.scale[0] == 4
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_mirrored_values_have_the_mirrored_range(method: str, seed: int):
+    rng = np.random.default_rng(seed)
+    values = (rng.exponential(size=5000) - 0.3 * rng.random()).astype(np.float32)
+    spec = Spec(dtype_named("int4_strict"))
+    found, mirrored = from_histogram(values, spec, method), from_histogram(-values, spec, method)
+    assert_ranges_equal(found, Range(-mirrored.high, -mirrored.low))
+
+
+def assert_ranges_equal(found: Range, wanted: Range) -> None:
+    np.testing.assert_array_equal([found.low, found.high], [wanted.low, wanted.high])
 
 
 def exhaustive(values, spec):

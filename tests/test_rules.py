@@ -62,6 +62,12 @@ def test_a_named_dimension_is_matched_by_its_name():
     assert activations(w8a8().override(shape=("batch", None), activation="uint16"), graph)["x"] == "uint16"
 
 
+def test_an_unknown_dimension_is_matched_by_a_wildcard_alone():
+    place = Place(("x",), shape=(None, 4))
+    assert make_rule("*", {"shape": (None, 4), "activation": "uint16"}).fits(place)
+    assert not make_rule("*", {"shape": (2, 4), "activation": "uint16"}).fits(place)
+
+
 def test_by_dtype_of_the_tensor():
     b = GraphBuilder()
     y = b.op("MatMul", [b.input(shape=(2, 4)), b.stored("fc:weight", (4, 4), dtype="float16")], "fc:output", (2, 4))

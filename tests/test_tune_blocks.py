@@ -15,7 +15,9 @@ from qsdk import w4a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from qsdk.demo.model import load_pretrained
 from torch_bridge.block_calls import Piece, held_back
+from torch_bridge.block_tuning import BlockRun
 from torch_bridge.blocks import find_blocks
+from torch_bridge.module_walk import Arguments, ModuleCall
 from torch_bridge.sim import QuantSim
 
 
@@ -454,3 +456,14 @@ def test_one_sample_in_eight_is_held_back(sizes, rows, judged) -> None:
 def test_a_single_sample_judges_itself() -> None:
     learn, judge = held_back([piece(1)], torch.Generator().manual_seed(0))
     assert learn is judge
+
+
+def test_the_error_of_a_block_is_a_share_of_its_float_outputs_energy() -> None:
+    class Off(BlockRun):
+        def quantized(self, arguments: Arguments) -> list[Tensor]:
+            return [arguments.args[0]]
+
+    wanted = 10 * torch.ones(4, 3)
+    call = ModuleCall(0, Arguments((wanted,), {}), Arguments((wanted * 1.5,), {}), wanted)
+    run = Off(None, nn.Identity())  # type: ignore[arg-type]
+    assert run.error([Piece(call, None, 4, frozenset())] * 2) == 0.25
