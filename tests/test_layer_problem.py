@@ -214,6 +214,25 @@ def test_sums_of_parts_add_up_whatever_the_batches() -> None:
     assert sums[0].rows == sums[1].rows == len(x)
 
 
+@pytest.mark.parametrize("few", [0, 100])
+def test_a_row_counts_as_often_as_it_stands_for(few: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 6, 5, generator=generator), torch.randn(1, 3, 5, generator=generator)
+    noisy = x + 0.1 * torch.randn(1, 6, 5, generator=generator)
+    standing, repeated = Moments(weight, few=few), Moments(weight, few=0)
+    for rows, times in ((slice(0, 2), 4), (slice(2, 6), 1)):
+        standing.add(x[:, rows], noisy[:, rows], float(times))
+        repeated.add(*(v[:, rows].repeat_interleave(times, 1) for v in (x, noisy)))
+    found, wanted = standing.finish(), repeated.finish()
+    assert (found.rows, found.count, wanted.count) == (6, 12, 12)
+    h, linear, drifts = found.h, found.linear, found.drifts
+    if found.x_quantized is not None and found.drifted is not None:
+        h, linear = found.x_quantized.mT @ found.x_quantized, found.drifted.mT @ found.x_quantized
+        drifts = found.drifted.square().sum(1)
+    assert (found.h is None) == (few > 6)
+    torch.testing.assert_close((h, linear, drifts), (wanted.h, wanted.linear, wanted.drifts))
+
+
 def test_few_rows_are_kept_and_tell_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 40, generator=generator)
