@@ -234,6 +234,15 @@ def test_two_runs_give_the_same_bits(door):
     np.testing.assert_array_equal(*found)
 
 
+def test_an_alpha_of_one_leaves_no_spread_in_the_inputs():
+    model = with_outliers()
+    report = qsdk.smooth_quant(sim_at("onnx", model, w8a8()), data("onnx", model), alpha=1.0, progress=False)
+    moved = [row for row in report.rows if not row["reason"]]
+    assert {row["group"] for row in moved} == GROUPS
+    np.testing.assert_allclose([row["spread_after"] for row in moved], 1, rtol=1e-5)
+    assert max(row["spread_before"] for row in moved) > 5
+
+
 # --- what does not fit --------------------------------------------------------------------------------------------
 
 
