@@ -122,6 +122,15 @@ def test_masks(form, lowest, quantized):
         require_exact(net.model(), feeds, exact, differing=differing)
 
 
+def test_what_is_masked_is_zero_beside_the_lowest_score_that_there_can_be():
+    net = Net()
+    y = net.qdq(net.input([1, 24, 24]), 0.01, 128)
+    y = net.op("Add", y, net.const(np.where(CAUSAL, 0, -np.inf).astype(np.float32)))
+    net.output(net.qdq(net.op("Softmax", y), *OUT), [1, 24, 24])
+    feeds = {"x": np.full((1, 24, 24), -1.28, np.float32)}
+    require_exact(net.model(), feeds, lambda f: softmax(np.where(CAUSAL, on_grid(f["x"], 0.01, 128), -np.inf)))
+
+
 def padded(net, lowest, *, safe):
     y, feeds = scores(net)
     y = net.qdq(y, 0.05, 128)
