@@ -151,6 +151,18 @@ def test_small_sums_and_products_stay_int32_and_exact():
         np.testing.assert_array_equal(integers, exact)
 
 
+def test_a_scale_that_a_mean_has_is_a_whole_share_of_the_other():
+    assert 0.1 / (0.1 / 11) < 11
+    _found, integers = integers_of(sums.add, np.arange(5), np.arange(5, 10), scales=[0.1 / 11, 0.1])
+    np.testing.assert_array_equal(integers, np.arange(5) + 11 * np.arange(5, 10))
+
+
+def test_the_errors_of_both_factors_count():
+    exact, off = Wide("x", np.ones(()), 0, 7), Wide("z", np.ones(()), 0, 100, error=3.0)
+    for sides in ((exact, off), (off, exact)):
+        assert wide.multiply(surroundings(x=(1,), z=(1,)), *sides).error >= 7 * 3.0
+
+
 def test_a_square_is_known_not_to_be_negative():
     ctx = surroundings(x=(2,))
     value = Wide("x", np.ones(()), -100, 50, narrow=True)

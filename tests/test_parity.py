@@ -9,6 +9,7 @@ from qdq_models import convnet, mlp, prepared, simulated_mlp, stored_of
 from onnx_backend.model import array, initializers
 from onnx_backend.parity import check
 from onnx_backend.parity_cuts import cut_model, find_cuts
+from onnx_backend.parity_tally import float_lsb
 from onnx_backend.qdq import insert
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
@@ -244,3 +245,10 @@ def test_a_convnet_matches_at_every_site():
     report = sim.check_parity(sim.qdq_model(), images, progress=False)
     assert report.summary["passed"]
     assert report.summary["sqnr_db"] == np.inf
+
+
+def test_floats_far_below_the_largest_are_counted_in_units_of_its_1024th():
+    unit = 2.0**-33  # of float32 at 2**-10
+    exact = np.float32([1.0, 0.5, 2.0**-20, 2.0**-20, 2.0**-20])
+    moved = exact + np.float32([2.0**-23, 0, unit, 2 * unit, 1.25 * unit])
+    np.testing.assert_array_equal(float_lsb(moved, exact), [1, 0, 1, 2, 1])

@@ -232,3 +232,5 @@ def test_agreeing_forms_have_no_findings():
     assert rules(pair(quantize={"output_dtype": TensorProto.INT16}, names=("s",))) == []
     uneven = {"s": np.ones((2, 2), np.float32), "z": np.zeros((2, 2), np.uint8)}
     assert rules(pair(uneven, {"axis": 1, "block_size": 3}, {"axis": 1, "block_size": 3})) == []
+    even = {"s": np.ones(4, np.float32), "z": np.zeros(4, np.uint8)}
+    assert rules(pair(even, {"axis": 1}, {"axis": -1})) == []
