@@ -65,6 +65,12 @@ def view_before_an_assignment(z: Tensor) -> Tensor:
     return part * 2
 
 
+def assigned_after_an_op_in_place(z: Tensor) -> Tensor:
+    y = z.relu_()
+    z[:, 0] = 3.0
+    return y * 2
+
+
 def both_names(z: Tensor) -> Tensor:
     return z + z[:, :2].add_(1.0).mean()
 
@@ -113,7 +119,8 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     **{change.__name__: change for change in (assigned, added_to_a_slice, masked, assigned_to_a_view)},
 }
 FORMS = {name: read_after(change) for name, change in CHANGES.items()}
-FORMS |= {form.__name__: form for form in (view_before, view_before_an_assignment, both_names)}
+FORMS |= {form.__name__: form for form in (view_before, view_before_an_assignment)}
+FORMS |= {form.__name__: form for form in (assigned_after_an_op_in_place, both_names)}
 
 
 class EveryForm(nn.Module):

@@ -13,6 +13,8 @@ from torch_models import calibrated, seeded, sim_of
 from qsdk.core.config import w4a8, w8a8
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor
 from qsdk.workflow import calibrate, check_parity, export, to_integer
+from torch_bridge import numbering
+from torch_bridge.frames import Frame
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)
@@ -188,3 +190,13 @@ def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, 
     assert [site for site in made if site.startswith("add")] == [f"add.{2 * n + 1}:output" for n in range(calls)]
     export(sim, tmp_path / "model.onnx")
     assert check_parity(sim, tmp_path / "model.onnx", [(X, SOME)], progress=False).to_dict()["summary"]["passed"]
+
+
+def test_a_call_at_an_unknown_place_takes_the_number_of_no_other(monkeypatch: pytest.MonkeyPatch):
+    numbers = numbering.Numbers({"add": ["one", "other", "one"]})
+    frame, made = Frame("", "", leaf=False), []
+    for where in ("other", "one", "unknown", "one", "one", "unknown"):
+        monkeypatch.setattr(numbering, "place", lambda where=where: where)
+        made.append(numbers.name("add.0", frame, op=True))
+    assert made[:4] == ["add.1", "add.0", "add.3", "add.2"]
+    assert not {"add.0", "add.1", "add.2"} & set(made[4:])
