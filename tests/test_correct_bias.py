@@ -12,6 +12,7 @@ import pytest
 import torch
 from islands import DOORS, everything, sim_at
 from qdq_models import make_model
+from random_problems import problem_of
 from test_snapshot_weights import stored_bytes
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
@@ -19,10 +20,14 @@ from torch_models import calibrated, randomized, seeded
 from onnx_backend import layer_walk as onnx_walk
 from onnx_backend.sim import OnnxSim
 from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
+from qsdk.algorithms import bias
 from qsdk.algorithms.outputs import matching_shift
 from qsdk.core.activation import Activation
+from qsdk.core.dtypes import int8
 from qsdk.core.expected import clipped_normal
 from qsdk.core.graph_layers import graph_layers
+from qsdk.core.layer_problem import WeightLayout
+from qsdk.core.spec import PerChannel, Spec
 from qsdk.demo.data import load as load_images
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs_held_back import HeldBack
@@ -239,6 +244,18 @@ def test_every_fourth_batch_judges(count, given, kept):
         assert (list(others), held_back.batches) == (given, kept)
     again = HeldBack(list(range(count))).others()
     assert list(again) == list(again) == given
+
+
+def test_a_shift_that_the_samples_held_back_contradict_is_not_made():
+    layout, spec = WeightLayout("linear", (4, 12)), Spec(int8, PerChannel(0))
+    problem = problem_of(layout, spec)
+    x = seeded(1, 400, 12, seed=1)
+    off = replace(problem, mean_quantized=problem.mean + 1)  # as all data says; the samples do or do not
+    kept, shifted = (bias.solve(replace(off, samples=(x, quantized))) for quantized in (x, x + 1))
+    assert not kept.bias_shift.any()
+    assert kept.error_after == kept.error_before
+    assert (shifted.bias_shift != 0).all()
+    assert shifted.error_after < shifted.error_before / 100
 
 
 # --- behind activation functions --------------------------------------------------------------------------------------
