@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsdk.core.errors import ModelError
+from torch_bridge.moments import spread_and_mean
 
 Read = Callable[[str, Tensor, str], Tensor]  # name of a packed parameter, its value, and the part that is read
 Whole = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]  # name of an op, what computes it, and of what
@@ -308,4 +309,4 @@ def stand_in(func: Callable[..., Any], read: Read, whole: Whole) -> Callable[...
             f"the model calls {func.__name__}, a fused kernel whose inner tensors cannot be quantized; call "
             "nn.MultiheadAttention or F.scaled_dot_product_attention instead"
         )
-    return None
+    return spread_and_mean(func)

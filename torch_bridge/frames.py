@@ -18,7 +18,9 @@ class Frame:
         recording: whether gradients were recorded when it was called.
         hook: what then decided how tensors are saved (`recomputation.saving_hook`).
         training: whether the module was in train mode.
-        counts: how often each op and child was called in it.
+        counts: how often each op was called in it.
+        calls: how often each module was called, in the whole forward pass: a caller may call what is deep inside
+            another module, by the name that the call in there has.
     """
 
     path: str
@@ -29,17 +31,26 @@ class Frame:
     hook: Any = None
     training: bool = False
     counts: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
 
     def next(self, name: str) -> int:
-        """Count a call and give its number, from 0."""
-        number = self.counts.get(name, 0)
-        self.counts[name] = number + 1
-        return number
+        """Count a call of an op and give its number, from 0."""
+        return _count(self.counts, name)
+
+    def next_call(self, name: str) -> int:
+        """Count a call of a module and give its number, from 0."""
+        return _count(self.calls, name)
 
     def next_op(self, name: str) -> str:
         """Count a call of an op in this frame and give it as owner of a site."""
         owner = f"{self.name}/{name}" if self.name else name
         return f"{owner}.{self.next(name)}"
+
+
+def _count(counts: dict[str, int], name: str) -> int:
+    number = counts.get(name, 0)
+    counts[name] = number + 1
+    return number
 
 
 class Naming(Protocol):
@@ -83,5 +94,5 @@ def name_of_call(parent: Frame | None, paths: tuple[str, ...]) -> str:
 
 
 def _numbered(parent: Frame, name: str) -> str:
-    number = parent.next(f"module {name}")
+    number = parent.next_call(name)
     return f"{name}@{number}" if number else name

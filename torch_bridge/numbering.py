@@ -33,7 +33,8 @@ class Numbers:
             return call
         where = place()
         numbers = known.get(where, [])
-        nth = frame.next(f"{group} at {where}" if numbers else f"{group} elsewhere")
+        seen = f"{group} at {where}" if numbers else f"{group} elsewhere"
+        nth = frame.next(seen) if op else frame.next_call(seen)
         number = numbers[nth] if nth < len(numbers) else sum(map(len, known.values())) + nth
         if op:
             return f"{group}.{number}"

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
+from torch_bridge.as_written import as_written
 from torch_bridge.attention import stand_in
 from torch_bridge.frames import Frame, name_of_call
 from torch_bridge.functional import asks_again_for_gradients, makes_value, op_name
@@ -23,7 +24,6 @@ from torch_bridge.rectifiers import ceiling_of_call
 from torch_bridge.runtime_state import RuntimeState
 from torch_bridge.stored import third_of
 from torch_bridge.structure import tensors_of
-from torch_bridge.written_norms import as_written
 
 
 class Runtime(RuntimeState):
@@ -86,6 +86,8 @@ class Runtime(RuntimeState):
         if parent is None and paths[0] in self.reused:
             refuse_reused(paths[0])
         frame = Frame(paths[0], name_of_call(parent, paths), leaf, training=training)
+        if parent is not None:
+            frame.calls = parent.calls
         if self.placed or self.noted is not None:
             frame.name = self.at_its_place(frame.name, parent, op=False)
         if records_gradients():
@@ -299,7 +301,8 @@ class SiteMode(TorchFunctionMode):
         watcher = self.runtime.watcher if frame is not None else None
         if watcher is not None:
             watcher.begins((args, kwargs))
-        result = (as_written(func) if self.runtime.phase == "mark" else func)(*args, **(kwargs or {}))
+        runs = as_written(func, args, kwargs or {}) if self.runtime.phase == "mark" else func
+        result = runs(*args, **(kwargs or {}))
         if frame is not None and watcher is not None:
             watcher.read(frame, getattr(func, "__name__", ""), (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":

@@ -1,0 +1,101 @@
+"""Functions as they are written into a trace, where torch's exporter fails on them or misreads them.
+
+BatchNorm: statistics that are sites stop it. `squeeze`: it takes axes away that are not one long. `mean` whose axes are
+None: it writes an op without its input.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qsdk.core.errors import ExportError
+
+OPSET = 21
+
+
+def _batch_norm(
+    input: Tensor,  # as torch calls it
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Write `F.batch_norm` of x [N, C, ...] as one op, or as ops on the batch itself where that is what it reads.
+
+    The exporter takes the running statistics even where `training` says not to, so it is not shown them; what they
+    become is no result.
+    """
+    if training or running_mean is None or running_var is None:
+        return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
+    gain = running_var.new_ones(running_var.shape) if weight is None else weight
+    shift = running_mean.new_zeros(running_mean.shape) if bias is None else bias
+    read = (input, gain, shift, running_mean, running_var)
+    return torch.onnx.ops.symbolic(
+        "BatchNormalization", read, {"epsilon": eps}, dtype=input.dtype, shape=input.shape, version=OPSET
+    )
+
+
+def _native_batch_norm(
+    input: Tensor,  # as torch calls it
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Write `torch.batch_norm`, which takes the same in another order."""
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _squeeze(input: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Write `squeeze` of the named axes for those of them alone that are one long.
+
+    Raises:
+        ExportError: an axis is dynamic.
+    """
+    named = dim if isinstance(dim, tuple | list) else (dim,)
+    axes = [axis for axis in named if input.dim() and _is_one_long(input, axis)]
+    return torch.squeeze(input, axes) if axes else input
+
+
+def _is_one_long(x: Tensor, axis: int) -> bool:
+    length = x.shape[axis]
+    if isinstance(length, torch.SymInt):
+        raise ExportError(
+            f"squeeze({axis}) takes axis {axis} away where it is one long alone, and that axis is dynamic; "
+            f"use select({axis}, 0) where it always goes, or no squeeze where it never does"
+        )
+    return length == 1
+
+
+def _mean(input: Tensor, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Write `mean` over all axes by naming them."""
+    return torch.mean(input, tuple(range(input.dim())), keepdim, dtype=dtype)
+
+
+def as_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """What is traced in the place of a torch function: mostly the function itself."""
+    if func is F.batch_norm:
+        return _batch_norm
+    if func is torch.batch_norm:
+        return _native_batch_norm
+    if len(args) > 1 or "dim" in kwargs:
+        dim = args[1] if len(args) > 1 else kwargs["dim"]
+        if func in _SQUEEZES:
+            return _squeeze
+        if func in _MEANS and dim is None:
+            return _mean
+    return func
+
+
+_SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
+_MEANS = (torch.mean, Tensor.mean)
