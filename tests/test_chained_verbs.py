@@ -8,7 +8,7 @@ from test_correct_bias import data_of, layers, narrow_sim
 from test_rounding_verbs import network_error, sim_at
 from test_snapshot_weights import stored_bytes
 
-from qsdk import adaround, calibrate, correct_bias, gptq, load, save, seq_mse, smooth_quant, tune_blocks, w4a8
+from qsdk import adaround, calibrate, correct_bias, equalize, gptq, load, save, seq_mse, smooth_quant, tune_blocks, w4a8
 
 both = pytest.mark.parametrize("door", DOORS)
 INT2 = w4a8().override("*", weight="int2")
@@ -82,12 +82,12 @@ def test_new_ranges_of_weights_take_shifts_back(door):
     assert stored_bytes(sim) == original
 
 
-@both
-def test_scaled_channels_start_from_the_float_model(door):
+@pytest.mark.parametrize(("door", "scaling"), [("torch", smooth_quant), ("onnx", smooth_quant), ("onnx", equalize)])
+def test_scaled_channels_start_from_the_float_model(door, scaling):
     plain, corrected = narrow_sim(door), narrow_sim(door)
     after(corrected, door, correct_bias)
     for sim in (plain, corrected):
-        after(sim, door, smooth_quant, correct_bias)
+        after(sim, door, scaling, correct_bias)
     for site, values in plain.stored_floats([s for s in plain.plan.decisions if s.endswith(":bias")]).items():
         np.testing.assert_array_equal(corrected.stored_floats([site])[site], values)
 
