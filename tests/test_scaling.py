@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from onnx import helper
+from qdq_models import make_model
 from scaling_models import DOORS, Block, Chain, data, in_float, inputs, sim_at, simulated, stored, uneven
 from torch import nn
 
@@ -137,6 +139,25 @@ def test_high_biases_move_on_where_nothing_is_padded(door):
     lower = stored(apart, "middle:bias") - stored(sim, "middle:bias")
     assert (lower[:3] > 1).all()
     assert (lower >= 0).all()
+
+
+def test_high_biases_stay_in_front_of_a_transposed_convolution_whose_borders_have_fewer_taps():
+    draw = np.random.default_rng(0).normal
+    shapes = {"first.weight": (4, 3, 1, 1), "last.weight": (4, 5, 3, 3), "last.bias": (5,)}
+    stored_tensors = {name: draw(size=shape).astype(np.float32) for name, shape in shapes.items()} | {
+        "first.bias": np.full(4, 50, np.float32)
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "first.weight", "first.bias"], ["first_y"], "first"),
+        helper.make_node("Relu", ["first_y"], ["act_y"], "act"),
+        helper.make_node("ConvTranspose", ["act_y", "last.weight", "last.bias"], ["y"], "last"),
+    ]
+    model = make_model(nodes, {"x": ["n", 3, 6, 6]}, {"y": ["n", 5, 8, 8]}, stored_tensors)
+    sim, x = qsdk.quantize(model, None, PER_TENSOR), inputs(Chain(), 4)
+    exact = in_float(sim, x)
+    report = qsdk.equalize(sim, [x.numpy()], progress=False)
+    assert off(in_float(sim, x), exact) <= 1e-5
+    assert rows(report)["first -> last"]["absorbed"] == 0
 
 
 def test_without_data_a_folded_batch_norm_says_how_high_a_bias_is():
