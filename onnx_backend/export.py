@@ -12,7 +12,7 @@ import onnx
 from onnx import ModelProto
 
 from onnx_backend.frozen import mark_frozen
-from onnx_backend.model import metadata
+from onnx_backend.model import metadata, set_properties
 from onnx_backend.qdq import lower
 from onnx_backend.runtime_table import Dialect, require_kernels
 from onnx_backend.session_options import needed_options
@@ -80,7 +80,7 @@ def write_model(
     text, embedded = (
         encodings_file.dumps(found, provenance, casts, tensors=tensors or {}, kinds=kinds) for found in (encodings, {})
     )
-    _set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
+    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
     mark_frozen(lowered, encodings)
     _require_valid(lowered)
     companion = encodings_path(path)
@@ -114,16 +114,6 @@ def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> dict[st
     sites = [metadata(node).get("qsdk.site", "") for node in lowered.graph.node]
     places = {site: place for place, site in reversed(list(enumerate(sites)))}
     return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(sites))))
-
-
-def _set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
-    """Write properties in place of those that an opened file brought along."""
-    kept = [entry for entry in model.metadata_props if entry.key not in properties]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
-    for key, value in properties.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = key, value
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:

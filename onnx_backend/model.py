@@ -316,6 +316,16 @@ def set_metadata(node: NodeProto, **facts: str) -> None:
         entry.key, entry.value = f"qsdk.{key}", value
 
 
+def set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
+    """Write properties in place of those that an opened file brought along."""
+    kept = [entry for entry in model.metadata_props if entry.key not in properties]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    for key, value in properties.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value
+
+
 def array(tensor: TensorProto) -> npt.NDArray[Any]:
     """The value of a stored tensor (ml_dtypes' own types for 2 and 4 bits and minifloats)."""
     if tensor.data_location == TensorProto.EXTERNAL:

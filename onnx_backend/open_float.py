@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy.typing as npt
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.compare_runs import session, unloadable
+from onnx_backend.example_sizes import note_example
 from onnx_backend.external_data import require_no_external_data
 from onnx_backend.feeding import as_feeds
 from onnx_backend.fold_batch_norm import Folds, fold_batch_norms
@@ -127,7 +129,9 @@ def _opened(
     lift_constants(model)
     tidy(model)
     _require_loadable(model, where)  # before anything else looks at it: onnx's own tools crash on damaged nodes
-    model, remarks = raised(model, _feeds(model, example))
+    feeds = _feeds(model, example)
+    model, remarks = raised(model, feeds)
+    note_example(model, feeds)
     model = simplify(model, types_of(model, trust_declared=False))
     types = types_of(model, trust_declared=False)
     _require_float32(model, types)
@@ -177,7 +181,7 @@ def _reason(tensor: Tensor, bodies_read: Mapping[str, str]) -> str:
     return ""
 
 
-def _feeds(model: ModelProto, example: Any) -> Mapping[str, object] | None:
+def _feeds(model: ModelProto, example: Any) -> Mapping[str, npt.NDArray[Any]] | None:
     if example is None:
         return None
     return as_feeds(example, [_Input(value) for value in model.graph.input], "the example")

@@ -1,13 +1,19 @@
 """Sizes that a file leaves open: worked out from data, from other sizes, and named where they would help."""
 
+import json
+
 import numpy as np
+import onnx
 import pytest
+import torch
 from integer_models import Net
 from test_integer import noise
 from test_integer_shapes import dynamic_product
 
 import qsdk
+from onnx_backend.integer.convert import convert
 from onnx_backend.integer.preparing.decided_sizes import with_decided_sizes
+from onnx_backend.integer.preparing.prepare import prepared
 from qsdk.core.errors import IntegerError
 
 
@@ -59,3 +65,82 @@ def test_sizes_that_follow_from_sizes_are_computed(tmp_path):
     assert summary["operations_max_lsb"] <= 1
     assert "Floor" not in {node.op_type for node in with_decided_sizes(grown_mean(7)).graph.node}
     assert "Floor" in {node.op_type for node in with_decided_sizes(grown_mean("length")).graph.node}
+
+
+def float_product():
+    """The product of an input of any length with itself, as a float model."""
+    net = Net()
+    x = net.input(["n", 4, "length"])
+    net.output(net.op("MatMul", x, net.op("Transpose", x, perm=[0, 2, 1])), ["n", 4, 4])
+    return net.model()
+
+
+class Product(torch.nn.Module):
+    def forward(self, x):
+        return x @ x.transpose(1, 2)
+
+
+def exported(model, example, path, **options):
+    sim = qsdk.quantize(model, example, **options)
+    qsdk.calibrate(sim, [example], progress=False)
+    qsdk.export(sim, path)
+    return path
+
+
+@pytest.mark.parametrize("door", ["torch", "onnx"])
+def test_sizes_come_from_the_example_where_they_are_needed(door, tmp_path):
+    x = noise((3, 4, 7))
+    if door == "torch":
+        dynamic = ({0: "n", 2: "length"},)
+        path = exported(Product(), torch.from_numpy(x), tmp_path / "m.onnx", dynamic_shapes=dynamic)
+    else:
+        path = exported(float_product(), x, tmp_path / "m.onnx")
+    summary = qsdk.to_integer(path, tmp_path / "int.onnx").summary
+    assert (summary["fixed_shapes"], summary["sizes_from"]) == ({"x": [None, 4, 7]}, "the example")
+    certificate = json.loads((tmp_path / "int.onnx.certificate.json").read_text())
+    assert (certificate["fixed_shapes"], certificate["sizes_from"]) == ({"x": [None, 4, 7]}, "the example")
+    again = qsdk.quantize(path)  # opened and exported again, it still says so
+    qsdk.export(again, tmp_path / "again.onnx")
+    assert qsdk.to_integer(tmp_path / "again.onnx", tmp_path / "i.onnx").summary["sizes_from"] == "the example"
+    for options, origin in (({"shapes": {"x": (2, 4, 5)}}, "shapes="), ({"data": [{"x": noise((2, 4, 5))}]}, "data=")):
+        summary = qsdk.to_integer(path, tmp_path / "i.onnx", **options).summary
+        assert (summary["fixed_shapes"]["x"][1:], summary["sizes_from"]) == ([4, 5], origin)
+
+
+@pytest.mark.parametrize("said", ["{", "[1]", '{"x": [3, 5, 7]}', '{"x": [3, 4]}', '{"x": [3, 4, -7]}', '{"y": [3]}'])
+def test_an_example_that_does_not_fit_the_file_is_none(said, tmp_path):
+    model = dynamic_product()
+    model.metadata_props.add(key="qsdk.example", value=said)
+    with pytest.raises(IntegerError, match="shapes="):
+        qsdk.to_integer(model, tmp_path / "int.onnx")
+
+
+def test_a_file_of_fixed_sizes_notes_no_example(tmp_path):
+    path = exported(Product(), torch.from_numpy(noise((3, 4, 7))), tmp_path / "m.onnx", dynamic_shapes={})
+    assert "qsdk.example" not in {entry.key for entry in onnx.load(path).metadata_props}
+
+
+def of_open_sizes(kind):
+    """A model with one node that needs a size which the file leaves open."""
+    net = Net()
+    x = net.qdq(net.input(["n", 4, "length"]), 0.031, 117)
+    if kind == "Concat":
+        y = net.op("Concat", x, net.qdq(net.op("Sigmoid", x), 0.004, 0), axis=2)
+        net.output(y, ["n", 4, None])
+        return net.model()
+    if kind == "Einsum":
+        left, right = (net.qdq(net.input(["n", *axes, "c"], axes), 0.031, 117) for axes in ("hw", "ab"))
+        y = net.op("Einsum", left, right, equation="nhwc,nabc->nhwab")
+    else:
+        w, r = (net.weight((1, 12, size))[0] for size in (4, 3))
+        y = net.op("LSTM", net.op("Transpose", x, perm=[2, 0, 1]), w, r, hidden_size=3, outputs=2)[0]
+    net.output(net.qdq(y, 0.05, 120), [None] * (5 if kind == "Einsum" else 4))
+    return net.model()
+
+
+@pytest.mark.parametrize("kind", ["Concat", "Einsum", "LSTM"])
+def test_every_refusal_of_an_open_size_names_the_remedy(kind):
+    with pytest.raises(IntegerError) as caught:
+        convert(prepared(of_open_sizes(kind)))
+    for line in str(caught.value).splitlines()[1:]:
+        assert "shapes={input name: sizes}" in line, line

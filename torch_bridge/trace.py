@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from qsdk.core.errors import ExportError, QsdkError
+from qsdk.core.provenance import EXAMPLE, example_text
 from torch_bridge.axes import Axes, batch_axes, named_axes
 from torch_bridge.batches import Example
 from torch_bridge.live_weights import Stored, handed_over
@@ -134,6 +135,9 @@ def _export(
     notes = _notes(leaves, outputs, conditions)
     _name(program, inputs, _output_names(outputs, inputs))
     _drop_traces(program)
+    if any(shapes):
+        sizes = {name: leaf.shape for name, (_, leaf) in zip(inputs, given, strict=True)}
+        program.model.metadata_props[EXAMPLE] = example_text(sizes)
     return Traced(*handed_over(program, model), notes)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 from onnx import ModelProto
 
 from onnx_backend import model as onnx_model
+from onnx_backend.example_sizes import open_inputs
 from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.preparing.decided_sizes import with_decided_sizes
 from onnx_backend.integer.preparing.prepare import prepared
-from onnx_backend.integer.preparing.sizes_of_data import in_words, open_inputs, sizes_of, trial_sizes
+from onnx_backend.integer.preparing.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.proof.forced import operations, teacher_forced, with_parity
 from onnx_backend.integer.proof.measure import measure, measured_inputs
 from qsdk.core.errors import IntegerError, QsdkError
@@ -43,8 +44,7 @@ def write_integer(
     """
     batches = None if data is None else _first(data)
     opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
-    report = _measured(opened, result, measured_inputs(opened, result.model, batches), out, firmware)
-    return Report(report.title, report.rows, {**report.summary, "fixed_shapes": fixed}) if fixed else report
+    return _measured(opened, result, measured_inputs(opened, result.model, batches), out, firmware, fixed)
 
 
 def _first(data: Iterable[Any]) -> list[Any]:
@@ -57,23 +57,32 @@ def _converted(
     allow_float: Sequence[str],
     shapes: Mapping[str, Sequence[int]] | None,
     options: Mapping[str, Any],
-) -> tuple[ModelProto, IntegerResult, dict[str, list[int | None]]]:
-    """Convert, at the sizes of the data where open ones are in the way; a refusal says whether sizes would help."""
+) -> tuple[ModelProto, IntegerResult, dict[str, Any]]:
+    """Convert, where open sizes are in the way at those of the data, else of the example; give also which were fixed.
+
+    A refusal says whether sizes would help.
+    """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
         opened = prepared(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
         return opened, convert(opened, allow_float=allow_float, **options)
 
     try:
-        return *attempt(shapes or {}), {}
+        return *attempt(shapes or {}), _facts(shapes, "shapes=") if shapes else {}
     except IntegerError as error:
         if shapes or not open_inputs(model):
             raise
         refused = error
-    for sizes in sizes_of(model, batches[0]) if batches else ():
+    given, origin = (sizes_of(model, batches[0]), "data=") if batches else (sizes_of_example(model), "the example")
+    for sizes in given:
         with suppress(IntegerError):
-            return *attempt(sizes), {name: list(given) for name, given in sizes.items()}
+            return *attempt(sizes), _facts(sizes, origin)
     raise IntegerError(refused.args[0] + (_hint(model, attempt, refused) if not batches else "")) from refused
+
+
+def _facts(sizes: Mapping[str, Sequence[int | None]], origin: str) -> dict[str, Any]:
+    """Say to which sizes open ones were fixed, for the report and the certificate: the result takes no others."""
+    return {"fixed_shapes": {name: list(given) for name, given in sizes.items()}, "sizes_from": origin}
 
 
 def _hint(model: ModelProto, attempt: Callable[[Mapping[str, Sequence[int]]], Any], refused: IntegerError) -> str:
@@ -95,16 +104,22 @@ def _hint(model: ModelProto, attempt: Callable[[Mapping[str, Sequence[int]]], An
 
 
 def _measured(
-    opened: ModelProto, result: IntegerResult, inputs: Mapping[str, Any], out: Path, firmware: Path | None
+    opened: ModelProto,
+    result: IntegerResult,
+    inputs: Mapping[str, Any],
+    out: Path,
+    firmware: Path | None,
+    fixed: Mapping[str, Any],
 ) -> Report:
     """Measure an integer-only model and write it with its companions."""
     edges, recorded = result.certificate["edges"], result.operations
     measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
     parity = teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
-    certificate = {**result.certificate, "measured": measured, "parity": parity}
+    certificate = {**result.certificate, **fixed, "measured": measured, "parity": parity}
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, onnx_model.serialized(result.model), companions)
-    return Report(result.report.title, with_parity(result.report.rows, parity), {**result.report.summary, **measured})
+    summary = {**result.report.summary, **measured, **fixed}
+    return Report(result.report.title, with_parity(result.report.rows, parity), summary)

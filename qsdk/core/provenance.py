@@ -1,8 +1,9 @@
 """Provenance: by which versions, with which config and of which network a file was made."""
 
 import hashlib
+import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,6 +15,8 @@ from qsdk.core.graph import Graph
 from qsdk.core.graph_json import graph_to_text
 
 GRAPH = "graph"
+#: property of a model: name -> sizes of its inputs in the example that it was quantized with, as JSON
+EXAMPLE = "qsdk.example"
 _PACKAGES = ("qsdk", "torch", "onnx", "onnxruntime", "numpy")
 
 
@@ -33,6 +36,25 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
         **named,
         "network": network_hash(graph),
         GRAPH: graph_to_text(graph),
+    }
+
+
+def example_text(sizes: Mapping[str, Sequence[int]]) -> str:
+    """Give the sizes of inputs as the property `EXAMPLE` of a model says them."""
+    return json.dumps({name: [int(size) for size in given] for name, given in sizes.items()})
+
+
+def example_sizes(text: str) -> dict[str, list[int]]:
+    """Read what `example_text` wrote; nothing where it is damaged, since nothing rests on it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {
+        name: given
+        for name, given in entries
+        if isinstance(given, list) and all(type(size) is int and size > 0 for size in given)
     }
 
 

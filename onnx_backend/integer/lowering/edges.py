@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from onnx_backend.integer.recording.context import Context, integer_name
+from onnx_backend.integer.recording.context import FIXED_SIZES, Context, integer_name
 from onnx_backend.integer.recording.emit import Builder
 from onnx_backend.integer.recording.values import (
     GRIDS,
@@ -155,8 +155,10 @@ def _parts_of(value: Joined, output: str) -> Iterator[tuple[Lookup, int]]:
             yield from _parts_of(part, output)
         elif not isinstance(part, Lookup) or part.encoding is None:
             raise Refused("it is a Concat of parts that are not all quantized", remedy)
-        elif size is None or value.after:
-            raise Refused("it is a Concat of several encodings whose parts are moved or of dynamic size", remedy)
+        elif size is None:
+            raise Refused("it is a Concat of several encodings whose parts have sizes that are not static", FIXED_SIZES)
+        elif value.after:
+            raise Refused("it is a Concat of several encodings that is moved afterwards", remedy)
         else:
             yield part, size
 

@@ -24,7 +24,8 @@ _DYNAMIC = (
 )
 _EINSUM = (
     "it has more than two factors, a diagonal, a sum over an axis of one factor alone, or several dynamic axes",
-    "write it as several Einsums of two tensors, with a QuantizeLinear/DequantizeLinear pair between them",
+    "write it as several Einsums of two tensors, with a QuantizeLinear/DequantizeLinear pair between them, or fix the "
+    "dynamic axes: shapes={input name: sizes}",
 )
 _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

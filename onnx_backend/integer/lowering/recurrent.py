@@ -39,7 +39,7 @@ from onnx_backend.integer.lowering.recurrent_parts import (
     state_fraction,
     within,
 )
-from onnx_backend.integer.recording.context import Args, Context, attributes, label
+from onnx_backend.integer.recording.context import FIXED_SIZES, Args, Context, attributes, label
 from onnx_backend.integer.recording.exact import raised
 from onnx_backend.integer.recording.values import Array, Constant, Integers, Linear, Lookup, Refused, Term, Value, Wide
 
@@ -149,7 +149,7 @@ def _layers(ctx: Context, node: NodeProto, args: Args) -> list[_Layer]:
     if steps is None:
         raise Refused(
             "the length of its sequence is dynamic, and it is unrolled",
-            "export with a fixed length (in PyTorch, batch_first=True leaves the batch dynamic)",
+            f"{FIXED_SIZES}; in PyTorch, batch_first=True leaves the batch dynamic",
         )
     if steps == 0:
         raise Refused("its sequence is empty", "export with a sequence of at least one step")

@@ -1,27 +1,15 @@
-"""Open axes of a model's inputs: taken from a batch of data where the conversion needs their sizes."""
+"""Open axes of a model's inputs: taken from data, or its example, where the conversion needs their sizes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onnx import ModelProto
 
+from onnx_backend.example_sizes import noted_example, open_inputs
 from onnx_backend.feeding import as_feeds
-from onnx_backend.model import input_names
 from onnx_backend.session import simulation_session
 
 _FIRST, _TRIAL = 2, (16, 32)  # sizes of a first axis and of others with which a refusal is tried again
-
-
-def open_inputs(model: ModelProto) -> dict[str, list[int | None]]:
-    """Give the sizes of the inputs that have an open axis, None for one that is open."""
-    names, found = set(input_names(model.graph)), {}
-    for info in model.graph.input:
-        if info.name in names and info.type.tensor_type.HasField("shape"):
-            dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
-            sizes = [int(d.dim_value) if d.HasField("dim_value") and d.dim_value > 0 else None for d in dims]
-            if None in sizes:
-                found[info.name] = sizes
-    return found
 
 
 def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]:
@@ -31,10 +19,20 @@ def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]
         DataError: the model does not take it.
     """
     feeds = as_feeds(batch, simulation_session(model).get_inputs(), "batch 0 of data=")
-    given: dict[str, list[int | None]] = {
-        name: [int(size) for size in feeds[name].shape] for name in open_inputs(model) if name in feeds
-    }
-    first = {name: [open_inputs(model)[name][0], *sizes[1:]] for name, sizes in given.items()}
+    return _in_turn(open_inputs(model), {name: value.shape for name, value in feeds.items()})
+
+
+def sizes_of_example(model: ModelProto) -> list[dict[str, list[int | None]]]:
+    """Give the sizes of the example that a model was quantized with, as `sizes_of`; none where the file says none."""
+    found = noted_example(model)
+    return _in_turn(open_inputs(model), found) if found else []
+
+
+def _in_turn(
+    wanted: Mapping[str, Sequence[int | None]], found: Mapping[str, Sequence[int]]
+) -> list[dict[str, list[int | None]]]:
+    given: dict[str, list[int | None]] = {name: [int(n) for n in found[name]] for name in wanted if name in found}
+    first = {name: [wanted[name][0], *sizes[1:]] for name, sizes in given.items()}
     return [first, given] if first != given else [given]
 
 

@@ -29,7 +29,7 @@ Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
 Lowering = Callable[["Context", NodeProto, Args], Value | tuple[Value, ...]]
 
-_FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
+FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
@@ -73,7 +73,7 @@ class Context:
         found = [None] if shape is None else [shape[axis] for axis in axes]
         sizes = [size for size in found if size is not None]
         if len(sizes) != len(found):
-            raise Refused(f"the sizes of {tensor!r} along axes {list(axes)} are not static", _FIXED_SIZES)
+            raise Refused(f"the sizes of {tensor!r} along axes {list(axes)} are not static", FIXED_SIZES)
         return sizes
 
     def rank(self, tensor: str) -> int:
@@ -84,7 +84,7 @@ class Context:
         """
         shape = self.shapes.get(tensor)
         if shape is None:
-            raise Refused(f"how many axes {tensor!r} has is unknown", "export the model with the shapes of its tensors")
+            raise Refused(f"how many axes {tensor!r} has is unknown", FIXED_SIZES)
         return len(shape)
 
 
