@@ -276,16 +276,33 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
 def matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
     """Lower MatMul of an activation with a constant (either side) or with another activation."""
     left, right = args
+    for place, weight in enumerate(args):
+        if isinstance(weight, Constant) and weight.values.ndim == 1:
+            return _matmul_vector(ctx, node, args, place, weight)
     if isinstance(left, Lookup) and isinstance(right, Lookup):
         return _matmul_activations(ctx, node, left, right)
     if isinstance(left, Constant):
         return _matmul_constant_left(ctx, node, left, right)
     activation = bytes_of(ctx, left)
-    if isinstance(right, Constant) and right.values.ndim < 2:
-        raise Refused("its weight is a vector", "write it as a matrix with one column")
     axis = right.values.ndim - 1 if isinstance(right, Constant) else 0
     coded = coded_weight(right, axis, activation)
     return _matmul(ctx, node, activation, coded, coded.integers)
+
+
+def _matmul_vector(ctx: Context, node: NodeProto, args: Args, place: int, weight: Constant) -> Linear:
+    """Lower MatMul with a vector as one with a matrix of one row or column, which the accumulator then loses."""
+    matrix, coded = np.expand_dims(weight.values, place), weight.coded
+    if coded is not None:
+        axis = None if coded.axis is None else 1 - place  # the one that is summed over
+        coded = replace(coded, integers=coded.integers.reshape(matrix.shape), axis=axis)
+    value = matmul(ctx, node, [Constant(matrix, coded) if index == place else arg for index, arg in enumerate(args)])
+    lost = ctx.builder.constant([-1 if place else -2], np.int64)
+    return replace(value, terms=tuple(_without_axis(ctx, term, lost) for term in value.terms))
+
+
+def _without_axis(ctx: Context, term: Term, axis: str) -> Term:
+    scale, zero, lo, hi = (part.reshape(()) for part in (term.scale, term.zero, term.lo, term.hi))
+    return Term(ctx.builder.node("Squeeze", [term.name, axis]), scale, zero, lo, hi, term.codes)
 
 
 def _matmul(
@@ -331,8 +348,6 @@ def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
 
 def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: Value | None) -> Linear:
     activation = bytes_of(ctx, right, "its second input")
-    if left.values.ndim < 2:
-        raise Refused("its weight is a vector", "write it as a matrix with one row")
     coded = coded_weight(left, left.values.ndim - 2, activation)
     require_positive(coded.scale)
     rows = (-1, 1) if coded.axis is not None else ()
