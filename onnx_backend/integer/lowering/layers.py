@@ -273,7 +273,7 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
+def matmul(ctx: Context, node: NodeProto, args: Args) -> Linear:
     """Lower MatMul of an activation with a constant (either side) or with another activation."""
     left, right = args
     for place, weight in enumerate(args):
