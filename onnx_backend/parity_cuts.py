@@ -4,11 +4,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.dynamic import dynamic_places
+from onnx_backend.keep_apart import keep_apart
 from onnx_backend.model import load, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq_read import places
+from onnx_backend.session import simulation_session
 from onnx_backend.subgraphs import reads
 
 #: what the runtime hands out as NumPy arrays
@@ -100,3 +103,14 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
     cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
     del cut.graph.value_info[:]
     return cut, fed
+
+
+def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[str, str]]:
+    """Give a session that also gives what the readers of each site read; and site -> name of that tensor."""
+    exposed = load(model)
+    reads = {cut.site: cut.read for cut in find_cuts(exposed)}
+    known = {value.name for value in exposed.graph.output}
+    wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
+    exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
+    keep_apart(exposed)
+    return simulation_session(exposed), reads

@@ -20,14 +20,14 @@ from onnx_backend.calibration import calibrated, stored_names, stored_tensors
 from onnx_backend.changed_weights import ChangedWeights
 from onnx_backend.external_data import files_read, require_no_external_data
 from onnx_backend.feeding import as_feeds, batches_of, run_session
-from onnx_backend.keep_apart import keep_apart
 from onnx_backend.large_tensors import fake_quantized, with_large
 from onnx_backend.marks import mark, open_qdq
 from onnx_backend.model import array, at_opset, load
 from onnx_backend.normal_qdq import normalised
 from onnx_backend.observe import SessionCache
 from onnx_backend.open_float import Notes, Source, explained, open_float
-from onnx_backend.parity_cuts import find_cuts
+from onnx_backend.own_lock import OwnLock
+from onnx_backend.parity_cuts import session_with_reads
 from onnx_backend.parity_expected import expected_of
 from onnx_backend.qdq import lower
 from onnx_backend.read_graph import inlined, read_graph
@@ -85,6 +85,7 @@ class OnnxSim(StatefulSim):
         self.given = self._weights.hold()
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
+        self._changing = OwnLock()  # what is built of the state is built of one state, and dropped with it
         self._spools: list[weakref.finalize[..., OnnxSim]] = []
 
     @classmethod
@@ -191,9 +192,10 @@ class OnnxSim(StatefulSim):
         Raises:
             ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
         """
-        self._weights.write(values)
-        self._observing = SessionCache()
-        self._set(self._own)
+        with self._changing:
+            self._weights.write(values)
+            self._observing = SessionCache()
+            self._set(self._own)
 
     def store_floats(self, values: Mapping[str, Array]) -> None:
         """Give the stored tensors at sites other values of the same shape; see `change_stored`."""
@@ -225,14 +227,15 @@ class OnnxSim(StatefulSim):
         Raises:
             ModelError: it holds the weights of another sim.
         """
-        if state.stored is not None:
-            held, norms, biases = state.stored
-            self._weights.put_back(held)
-            self._norms, self.original_biases = dict(norms), dict(biases)
-            self._observing = SessionCache()
-        self.config, self.plan = state.config, state.plan
-        self.methods = state.methods or self.methods
-        self._set(dict(state.own))
+        with self._changing:
+            if state.stored is not None:
+                held, norms, biases = state.stored
+                self._weights.put_back(held)
+                self._norms, self.original_biases = dict(norms), dict(biases)
+                self._observing = SessionCache()
+            self.config, self.plan = state.config, state.plan
+            self.methods = state.methods or self.methods
+            self._set(dict(state.own))
 
     def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
         """The state that another config leads to, without data.
@@ -316,13 +319,15 @@ class OnnxSim(StatefulSim):
             CalibrationError: sites have no encoding.
             DataError: data the model does not take.
         """
-        return run_session(self._running(), as_feeds(x, self._running().get_inputs(), "the batch"), "the batch")
+        session = self._running()  # once: another thread may change the state now
+        return run_session(session, as_feeds(x, session.get_inputs(), "the batch"), "the batch")
 
     def capture(self, x: Any) -> dict[str, Array]:
         """Simulate a batch and give site -> fake-quantized values, and input name -> values."""
-        if self._capturing is None:
-            self._capturing = self._with_reads()
-        session, reads = self._capturing
+        with self._changing:
+            if self._capturing is None:
+                self._capturing = session_with_reads(self._current())
+            session, reads = self._capturing
         feeds = as_feeds(x, session.get_inputs(), "the batch")
         names = [output.name for output in session.get_outputs()]
         values = dict(zip(names, run_session(session, feeds, "the batch"), strict=True))
@@ -367,19 +372,10 @@ class OnnxSim(StatefulSim):
     # --- the parts ------------------------------------------------------------------------------------------------
 
     def _set(self, own: dict[str, Encoding]) -> None:
-        self._own, self._lowered, self._session, self._capturing = own, None, None, None
-        while self._spools:
-            self._spools.pop()()  # removes what the simulation of the old encodings read
-
-    def _with_reads(self) -> tuple[ort.InferenceSession, dict[str, str]]:
-        """A session that also gives what the readers of each site read; and site -> name of that tensor."""
-        exposed = load(self._current())
-        reads = {cut.site: cut.read for cut in find_cuts(exposed)}
-        known = {value.name for value in exposed.graph.output}
-        wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
-        exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
-        keep_apart(exposed)
-        return simulation_session(exposed), reads
+        with self._changing:
+            self._own, self._lowered, self._session, self._capturing = own, None, None, None
+            while self._spools:
+                self._spools.pop()()  # removes what the simulation of the old encodings read
 
     def _current(self) -> ModelProto:
         if self._lowered is None:
@@ -387,9 +383,10 @@ class OnnxSim(StatefulSim):
         return self._lowered
 
     def _running(self) -> ort.InferenceSession:
-        if self._session is None:
-            self._session = simulation_session(self._current())
-        return self._session
+        with self._changing:
+            if self._session is None:
+                self._session = simulation_session(self._current())
+            return self._session
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:
         """Site -> float values of the stored tensors at these sites, as far as they are stored."""

@@ -318,9 +318,8 @@ def to_integer(
         product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
         tables: of functions of 16-bit codes: `exact`, or `interpolated`: small, and off by at most one code, as stated.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
-        shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM). Where
-            they are needed and not given, those of `data`, else of the example that the model was quantized with.
-        data: batches; the first is measured with. None: random inputs in range.
+        shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
+        data: batches; the first is measured with (None: random ones) and gives needed sizes, else quantize's example.
         firmware: where the network goes without ONNX: `.npz` (arrays and operations) or `.h` (C, for a batch of 1).
 
     Raises:
