@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qsdk.core.config import w4a8, w8a8, w8a16
-from qsdk.core.dtypes import int4, int8, int32, uint16
+from qsdk.core.dtypes import float16, int4, int8, int32, uint16
 from qsdk.core.graph import Graph
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -131,6 +131,31 @@ def test_statistics_of_a_norm_stay_float_with_a_reason():
     assert spec_of(plan, "ln:weight") == Spec(int8, PerTensor())
     assert site(plan, "ln:bias").spec is None
     assert site(plan, "ln:bias").reason == "a parameter of LayerNormalization that has no integer form of its own"
+
+
+def normalized(op_type: str, count: int) -> Graph:
+    b = GraphBuilder()
+    parameters = [b.stored(f"norm:{name}", (8,)) for name in ("weight", "bias", "mean", "var")[:count]]
+    return b.graph(b.op(op_type, [b.input(), *parameters], "norm:output"))
+
+
+@pytest.mark.parametrize("op_type", ["LayerNormalization", "GroupNormalization", "InstanceNormalization"])
+def test_a_float16_rule_keeps_all_parameters_of_a_norm_in_float16(op_type: str):
+    plan = make_plan(normalized(op_type, 2), w8a8().skip("norm", float16))
+    for port in ("weight", "bias", "output"):
+        assert spec_of(plan, f"norm:{port}") == Spec(float16)
+        assert site(plan, f"norm:{port}").rule == "'norm' -> weight=float16, activation=float16, bias=float16"
+
+
+def test_of_a_batch_norm_a_float16_rule_rounds_the_result_alone_and_says_so():
+    plan = make_plan(normalized("BatchNormalization", 4), w8a8().skip("norm", float16))
+    assert spec_of(plan, "norm:output") == Spec(float16)
+    for port in ("weight", "bias", "mean", "var"):
+        assert site(plan, f"norm:{port}").spec is None
+        assert site(plan, f"norm:{port}").reason.endswith("rounds the result of the BatchNorm alone to float16")
+    for config in (w8a8(), w8a8().skip("norm")):
+        reason = site(make_plan(normalized("BatchNormalization", 4), config), "norm:var").reason
+        assert reason == "a parameter of BatchNormalization that has no integer form of its own"
 
 
 # biases

@@ -60,7 +60,7 @@ def _stored(
     kind: Kind = "bias" if role == "bias" else "weight"
     bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
     if role == "statistic":
-        return replace(bare, reason=f"a parameter of {reader} that has no integer form of its own")
+        return _statistic(context, op, operand, bare, reader)
     if is_scalar(context.graph, op, operand):
         return replace(bare, reason="a scalar constant")
     if facts.site is None:
@@ -72,6 +72,24 @@ def _stored(
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
     spec = _spec(operand, role, wanted, facts.shape, named=choice.is_named("weight"))
     return _kept(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
+
+
+def _statistic(context: Context, op: int, operand: Operand, bare: Decision, reader: str) -> Decision:
+    """Decide a parameter that stays float: what is kept in a narrower float type by a rule is kept in that.
+
+    Those of a BatchNorm are not: its variances may lie outside of a narrower type, and torch updates them.
+    """
+    reason = f"a parameter of {reader} that has no integer form of its own"
+    choice = context.resolver.at(context.stored_place(op, operand.root))
+    wanted, rule = choice.wanted.weight, choice.decided_by("weight")
+    if not isinstance(wanted, DType) or wanted.is_quantized or float_spec(wanted) is None:
+        return replace(bare, reason=reason)
+    if context.graph.ops[op].type == "BatchNormalization":
+        said = "the config" if rule == "default" else f"the rule {rule}"
+        return replace(bare, reason=f"{reason}; {said} rounds the result of the BatchNorm alone to {wanted}")
+    if context.graph.tensors[operand.root].site is None or is_scalar(context.graph, op, operand):
+        return replace(bare, reason=reason)
+    return _kept(replace(bare, rule=rule), wanted)
 
 
 def _spec(operand: Operand, role: Role, wanted: QuantConfig, shape: Shape | None, *, named: bool) -> Spec | None:
