@@ -25,21 +25,27 @@ def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
 
 
 def captured_only(nodes: Iterable[NodeProto]) -> dict[str, str]:
-    """Tensor -> the op whose body reads it, for tensors that are read inside bodies and nowhere else."""
+    """Tensor -> the op whose body reads it, and what follows, for tensors that are read only inside bodies."""
     found: dict[str, str] = {}
     direct: set[str] = set()
     for node in nodes:
         direct.update(node.input)
         for name in captured(node):
-            found.setdefault(name, f"{node.op_type} {named(node)!r}")
+            found.setdefault(name, stays_float(node.op_type, named(node)))
     return {name: where for name, where in found.items() if name not in direct}
+
+
+def stays_float(op_type: str, owner: str) -> str:
+    """Name an op with bodies, say that they stay float, and what changes it where an input can."""
+    remedy = "; where an input decides it, fix that: quantize(..., inputs={name: value})" if op_type == "If" else ""
+    return f"{op_type} {owner!r}: bodies of control flow stay float{remedy}"
 
 
 def _inside(model: ModelProto, nodes: Iterable[NodeProto], types: Types, prefix: str) -> Iterator[Decision]:
     for node in nodes:
         for branch, graph in bodies(node):
             where = f"{prefix}{named(node)}/{branch}"
-            reason = f"inside the {branch} of the {node.op_type} {named(node)!r}: bodies of control flow stay float"
+            reason = f"inside the {branch} of the {stays_float(node.op_type, named(node))}"
             known = {**types, **_types_inside(model, graph, types)}
             for tensor in graph.initializer:
                 if dtype_name(tensor.data_type) in _FLOATS:

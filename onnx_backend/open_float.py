@@ -177,7 +177,7 @@ def _reason(tensor: Tensor, bodies_read: Mapping[str, str]) -> str:
     if tensor.dtype != "float32":
         return f"{tensor.dtype} in the file: only float32 tensors are quantized"
     if tensor.constant and tensor.name in bodies_read:
-        return f"read only inside the {bodies_read[tensor.name]}: bodies of control flow stay float"
+        return f"read only inside the {bodies_read[tensor.name]}"
     return ""
 
 

@@ -1,5 +1,7 @@
 """Inputs whose value is fixed: an If that they decide gives way to its branch, which is quantized."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
@@ -7,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.open_float import open_float
 from qsdk.core.config import w8a8
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
 
 
@@ -65,3 +67,17 @@ def test_what_cannot_be_fixed_is_refused_by_name():
         with pytest.raises(ConfigError, match=message):
             quantize(model, None, w8a8(), inputs=inputs)
     assert open_float(model, w8a8()).graph.inputs  # still as it was
+
+
+def test_a_branch_that_stays_open_names_what_would_fix_it(tmp_path: Path):
+    sim = quantize(by_sample_rate(), None, w8a8())
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    batches = [{"x": x, "sr": np.array(rate)} for rate in (16000, 8000)]
+    calibrate(sim, batches, progress=False)
+    inside = [row for row in sim.coverage().rows if row["state"] == "float"]
+    assert {row["site"] for row in inside} >= {"(fast)", "(slow)"}
+    assert all("the If 'h': " in row["reason"] and "inputs={name: value}" in row["reason"] for row in inside)
+    export(sim, tmp_path / "model.onnx")
+    assert check_parity(sim, tmp_path / "model.onnx", batches, progress=False).summary["passed"]
+    with pytest.raises(IntegerError, match=r"If 'h': .* quantize\(..., inputs=\{name: value\}\)"):
+        to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx")

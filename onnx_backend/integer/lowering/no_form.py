@@ -13,6 +13,11 @@ _CONTROL_FLOW = (
     "it is control flow, whose branches or steps are chosen while the model runs",
     "export the model with the condition or the number of steps fixed, or split the model there",
 )
+_BRANCHES = (
+    _CONTROL_FLOW[0],
+    "fix the input that decides it when the float model is quantized: quantize(..., inputs={name: value}), or export "
+    "the model with the condition fixed, or split the model there",
+)
 _SEQUENCE = ("it works on a list of tensors", "export the model with separate tensors, Split or Concat instead")
 _COMPOSED = (
     "it was left in one piece, because allow_float names another node of its type",
@@ -29,7 +34,8 @@ _EINSUM = (
 )
 _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("If", "Loop", "Scan"), _CONTROL_FLOW),
+        **dict.fromkeys(("Loop", "Scan"), _CONTROL_FLOW),
+        "If": _BRANCHES,
         **{f"Sequence{rest}": _SEQUENCE for rest in ("At", "Construct", "Empty", "Erase", "Insert", "Length", "Map")},
         **dict.fromkeys(("ConcatFromSequence", "SplitToSequence"), _SEQUENCE),
         "DynamicQuantizeLinear": _DYNAMIC,
@@ -52,4 +58,4 @@ def require_no_bodies(node: NodeProto) -> None:
         Refused: a body reads tensors from outside, which have other names in the integer model, or none.
     """
     if has_bodies(node) and captured(node):
-        raise Refused(*_CONTROL_FLOW)
+        raise Refused(*_REASONS.get(node.op_type, _CONTROL_FLOW))
