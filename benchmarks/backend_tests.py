@@ -1,7 +1,7 @@
 """How many of ONNX's own node tests pass: in our backend, in onnx's ReferenceEvaluator and in ONNX Runtime.
 
 One JSON line. ONNX Runtime runs them as they are stamped, and stamped down to the newest opset that it knows.
-`on_runtime` says whether `onnx_backend.program.ON_RUNTIME` is what `derived_table` measures.
+`on_runtime` says whether `onnx_backend.evaluator.program.ON_RUNTIME` is what `derived_table` measures.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.backend import prepare
-from onnx_backend.control_flow import CONTROL_FLOW
-from onnx_backend.kernels import KERNELS
-from onnx_backend.model import LARGEST_OPSET, opset_of
-from onnx_backend.one_node import newest_alike
-from onnx_backend.program import ON_RUNTIME
+from onnx_backend.evaluator.backend import prepare
+from onnx_backend.evaluator.control_flow import CONTROL_FLOW
+from onnx_backend.evaluator.kernels import KERNELS
+from onnx_backend.evaluator.one_node import newest_alike
+from onnx_backend.evaluator.program import ON_RUNTIME
+from onnx_backend.proto.model import LARGEST_OPSET, opset_of
 
 QUANTIZATION = re.compile("^test_((de|dynamic)?quantizelinear|qlinear(conv|matmul)|convinteger|matmulinteger)(_|$)")
 LARGEST_IR = 13  # of the runtime

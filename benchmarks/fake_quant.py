@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from torch_bridge.fake_quant import fake_quantize
-from torch_bridge.one_scale import Grid
+from torch_bridge.quantizers.fake_quant import fake_quantize
+from torch_bridge.quantizers.per_tensor import Grid
 
 ROUNDS = 40
 

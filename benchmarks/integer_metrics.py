@@ -28,7 +28,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import qsdk
-from onnx_backend.session import simulation_session
+from onnx_backend.runtime.session import simulation_session
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 
 SIZES = (100, 1_000, 3_000, 10_000)
 ROUNDS = 5

@@ -16,7 +16,7 @@ import onnx
 import torch
 
 import qsdk
-from onnx_backend.session import simulation_session
+from onnx_backend.runtime.session import simulation_session
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 

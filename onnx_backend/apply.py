@@ -5,17 +5,17 @@ from glob import escape
 
 from onnx import ModelProto, numpy_helper
 
-from onnx_backend.adopt import without_origin
-from onnx_backend.large_tensors import fake_quantized
-from onnx_backend.marks import mark
-from onnx_backend.model import array, initializers
-from onnx_backend.open_float import open_unplanned
+from onnx_backend.opening.from_float import open_unplanned
+from onnx_backend.opening.plan_of_qdq import without_origin
+from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.lazy_tensors import fake_quantized
+from onnx_backend.proto.model import array, initializers
+from onnx_backend.qdq.marks import mark
 from onnx_backend.sim import OnnxSim
-from onnx_backend.tidy import named
-from qsdk.core.config import QuantConfig
-from qsdk.core.graph import Graph
-from qsdk.core.placing import Placed, require_placed
-from qsdk.core.planning.given import owned_encodings, plan_as_given
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.encodings.match_to_model import Placed, require_placed
+from qsdk.core.graph.graph import Graph
+from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
 from qsdk.core.sims.state import SimState
 
 NOT_MENTIONED = "the encodings file does not mention it"

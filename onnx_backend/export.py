@@ -11,16 +11,16 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
-from onnx_backend.frozen import mark_frozen
-from onnx_backend.model import metadata, set_properties
-from onnx_backend.qdq import lower
-from onnx_backend.runtime_table import Dialect, require_kernels
-from onnx_backend.session_options import needed_options
-from onnx_backend.skeleton import checkable
-from onnx_backend.write_file import write_file
-from qsdk.core import encodings_file
-from qsdk.core.encoding import Encoding
+from onnx_backend.proto.model import metadata, set_properties
+from onnx_backend.proto.weightless import checkable
+from onnx_backend.proto.write_file import write_file
+from onnx_backend.qdq.frozen import mark_frozen
+from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.runtime_table import Dialect, require_kernels
+from onnx_backend.runtime.session_options import needed_options
+from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.report import Report
 
@@ -78,7 +78,7 @@ def write_model(
     encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
     text, embedded = (
-        encodings_file.dumps(found, provenance, casts, tensors=tensors or {}, kinds=kinds) for found in (encodings, {})
+        qsdk_format.dumps(found, provenance, casts, tensors=tensors or {}, kinds=kinds) for found in (encodings, {})
     )
     set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
     mark_frozen(lowered, encodings)

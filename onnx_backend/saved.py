@@ -11,13 +11,13 @@ from typing import IO, Any
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto
 
-from onnx_backend.large_tensors import as_stored, is_stub
-from onnx_backend.model import serialized
-from onnx_backend.open_float import Notes
+from onnx_backend.opening.from_float import Notes
+from onnx_backend.proto.lazy_tensors import as_stored, is_stub
+from onnx_backend.proto.model import serialized
+from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from onnx_backend.sim import OnnxSim
-from onnx_backend.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from qsdk.core.errors import FileFormatError
-from qsdk.core.folded_norms import plain_norms, read_norms
+from qsdk.core.layers.folded_norms import plain_norms, read_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.plan_json import plain_plan, read_plan
 from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile

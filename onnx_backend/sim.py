@@ -14,39 +14,40 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
-from onnx_backend import parity
-from onnx_backend.adopt import adopted_plan, float_in_file, with_replaced
-from onnx_backend.calibration import calibrated, stored_names, stored_tensors
-from onnx_backend.changed_weights import ChangedWeights
-from onnx_backend.external_data import files_read, require_no_external_data
-from onnx_backend.feeding import as_feeds, batches_of, run_session
-from onnx_backend.large_tensors import fake_quantized, with_large
-from onnx_backend.marks import mark, open_qdq
-from onnx_backend.model import array, at_opset, load
-from onnx_backend.normal_qdq import normalised
-from onnx_backend.observe import SessionCache
-from onnx_backend.open_float import Notes, Source, explained, open_float
-from onnx_backend.own_lock import OwnLock
-from onnx_backend.parity_cuts import session_with_reads
-from onnx_backend.parity_expected import expected_of
-from onnx_backend.qdq import lower
-from onnx_backend.read_graph import inlined, read_graph
-from onnx_backend.runtime_table import Dialect
-from onnx_backend.session import simulation_session
-from onnx_backend.stored_encodings import with_flags
-from onnx_backend.traced import TracedModel
-from onnx_backend.validate import require_valid
-from onnx_backend.write_file import spooled
-from qsdk.core.config import QuantConfig
-from qsdk.core.encoding import Encoding
+from onnx_backend.calibration.calibrate import calibrated, stored_names, stored_tensors
+from onnx_backend.calibration.observe import SessionCache
+from onnx_backend.opening.from_float import Notes, Source, explained, open_float
+from onnx_backend.opening.from_trace import TracedModel
+from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, with_replaced
+from onnx_backend.opening.read_graph import inlined, read_graph
+from onnx_backend.opening.stored_encodings import with_flags
+from onnx_backend.parity import parity
+from onnx_backend.parity.cuts import session_with_reads
+from onnx_backend.parity.expected_model import expected_of
+from onnx_backend.proto.external_data import files_read, require_no_external_data
+from onnx_backend.proto.lazy_tensors import fake_quantized, with_large
+from onnx_backend.proto.model import array, at_opset, load
+from onnx_backend.proto.weight_edits import ChangedWeights
+from onnx_backend.proto.write_file import spooled
+from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.marks import mark, open_qdq
+from onnx_backend.qdq.runtime_table import Dialect
+from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.own_lock import OwnLock
+from onnx_backend.runtime.session import simulation_session
+from onnx_backend.validation.validate import require_valid
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ModelError
-from qsdk.core.estimators import PERCENTILE
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.lazy_arrays import LazyArrays
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import coverage_report
-from qsdk.core.planning.given import owned_encodings
+from qsdk.core.planning.from_encodings import owned_encodings
 from qsdk.core.planning.plan import Plan
+from qsdk.core.ranges.estimators import PERCENTILE
+from qsdk.core.ranges.statistics import Gather, alone
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes, with_reasons
 from qsdk.core.sims.corrected_biases import OriginalBiases
@@ -54,7 +55,6 @@ from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState, encoding_of
 from qsdk.core.sims.stateful import StatefulSim
-from qsdk.core.statistics import Gather, alone
 
 Array = npt.NDArray[Any]
 

@@ -6,9 +6,19 @@ Light to import: neither torch nor onnx is loaded before the first verb is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
-from qsdk.core.config_file import load_config
-from qsdk.core.dtypes import (
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
+from qsdk.core.errors import (
+    CalibrationError,
+    ConfigError,
+    DataError,
+    ExportError,
+    FileFormatError,
+    IntegerError,
+    ModelError,
+    QsdkError,
+)
+from qsdk.core.numerics.dtypes import (
     BlockFormat,
     DType,
     bfloat16,
@@ -33,32 +43,22 @@ from qsdk.core.dtypes import (
     uint8,
     uint16,
 )
-from qsdk.core.encoding import Encoding
-from qsdk.core.errors import (
-    CalibrationError,
-    ConfigError,
-    DataError,
-    ExportError,
-    FileFormatError,
-    IntegerError,
-    ModelError,
-    QsdkError,
-)
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
-    from qsdk.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
-    from qsdk.verbs_apply import apply_encodings
-    from qsdk.verbs_bias import correct_bias
-    from qsdk.verbs_blocks import tune_blocks
-    from qsdk.verbs_distill import Distilled, distill_loss
-    from qsdk.verbs_files import convert_encodings, load, load_encodings, save, save_encodings
-    from qsdk.verbs_layers import adaround, gptq, seq_mse
-    from qsdk.verbs_norms import reestimate_batch_norm
-    from qsdk.verbs_precision import advise, mixed_precision
-    from qsdk.verbs_ranges import tune_ranges
-    from qsdk.verbs_scaling import awq, equalize, smooth_quant
-    from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer, validate
+    from qsdk.verbs.apply import apply_encodings
+    from qsdk.verbs.batch_norm import reestimate_batch_norm
+    from qsdk.verbs.bias import correct_bias
+    from qsdk.verbs.blocks import tune_blocks
+    from qsdk.verbs.distill import Distilled, distill_loss
+    from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
+    from qsdk.verbs.layers import adaround, gptq, seq_mse
+    from qsdk.verbs.precision import advise, mixed_precision
+    from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
+    from qsdk.verbs.ranges import tune_ranges
+    from qsdk.verbs.scaling import awq, equalize, smooth_quant
+    from qsdk.verbs.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
 
 __version__ = "0.1.0"
 
@@ -151,29 +151,29 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
-        return getattr(import_module("qsdk.workflow"), name)
+        return getattr(import_module("qsdk.verbs.quantize"), name)
     if name in _LAYER_VERBS:
-        return getattr(import_module("qsdk.verbs_layers"), name)
+        return getattr(import_module("qsdk.verbs.layers"), name)
     if name in _FILE_VERBS:
-        return getattr(import_module("qsdk.verbs_files"), name)
+        return getattr(import_module("qsdk.verbs.files"), name)
     if name in _APPLY_VERBS:
-        return getattr(import_module("qsdk.verbs_apply"), name)
+        return getattr(import_module("qsdk.verbs.apply"), name)
     if name in _BIAS_VERBS:
-        return getattr(import_module("qsdk.verbs_bias"), name)
+        return getattr(import_module("qsdk.verbs.bias"), name)
     if name in _BLOCK_VERBS:
-        return getattr(import_module("qsdk.verbs_blocks"), name)
+        return getattr(import_module("qsdk.verbs.blocks"), name)
     if name in _SCALING_VERBS:
-        return getattr(import_module("qsdk.verbs_scaling"), name)
+        return getattr(import_module("qsdk.verbs.scaling"), name)
     if name in _NORM_VERBS:
-        return getattr(import_module("qsdk.verbs_norms"), name)
+        return getattr(import_module("qsdk.verbs.batch_norm"), name)
     if name in _RANGE_VERBS:
-        return getattr(import_module("qsdk.verbs_ranges"), name)
+        return getattr(import_module("qsdk.verbs.ranges"), name)
     if name in _SCHEDULES:
-        return getattr(import_module("qsdk.schedules"), name)
+        return getattr(import_module("qsdk.verbs.schedules"), name)
     if name in _DISTILL_VERBS:
-        return getattr(import_module("qsdk.verbs_distill"), name)
+        return getattr(import_module("qsdk.verbs.distill"), name)
     if name in _PRECISION_VERBS:
-        return getattr(import_module("qsdk.verbs_precision"), name)
+        return getattr(import_module("qsdk.verbs.precision"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")
 
 

@@ -11,7 +11,7 @@ from qdq_models import convnet
 from torch import nn
 
 import qsdk
-from onnx_backend.model import array, load, metadata
+from onnx_backend.proto.model import array, load, metadata
 
 REPLACED = {
     "Relu": "Abs",

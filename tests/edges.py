@@ -11,11 +11,11 @@ from exact_products import exact_sessions
 from torch import Tensor, nn
 from torch_models import calibrated
 
-from qsdk.core.config import QuantConfig
-from qsdk.workflow import check_parity, export
-from torch_bridge.batches import as_example
+from qsdk.core.config.config import QuantConfig
+from qsdk.verbs.quantize import check_parity, export
 from torch_bridge.sim import QuantSim
-from torch_bridge.structure import argument_leaves, by_flat_name, tensors_of
+from torch_bridge.torch_values.batches import as_example
+from torch_bridge.torch_values.pytree import argument_leaves, by_flat_name, tensors_of
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from integer_models import LEVELS, run
 from onnx import TensorProto, checker, helper
 from test_integer import compare
 
-from onnx_backend.integer.recording.context import Context
-from onnx_backend.integer.recording.emit import Builder
-from onnx_backend.integer.recording.values import Wide
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.values import Wide
 from onnx_backend.integer.reference.run import run_reference
 
 KINDS = {True: (TensorProto.INT32, np.int32), False: (TensorProto.INT64, np.int64)}

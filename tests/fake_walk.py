@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsdk.core.encoding import Encoding
-from qsdk.core.layer_walk import Layer
-from qsdk.core.ranges import encoding_from_range, range_of
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 
 @dataclass

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from fake_walk import FakeWalk
 
-from qsdk.algorithms import seq_mse
-from qsdk.core.dtypes import int4
-from qsdk.core.layer_problem import LayerProblem, Solution, WeightLayout
-from qsdk.core.layer_walk import Layer
-from qsdk.core.spec import PerChannel, Spec
+from qsdk.algorithms.solvers import seq_mse
+from qsdk.core.layers.layer_problem import LayerProblem, Solution, WeightLayout
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.numerics.dtypes import int4
+from qsdk.core.numerics.spec import PerChannel, Spec
 
 WIDTH = 6
 

@@ -1,8 +1,8 @@
 """Small graphs that tests plan, and looks at their plans."""
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.spec import Spec
 from tests.strategies import GraphBuilder
 
 

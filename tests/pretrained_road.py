@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qsdk
-from onnx_backend.session import simulation_session
+from onnx_backend.runtime.session import simulation_session
 from qsdk.core.report import Report
 from torch_bridge.sim import QuantSim
 

@@ -4,14 +4,14 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.marks import mark
-from onnx_backend.model import array
-from onnx_backend.read_graph import read_graph
-from qsdk.core.config import QuantConfig
-from qsdk.core.encoding import Encoding
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import array
+from onnx_backend.qdq.marks import mark
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.ranges import Range, encoding_from_range, range_of
-from qsdk.core.spec import axis_of
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 
 LEVELS = (
     ort.GraphOptimizationLevel.ORT_DISABLE_ALL,

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from qsdk.core.encoding import Encoding
-from qsdk.core.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 LAYERS: list[tuple[WeightLayout, Granularity]] = [
     (WeightLayout("linear", (4, 12)), PerChannel(0)),

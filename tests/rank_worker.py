@@ -9,7 +9,7 @@ import torch
 from layer_walks import plain_walk, recorded
 from rank_group import in_process_group
 
-from qsdk.algorithms.gather import Gathers
+from qsdk.algorithms.problems.gather import Gathers
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.core.errors import DataError
 

@@ -6,10 +6,10 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.keep_apart import keep_apart
-from onnx_backend.runtime_table import Form
-from qsdk.core.dtypes import dtype_named
-from qsdk.core.encoding import storage_type
+from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.qdq.runtime_table import Form
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import storage_type
 
 node = helper.make_node
 LEVELS = ort.GraphOptimizationLevel

@@ -8,10 +8,10 @@ from qdq_models import make_model
 from torch import Tensor, nn
 from torch_models import seeded
 
-from onnx_backend.sampling import exposed
-from onnx_backend.session import simulation_session
-from qsdk.core.config import QuantConfig
-from qsdk.workflow import quantize
+from onnx_backend.data_passes.site_samples import exposed
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import QuantConfig
+from qsdk.verbs.quantize import quantize
 
 
 class Chain(nn.Module):

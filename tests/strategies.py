@@ -1,7 +1,8 @@
 """Arrays, scales, zero points and encodings for the arithmetic tests, random but chosen to hurt; graphs built by hand.
 
 `make_case` draws from a NumPy generator (many arrays for one session of a runtime); `cases` wraps it for hypothesis.
-Nothing here calls `qsdk.core.affine`: a case spreads its scales over x by `np.repeat`, so that it can judge `align`.
+Nothing here calls `qsdk.core.numerics.affine`: a case spreads its scales over x by `np.repeat`, so that it can
+judge `align`.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import DTYPES, DType
-from qsdk.core.encoding import Encoding
-from qsdk.core.graph import Graph, Op, Tensor
+from qsdk.core.graph.graph import Graph, Op, Tensor
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.encoding import Encoding
 
 GRANULARITIES = ("tensor", "channel", "block")
 FILLINGS = ("random", "ties", "extreme")

@@ -10,7 +10,7 @@ from torch_models import calibrated, seeded
 from training_models import loss_of
 
 import qsdk
-from qsdk.core.config import w4a8
+from qsdk.core.config.config import w4a8
 from qsdk.core.errors import ExportError
 from torch_bridge.sim import QuantSim
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.algorithms import adaround, seq_mse
-from qsdk.algorithms.rounding import Grid, Objective, damped, descend, feedback
-from qsdk.core.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.algorithms.solvers import adaround, seq_mse
+from qsdk.algorithms.solvers.rounding import Grid, Objective, damped, descend, feedback
 from qsdk.core.errors import ConfigError
-from qsdk.core.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, Spec
+from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, Spec
 from tests.random_problems import LAYERS, problem_of, scales_of
 
 int3 = dtype_named("int3")

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, mlp
 
 import qsdk
-from onnx_backend.session import computes_in_narrow_floats
+from onnx_backend.runtime.session import computes_in_narrow_floats
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 16)).astype(np.float32)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from qsdk.core.dtypes import uint8
-from qsdk.core.encoding import Encoding
+from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.precision.advice import advise, decibels, noise_to_signal
 from qsdk.core.precision.samples import SiteSample
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.spec import PerTensor, Spec
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 SPEC = Spec(uint8, PerTensor(), symmetric=False)
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.aimet.aliases import aimet_alias, aimet_aliases
-from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.config_file import load_config
-from qsdk.core.dtypes import DTYPES, float16, float32, int4, int8, int32, uint8
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DTYPES, float16, float32, int4, int8, int32, uint8
+from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.spec import PerChannel, PerTensor, Spec
 from tests.plans import inside, matmul_network, site, small_network, spec_of
 from tests.strategies import GraphBuilder
 

@@ -18,14 +18,25 @@ from hypothesis import strategies as st
 from onnx import helper
 from qdq_models import make_model
 
-from onnx_backend.read_graph import read_graph
-from qsdk.core.aimet.read_encodings import VERSIONS
-from qsdk.core.aimet.write_encodings import dumps_aimet
-from qsdk.core.dtypes import DTYPES, bfloat16, dtype_named, float8e4m3fn, float16, int2, int4, int8, int32, uint8
-from qsdk.core.encoding import Encoding
-from qsdk.core.encodings_formats import read_any
+from onnx_backend.opening.read_graph import read_graph
+from qsdk.core.encodings.aimet.read import VERSIONS
+from qsdk.core.encodings.aimet.write import dumps_aimet
+from qsdk.core.encodings.formats import read_any
+from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
-from qsdk.core.tensor_facts import TensorFacts, tensor_facts
+from qsdk.core.numerics.dtypes import (
+    DTYPES,
+    bfloat16,
+    dtype_named,
+    float8e4m3fn,
+    float16,
+    int2,
+    int4,
+    int8,
+    int32,
+    uint8,
+)
+from qsdk.core.numerics.encoding import Encoding
 
 FILES = sorted((Path(__file__).parent / "aimet_files").glob("*.json"))
 named = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

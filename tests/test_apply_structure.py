@@ -13,15 +13,15 @@ from foreign_models import integers
 from zoo_models import ZOO, distinct
 
 import qsdk
-from onnx_backend.session import simulation_session
-from qsdk.core.config import w8a8
-from qsdk.core.encodings_file import StoredEncodings
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import w8a8
+from qsdk.core.encodings.match_to_model import placed_by_structure
+from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import FileFormatError
-from qsdk.core.graph import Graph
-from qsdk.core.graph_json import graph_from_plain, graph_from_text, graph_to_plain, graph_to_text
-from qsdk.core.placing import placed_by_structure
+from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph_json import graph_from_plain, graph_from_text, graph_to_plain, graph_to_text
 from qsdk.demo.model import load_pretrained
-from qsdk.workflow import calibrate, export, quantize
+from qsdk.verbs.quantize import calibrate, export, quantize
 
 QUICK = ("mobile", "encoder")
 NETS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*ZOO, "demo")]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct
 
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ModelError
-from qsdk.workflow import calibrate, check_parity, export
-from torch_bridge.attention import multi_head_attention_forward, scaled_dot_product_attention, stand_in
+from qsdk.verbs.quantize import calibrate, check_parity, export
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
+from torch_bridge.sites.attention import multi_head_attention_forward, scaled_dot_product_attention, stand_in
 from torch_bridge.stored_values import stored_values
 
 

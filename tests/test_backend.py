@@ -17,11 +17,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, parser
 from onnx.backend.test.loader import load_model_tests
 
 import onnx_backend
-from onnx_backend import backend, one_node
-from onnx_backend.backend import QsdkBackend, QsdkBackendRep
-from onnx_backend.kernels import KERNELS
-from onnx_backend.one_node import newest_alike
-from onnx_backend.program import ON_RUNTIME
+from onnx_backend.evaluator import backend, one_node
+from onnx_backend.evaluator.backend import QsdkBackend, QsdkBackendRep
+from onnx_backend.evaluator.kernels import KERNELS
+from onnx_backend.evaluator.one_node import newest_alike
+from onnx_backend.evaluator.program import ON_RUNTIME
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 QUANTIZATION = r"^test_((de|dynamic)?quantizelinear|qlinear(conv|matmul)|convinteger|matmulinteger)(_.*)?_cpu$"
@@ -326,7 +326,7 @@ def test_a_kernels_refusal_names_the_node_and_is_not_taken_over_by_another():
 
 
 def test_a_body_that_others_would_run_may_not_quantize(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("onnx_backend.program.CONTROL_FLOW", {})
+    monkeypatch.setattr("onnx_backend.evaluator.program.CONTROL_FLOW", {})
     with pytest.raises(
         ModelError, match=r"Loop '\w+' has QuantizeLinear 'q' in its body, which would not be run by the"
     ):

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.backend import run_model
-from onnx_backend.kernels import KERNELS, grid
-from qsdk.core.dtypes import DTYPES, DType
+from onnx_backend.evaluator.backend import run_model
+from onnx_backend.evaluator.kernels import KERNELS, grid
+from qsdk.core.numerics.dtypes import DTYPES, DType
 from tests.strategies import FLOAT8, ML_DTYPE, STANDARD_INTEGERS, Case, cases
 
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16

@@ -22,7 +22,7 @@ from torch_models import (
 )
 
 import qsdk
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import (
     CalibrationError,
     ConfigError,
@@ -32,7 +32,7 @@ from qsdk.core.errors import (
     ModelError,
     QsdkError,
 )
-from qsdk.workflow import calibrate, check_parity, export, inspect, quantize, to_integer, validate
+from qsdk.verbs.quantize import calibrate, check_parity, export, inspect, quantize, to_integer, validate
 from torch_bridge.sim import QuantSim
 
 X = seeded(2, 3, 6, 6)

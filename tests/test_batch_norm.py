@@ -11,7 +11,7 @@ from torch import nn
 from torch_models import calibrated, randomized
 
 from qsdk import CalibrationError, DataError, calibrate, quantize, reestimate_batch_norm, w8a8
-from qsdk.core.dtypes import float16
+from qsdk.core.numerics.dtypes import float16
 from qsdk.core.sims.state import owns_encoding
 
 both = pytest.mark.parametrize("door", DOORS)
@@ -107,7 +107,7 @@ def test_the_simulation_runs_once(door, monkeypatch):
         reestimate_batch_norm(sim, given(door), progress=False)
         assert sorted(calls) == ["float", *["quantize"] * len(RAGGED)]  # and the first batch in float, to begin with
         return
-    import onnx_backend.batch_norm as module
+    import onnx_backend.walk.batch_norm_statistics as module
 
     monkeypatch.setattr(module, "_seconds_in_float", lambda *_: 1.0)
     run = module.run_session

@@ -2,10 +2,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.bias import bias_remark, with_room_for
-from qsdk.core.block_scales import shortened
-from qsdk.core.dtypes import int8, int32, uint8
-from qsdk.core.encoding import Encoding
+from qsdk.core.numerics.bias import bias_remark, with_room_for
+from qsdk.core.numerics.block_scales import shortened
+from qsdk.core.numerics.dtypes import int8, int32, uint8
+from qsdk.core.numerics.encoding import Encoding
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsdk import quantize, w8a8
-from qsdk.core.block_scales import confined, float8_scales, scale_dtype_of, shared_exponents
-from qsdk.core.dtypes import (
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.block_scales import confined, float8_scales, scale_dtype_of, shared_exponents
+from qsdk.core.numerics.dtypes import (
     DTYPES,
     DType,
     bfloat16,
@@ -26,12 +27,11 @@ from qsdk.core.dtypes import (
     uint4,
     uint8,
 )
-from qsdk.core.encoding import Encoding
-from qsdk.core.errors import ConfigError
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.two_level import two_level
-from torch_bridge.fake_quant import fake_quantize_minifloat
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.numerics.two_level_scales import two_level
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
+from torch_bridge.quantizers.fake_quant import fake_quantize_minifloat
 
 BLOCKS = PerBlock(1, 16)
 MXFP4 = Spec(float4e2m1, PerBlock(1, 32), scale_dtype=float8e8m0)

@@ -12,10 +12,10 @@ from torch import nn
 
 import qsdk
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import w4a8, w8a8
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
-from qsdk.core.estimators import METHODS
-from qsdk.core.histogram import SAMPLES
+from qsdk.core.ranges.estimators import METHODS
+from qsdk.core.ranges.histogram import SAMPLES
 from torch_bridge.sim import QuantSim
 
 ALL_METHODS = sorted(set(METHODS.values()))

@@ -12,12 +12,12 @@ from rank_group import in_process_group
 from torch import nn
 
 import qsdk
-from qsdk.core.dtypes import uint8
 from qsdk.core.errors import DataError
-from qsdk.core.estimators import METHODS, estimator
-from qsdk.core.histogram import sample_step
-from qsdk.core.spec import Spec
-from qsdk.core.statistics import Statistics, alone, of_all_ranks
+from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.ranges.estimators import METHODS, estimator
+from qsdk.core.ranges.histogram import sample_step
+from qsdk.core.ranges.statistics import Statistics, alone, of_all_ranks
 
 EXACT = sorted(set(METHODS.values()) - {"moving_average"})
 SPEC = Spec(uint8, symmetric=False)

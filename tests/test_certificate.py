@@ -11,11 +11,11 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.measure import measure, measured_inputs
-from onnx_backend.integer.recording.operations import Requantization
+from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from qsdk.core.errors import IntegerError
-from qsdk.core.fixed_point import round_shift
+from qsdk.core.numerics.fixed_point import round_shift
 
 
 def written(model, tmp_path, **options):

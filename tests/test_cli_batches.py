@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_backend.inputs import Input, inputs_of
+from onnx_backend.proto.inputs import Input, inputs_of
 from qsdk.commands.batches import from_files, random_batches
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
-from qsdk.core.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, mxfp4, uint8, uint16
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config.rules import CHOICES, Place, Rule
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DTYPES, bfloat16, float16, float32, int4, int8, int16, int32, mxfp4, uint8, uint16
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.choices import Resolver
-from qsdk.core.rules import CHOICES, Place, Rule
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qsdk
-from qsdk.core import config_json
-from qsdk.core.config import QuantConfig, w4a8, w8a8
-from qsdk.core.config_file import load_config
-from qsdk.core.config_json import config_schema
-from qsdk.core.dtypes import BLOCK_FORMATS, DTYPES, float16
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.config import json_form
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8
+from qsdk.core.config.json_form import config_schema
+from qsdk.core.config.rules import CHOICES, CONDITIONS, TENSOR_DTYPES, Rule, make_rule
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, float16
 from qsdk.core.patterns.terms import Pattern, op
-from qsdk.core.rules import CHOICES, CONDITIONS, TENSOR_DTYPES, Rule, make_rule
 
 HEAD = {"format": "qsdk.config", "version": 1}
 TENSORS = [d for d in DTYPES.values() if d.kind != "scale"]
@@ -165,7 +165,7 @@ def refusal(data: dict[str, Any]) -> str:
 
 def test_the_schema_lies_beside_the_code():
     """After a change: `python -m json.tool` of `config_schema()` is what the file holds."""
-    text = (Path(config_json.__file__).parent / "config.schema.json").read_text(encoding="utf-8")
+    text = (Path(json_form.__file__).parent / "config.schema.json").read_text(encoding="utf-8")
     assert json.loads(text) == config_schema()
     assert text == json.dumps(config_schema(), indent=2) + "\n"
 

@@ -82,9 +82,43 @@ def test_the_contracts_hold():
             id="torch in the core",
         ),
         pytest.param(
-            {"onnx_backend/one.py": "import qsdk.workflow"},
+            {"onnx_backend/one.py": "import qsdk.verbs.quantize"},
             "the doors see only the core of qsdk",
-            id="door to workflow",
+            id="door to verbs",
+        ),
+        pytest.param(
+            {"torch_bridge/sites/one.py": "import qsdk.verbs.distill"},
+            "the doors see only the core of qsdk",
+            id="a room of a door to verbs",
+        ),
+        pytest.param(
+            {"onnx_backend/proto/one.py": "import qsdk.commands.page"},
+            "the doors see only the core of qsdk",
+            id="door to commands",
+        ),
+        pytest.param(
+            {"qsdk/verbs/one.py": "def f():\n import qsdk.commands.page"}, "the floors of qsdk", id="verbs to commands"
+        ),
+        pytest.param(
+            {"qsdk/core/numerics/one.py": "import qsdk.core.sims.stateful"}, "the floors of the core", id="core"
+        ),
+        pytest.param(
+            {"qsdk/algorithms/ranks_of.py": "x = 1"}, "the floors of the algorithms", id="a file without a floor"
+        ),
+        pytest.param(
+            {"torch_bridge/sites/one.py": "import torch_bridge.wrapping.wrapper"},
+            "the floors of torch_bridge",
+            id="torch_bridge",
+        ),
+        pytest.param(
+            {"onnx_backend/qdq/one.py": "import onnx_backend.validation.validate"},
+            "the floors of onnx_backend",
+            id="onnx_backend",
+        ),
+        pytest.param(
+            {"onnx_backend/integer/ir/one.py": "import onnx_backend.integer.codegen.expand"},
+            "the floors of the integer lowering",
+            id="integer lowering",
         ),
     ],
 )

@@ -17,21 +17,21 @@ from test_snapshot_weights import stored_bytes
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
 
-from onnx_backend import layer_walk as onnx_walk
 from onnx_backend.sim import OnnxSim
+from onnx_backend.walk import layer_walk as onnx_walk
 from qsdk import CalibrationError, ConfigError, adaround, calibrate, correct_bias, equalize, load, quantize, save, w8a8
-from qsdk.algorithms import bias
-from qsdk.algorithms.outputs import matching_shift
-from qsdk.core.activation import Activation
-from qsdk.core.dtypes import int8
-from qsdk.core.expected import clipped_normal
-from qsdk.core.graph_layers import graph_layers
-from qsdk.core.layer_problem import WeightLayout
-from qsdk.core.spec import PerChannel, Spec
+from qsdk.algorithms.solvers import bias
+from qsdk.algorithms.solvers.outputs import matching_shift
+from qsdk.core.layers.activation import Activation
+from qsdk.core.layers.expected_means import clipped_normal
+from qsdk.core.layers.graph_layers import graph_layers
+from qsdk.core.layers.layer_problem import WeightLayout
+from qsdk.core.numerics.dtypes import int8
+from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.demo.data import load as load_images
 from qsdk.demo.model import load_pretrained
-from qsdk.verbs_held_back import HeldBack
-from torch_bridge import layer_walk as torch_walk
+from qsdk.verbs.held_back import HeldBack
+from torch_bridge.walk import layer_walk as torch_walk
 
 both = pytest.mark.parametrize("door", DOORS)
 #: ranges of weights that are too narrow, and a last output that shows what the layer before it gives
@@ -213,7 +213,7 @@ def test_an_option_that_cannot_be_meant_is_refused(door, options, message):
 
 @both
 def test_corrections_that_make_the_outputs_worse_are_put_back(door, monkeypatch):
-    from qsdk.algorithms import bias
+    from qsdk.algorithms.solvers import bias
 
     sim = narrow_sim(door)
     correct_bias(sim, data_of(door), progress=False)
@@ -333,7 +333,7 @@ def test_a_failure_leaves_everything_as_it_was(door, error, monkeypatch):
     sim.freeze("conv")
     before, stored, calls = everything(sim), stored_bytes(sim), []
 
-    from qsdk.algorithms import bias
+    from qsdk.algorithms.solvers import bias
 
     solve = bias.solve
 
@@ -436,7 +436,7 @@ def test_without_data_the_means_come_from_the_batch_norms():
 
 def test_the_means_are_those_of_the_data():
     """What is expected of each layer's input beside what the float model has there."""
-    from qsdk.core.expected import expected_values
+    from qsdk.core.layers.expected_means import expected_values
 
     model, x = behind()
     sim = quantize(model, x[:4], w8a8())

@@ -9,8 +9,8 @@ from qdq_models import make_model, mlp, weights
 from torch import nn
 
 import qsdk
-from onnx_backend.float_outputs import verdict
-from onnx_backend.model import array, initializers, replace_nodes
+from onnx_backend.parity.float_outputs import verdict
+from onnx_backend.proto.model import array, initializers, replace_nodes
 from qsdk.core.errors import DataError
 
 RNG = np.random.default_rng(5)

@@ -13,11 +13,11 @@ from torch import nn
 
 import qsdk
 from qsdk.algorithms.checkpoint import Checkpoint, _digest
-from qsdk.core.dtypes import int8
-from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.layer_problem import Solution
-from qsdk.core.spec import PerTensor, Spec
+from qsdk.core.layers.layer_problem import Solution
+from qsdk.core.numerics.dtypes import int8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerTensor, Spec
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 DEEP = b"[" * 100_000

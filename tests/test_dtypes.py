@@ -6,9 +6,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qsdk.core import dtypes
-from qsdk.core.dtypes import DTYPES, dtype_named, float8e8m0, float16, int2, int4, int8, int16, int32, uint4, uint8
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics import dtypes
+from qsdk.core.numerics.dtypes import (
+    DTYPES,
+    dtype_named,
+    float8e8m0,
+    float16,
+    int2,
+    int4,
+    int8,
+    int16,
+    int32,
+    uint4,
+    uint8,
+)
 from tests.strategies import ML_DTYPE
 
 

@@ -11,11 +11,11 @@ from qdq_models import convnet, make_model, mlp, run, weights
 from torch import nn
 
 import qsdk
-from onnx_backend.dynamic import dynamic_places
-from onnx_backend.model import load
-from qsdk.core import affine
-from qsdk.core.config import w8a8
+from onnx_backend.proto.model import load
+from onnx_backend.qdq.dynamic import dynamic_places
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics import affine
 
 DYNAMIC = w8a8().override(dynamic_activations=True)
 RNG = np.random.default_rng(5)

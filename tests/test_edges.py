@@ -13,8 +13,8 @@ from torch_models import seeded, sim_of
 from transformers.modeling_outputs import BaseModelOutput
 
 from qsdk.core.errors import DataError
-from qsdk.workflow import calibrate
-from torch_bridge.structure import by_flat_name, leaves_of, mapped, tensors_of
+from qsdk.verbs.quantize import calibrate
+from torch_bridge.torch_values.pytree import by_flat_name, leaves_of, mapped, tensors_of
 
 
 class Pair(NamedTuple):

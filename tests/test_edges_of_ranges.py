@@ -6,14 +6,14 @@ from integer_models import Net
 from onnx import TensorProto, helper
 from qdq_models import make_model
 
-from onnx_backend.data_file import facts_of
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.validate import validate
-from qsdk.core.dtypes import int8, int16
-from qsdk.core.fixed_point import tie_in_range, ties_possible
-from qsdk.core.ranges import SMALLEST_SCALE, Range, encoding_from_range
-from qsdk.core.spec import PerTensor, Spec
+from onnx_backend.proto.data_file import facts_of
+from onnx_backend.validation.validate import validate
+from qsdk.core.numerics.dtypes import int8, int16
+from qsdk.core.numerics.fixed_point import tie_in_range, ties_possible
+from qsdk.core.numerics.spec import PerTensor, Spec
+from qsdk.core.ranges.ranges import SMALLEST_SCALE, Range, encoding_from_range
 
 
 @pytest.mark.parametrize("zero", [0, 255])

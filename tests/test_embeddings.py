@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from qsdk import adaround, calibrate, correct_bias, gptq, quantize, seq_mse, weight_only
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
 
 both = pytest.mark.parametrize("door", DOORS)
 ROWS, WIDTH = 40, 12
@@ -105,7 +105,7 @@ def test_both_doors_choose_the_same_range():
 
 
 def test_of_a_large_table_some_rows_are_enough(monkeypatch):
-    from qsdk.algorithms import seq_mse as solver
+    from qsdk.algorithms.solvers import seq_mse as solver
 
     errors = []
     for most in (1 << 21, ROWS * WIDTH // 3):

@@ -11,7 +11,7 @@ from qdq_models import make_model
 from torch import Tensor, nn
 
 import qsdk
-from onnx_backend.data_sizes import of_data_dependent_size
+from onnx_backend.qdq.data_sizes import of_data_dependent_size
 
 RNG = np.random.default_rng(0)
 BOXES = RNG.uniform(0, 2, size=(6, 4)).astype(np.float32)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_config_json import fits
 
-from qsdk.core import encodings_file
-from qsdk.core.dtypes import DTYPES, bfloat16, dtype_named, float16, int8
-from qsdk.core.encoding import Encoding
-from qsdk.core.encodings_file import dumps, encodings_schema, loads
+from qsdk.core.encodings import qsdk_format
+from qsdk.core.encodings.qsdk_format import dumps, encodings_schema, loads
 from qsdk.core.errors import FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES, bfloat16, dtype_named, float16, int8
+from qsdk.core.numerics.encoding import Encoding
 
 NAMES = [*(name for name, dtype in DTYPES.items() if dtype.is_quantized), "int8_strict", "int4_strict"]
 positive = st.floats(float(np.float32(1e-45)), float(np.finfo(np.float32).max), width=32, allow_subnormal=True)
@@ -99,7 +99,7 @@ def test_files_of_older_versions_are_read(version):
 
 def test_the_schema_lies_beside_the_code():
     """After a change: `json.dumps(encodings_schema(), indent=2)` is what the file holds."""
-    path = Path(encodings_file.__file__).parent / "encodings.schema.json"
+    path = Path(qsdk_format.__file__).parent / "encodings.schema.json"
     assert path.read_text(encoding="utf-8") == json.dumps(encodings_schema(), indent=2) + "\n"
 
 

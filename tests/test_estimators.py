@@ -3,12 +3,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import DTYPES, dtype_named, float8e4m3fn, int4, int8, int16, uint8, uint16
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.estimators import METHODS, Estimator, averaged, estimator, grouped, range_from_histogram, range_of_stored
-from qsdk.core.histogram import histogram_of
-from qsdk.core.ranges import Range, encoding_from_range, range_of
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named, float8e4m3fn, int4, int8, int16, uint8, uint16
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.estimators import (
+    METHODS,
+    Estimator,
+    averaged,
+    estimator,
+    grouped,
+    range_from_histogram,
+    range_of_stored,
+)
+from qsdk.core.ranges.histogram import histogram_of
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 
 ACTIVATION = Spec(uint8, symmetric=False)
 SEARCHES = ("mse", "tf_enhanced", "entropy")

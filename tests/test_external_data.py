@@ -11,10 +11,10 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, mlp
 
 import qsdk
-from onnx_backend.external_data import read_external_data
-from onnx_backend.model import array, load
-from onnx_backend.runtime_input import session_of
-from qsdk.core.config import w8a8
+from onnx_backend.proto.external_data import read_external_data
+from onnx_backend.proto.model import array, load
+from onnx_backend.runtime.session_input import session_of
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import FileFormatError
 
 BATCH = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)

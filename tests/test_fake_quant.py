@@ -13,17 +13,17 @@ from strategies import FLOAT8, GRANULARITIES, INTEGERS, MINIFLOATS, Case, cases,
 from torch import Tensor, nn
 from torch_models import ConvNet, EncoderModel, calibrated, same_encodings, seeded, sim_of
 
-from qsdk.core import affine
-from qsdk.core.config import w8a8
-from qsdk.core.dtypes import DTYPES, DType, float4e2m1, float16, int8, int32
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import CalibrationError
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, DType, float4e2m1, float16, int8, int32
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
-from qsdk.workflow import calibrate
-from torch_bridge.fake_quant import cast, fake_quantize, fake_quantize_minifloat
-from torch_bridge.one_scale import Grid
-from torch_bridge.quantizer import Quantizer
+from qsdk.verbs.quantize import calibrate
+from torch_bridge.quantizers.fake_quant import cast, fake_quantize, fake_quantize_minifloat
+from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 
 FLOAT32 = {"deadline": None, "max_examples": 300}

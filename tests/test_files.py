@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qsdk.core.atomic_files import write_atomically, write_bytes, write_text, write_with_companions
 from qsdk.core.errors import ExportError
-from qsdk.core.files import write_atomically, write_bytes, write_text, write_with_companions
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -5,8 +5,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend import fold_constants
-from onnx_backend.fold_constants import LARGEST, fold
+from onnx_backend.passes import fold_constants
+from onnx_backend.passes.fold_constants import LARGEST, fold
 
 node = helper.make_node
 LEFT, RIGHT = np.array([-7, -6, -1, 0, 5, 7, 2**40, 9]), np.array([2, -4, 3, 5, -3, 7, 10, -2])

@@ -9,7 +9,7 @@ import onnx
 import torch
 from foreign_models import by_onnxruntime, integers
 
-from onnx_backend.session import simulation_session
+from onnx_backend.runtime.session import simulation_session
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 

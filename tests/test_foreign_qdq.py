@@ -8,12 +8,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
 
-from onnx_backend.model import metadata
-from onnx_backend.session import simulation_session
-from qsdk.core.config import w8a8
-from qsdk.core.dtypes import dtype_named
+from onnx_backend.proto.model import metadata
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
-from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer, validate
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
 
 RNG = np.random.default_rng(11)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}

@@ -9,16 +9,16 @@ from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model, mlp, prepared, run, weights
 
 import qsdk
-from onnx_backend.large_tensors import with_large
-from onnx_backend.model import array, initializers, metadata
-from onnx_backend.qdq import insert, lower
-from onnx_backend.qdq_read import places, read
-from onnx_backend.session import simulation_session
+from onnx_backend.proto.lazy_tensors import with_large
+from onnx_backend.proto.model import array, initializers, metadata
+from onnx_backend.qdq.insert import insert, lower
+from onnx_backend.qdq.read import places, read
+from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import QuantConfig, w4a16, w8a16, weight_only
-from qsdk.core.dtypes import float32, int4, int8
+from qsdk.core.config.config import QuantConfig, w4a16, w8a16, weight_only
 from qsdk.core.errors import ConfigError, ExportError
-from qsdk.core.spec import PerBlock, PerTensor
+from qsdk.core.numerics.dtypes import float32, int4, int8
+from qsdk.core.numerics.spec import PerBlock, PerTensor
 
 node = helper.make_node
 FORMATS = ("mxfp4", "mxfp8", "nvfp4")

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from islands import BATCHES, DOORS, batches, everything, outputs, sim_at
 
-from qsdk.core import encodings_file
-from qsdk.core.config import w4a8
-from qsdk.core.dtypes import bfloat16, float16
-from qsdk.core.encoding import Encoding
-from qsdk.core.encodings_file import StoredEncodings
+from qsdk.core.config.config import w4a8
+from qsdk.core.encodings import qsdk_format
+from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
+from qsdk.core.numerics.dtypes import bfloat16, float16
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.state import owns_encoding
-from qsdk.verbs_files import load_encodings, save_encodings
-from qsdk.verbs_layers import adaround, seq_mse
-from qsdk.workflow import calibrate, export, quantize
+from qsdk.verbs.files import load_encodings, save_encodings
+from qsdk.verbs.layers import adaround, seq_mse
+from qsdk.verbs.quantize import calibrate, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
 WEIGHTS = ["conv1:weight", "conv2:weight", "fc1:weight", "fc2:weight"]
@@ -196,7 +196,7 @@ def test_behaviour_78_strict_lists_every_name_and_otherwise_every_quantizer_stay
     stored["fc2:weight"] = replace(stored["fc2:weight"], scale=stored["fc2:weight"].scale[:3], zero_point=0)
     stored["fc1:weight"] = replace(stored["fc1:weight"], axis=1)
     path = tmp_path / "e.json"
-    path.write_text(encodings_file.dumps(stored, {}, {"pool:output": float16}))
+    path.write_text(qsdk_format.dumps(stored, {}, {"pool:output": float16}))
     fresh = sim_at(door)
     fresh.freeze("conv2")
     calibrate(fresh, elsewhere(door), progress=False)
@@ -254,7 +254,7 @@ def test_tied_and_derived_entries_are_held_against_what_they_follow_from(door, t
     stored["cat.0:output"] = replace(stored["cat.0:output"], scale=stored["cat.0:output"].scale * 2)
     stored["fc1:bias"] = replace(stored["fc1:bias"], scale=stored["fc1:bias"].scale * 2)
     path = tmp_path / "e.json"
-    path.write_text(encodings_file.dumps(stored, {}))
+    path.write_text(qsdk_format.dumps(stored, {}))
     with pytest.raises(FileFormatError, match="2 different") as caught:
         load_encodings(sim, path)
     assert "cat.0:output (it follows from relu1:output here, whose entries say otherwise)" in str(caught.value)
@@ -274,15 +274,15 @@ def test_float16_sites_are_held_against_the_plan(door, tmp_path):
         ({}, "1 not in the file: relu1:output"),
         ({"relu1:output": bfloat16}, "1 different: relu1:output (bfloat16 in the file, float16 in the plan)"),
     ):
-        path.write_text(encodings_file.dumps(sim.encodings, {}, casts))
+        path.write_text(qsdk_format.dumps(sim.encodings, {}, casts))
         with pytest.raises(FileFormatError) as caught:
             load_encodings(sim, path)
         assert detail in str(caught.value)
-    text = encodings_file.dumps({**sim.encodings, "relu1:output": sim.encodings["x:input"]}, {})
+    text = qsdk_format.dumps({**sim.encodings, "relu1:output": sim.encodings["x:input"]}, {})
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"relu1:output \(uint8 per tensor in the file, float16 in the plan\)"):
         load_encodings(sim, path)
-    path.write_text(encodings_file.dumps(sim.encodings, {}).replace('"version": 3', '"version": 1'))
+    path.write_text(qsdk_format.dumps(sim.encodings, {}).replace('"version": 3', '"version": 1'))
     load_encodings(sim, path)  # could not say it
 
 
@@ -291,7 +291,7 @@ def test_only_part_of_a_file_can_be_loaded_and_frozen(door, tmp_path):
     """The set-and-freeze of parameters: a file with weights only."""
     sim = sim_at(door)
     path = tmp_path / "weights.json"
-    path.write_text(encodings_file.dumps({site: sim.encodings[site] for site in WEIGHTS}, {}))
+    path.write_text(qsdk_format.dumps({site: sim.encodings[site] for site in WEIGHTS}, {}))
     fresh = sim_at(door, data=False)
     with pytest.raises(FileFormatError, match=r"7 not in the file: x:input"):
         load_encodings(fresh, path, freeze="weights")

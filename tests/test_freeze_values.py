@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, randomized, seeded
 
-from qsdk.core.config import w4a8, w8a16
+from qsdk.core.config.config import w4a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.sims.frozen_values import read_frozen_values
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs_bias import correct_bias
-from qsdk.verbs_files import load, save
-from qsdk.verbs_layers import adaround, gptq, seq_mse
-from qsdk.verbs_norms import reestimate_batch_norm
-from qsdk.verbs_scaling import equalize, smooth_quant
-from qsdk.workflow import Sim, calibrate, export, quantize
+from qsdk.verbs.batch_norm import reestimate_batch_norm
+from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.files import load, save
+from qsdk.verbs.layers import adaround, gptq, seq_mse
+from qsdk.verbs.quantize import Sim, calibrate, export, quantize
+from qsdk.verbs.scaling import equalize, smooth_quant
 from torch_bridge.sim import QuantSim
 
 X = seeded(16, 2, 6, 6)

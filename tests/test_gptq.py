@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.algorithms import adaround, gptq, seq_mse
-from qsdk.core.block_scales import confined, shortened
-from qsdk.core.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.algorithms.solvers import adaround, gptq, seq_mse
 from qsdk.core.errors import ConfigError
-from qsdk.core.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.numerics.block_scales import confined, shortened
+from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 from tests.random_problems import LAYERS, problem_of
 
 int2, int3 = dtype_named("int2"), dtype_named("int3")

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import DTYPES, float8e4m3fn, int4, int8, uint8, uint16
-from qsdk.core.encoding import Encoding
-from qsdk.core.grid_search import _Counted, _each_cost, least_moved, least_moved_counted
-from qsdk.core.histogram import histogram_of
-from qsdk.core.ranges import Range, encoding_from_range, range_of
-from qsdk.core.spec import PerChannel, Spec
+from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, int4, int8, uint8, uint16
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerChannel, Spec
+from qsdk.core.ranges.histogram import histogram_of
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
+from qsdk.core.ranges.search import _Counted, _each_cost, least_moved, least_moved_counted
 
 
 def by_definition(values, counts, found: Encoding, gamma: float) -> float:

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsdk.core.errors import CalibrationError
-from qsdk.core.histogram import SAMPLES, STEPS, histogram_of, percentiles, sample_step
-from qsdk.core.ranges import Range
+from qsdk.core.ranges.histogram import SAMPLES, STEPS, histogram_of, percentiles, sample_step
+from qsdk.core.ranges.ranges import Range
 
 
 def hist(values, bins=2048, **options):

@@ -14,9 +14,9 @@ from qdq_models import convnet
 from torch_models import ConvNet, calibrated, seeded
 
 import qsdk
-from onnx_backend.write_file import write_file
+from onnx_backend.proto.write_file import write_file
+from qsdk.core.atomic_files import write_text, write_with_companions
 from qsdk.core.errors import ExportError, FileFormatError
-from qsdk.core.files import write_text, write_with_companions
 
 OWN = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
 NEG = helper.make_node("Neg", ["a"], ["c"])

@@ -10,12 +10,12 @@ import pytest
 from integer_models import INT4, INT8, LEVELS, UINT4, UINT8, Net, run, simulate, small_cnn
 from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
 
+from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.check import integer_findings, require_integer_only
-from onnx_backend.integer.recording.emit import Builder, requantize
-from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.builder import Builder, requantize
+from onnx_backend.integer.ir.values import Encoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.writing.expand import expand
+from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from qsdk.core.errors import ConfigError, IntegerError
 
 ROUNDINGS = ("half_even", "half_up", "half_away", "gemmlowp")

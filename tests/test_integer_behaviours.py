@@ -10,10 +10,10 @@ from integer_models import LEVELS, UINT8, Net, run
 from onnx import TensorProto, helper, shape_inference
 
 import qsdk
-from onnx_backend.integer.recording.emit import Builder, requantize
-from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.codegen.expand import expand
+from onnx_backend.integer.ir.builder import Builder, requantize
+from onnx_backend.integer.ir.values import Encoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.writing.expand import expand
 
 INTEGERS = {
     *(TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, TensorProto.INT32),

@@ -19,7 +19,7 @@ from torch import nn
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.program import program
-from onnx_backend.integer.recording.coded import Blocks
+from onnx_backend.integer.ir.quantized_constant import Blocks
 from onnx_backend.integer.reference.run import run_reference
 
 X = (0.031, 119)

@@ -10,8 +10,8 @@ from test_integer import noise
 from test_integer_blocks import BlockNet, X, multiplied
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.lowering.blocks import folded
-from onnx_backend.integer.recording.coded import Blocks
+from onnx_backend.integer.ir.quantized_constant import Blocks
+from onnx_backend.integer.lowering.layers.block_weights import folded
 
 
 def levels(top):

@@ -6,11 +6,11 @@ from integer_models import LEVELS, UINT8, Net, run
 from onnx import TensorProto, checker, helper
 from test_integer import ROUNDINGS, compare, exact
 
+from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.recording.emit import Builder, requantize
-from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.builder import Builder, requantize
+from onnx_backend.integer.ir.values import Encoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.writing.expand import expand
 
 I64 = np.int64
 

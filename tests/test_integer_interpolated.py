@@ -18,9 +18,9 @@ from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.files import archive
 from onnx_backend.integer.firmware.header import header
 from onnx_backend.integer.firmware.program import program
-from onnx_backend.integer.proof.check import integer_findings
-from onnx_backend.integer.recording.segments import FRACTION, evaluate, segments
+from onnx_backend.integer.ir.piecewise_linear import FRACTION, evaluate, segments
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.integer_only import integer_findings
 from qsdk.cli import main
 from qsdk.core.errors import ConfigError
 

@@ -6,7 +6,7 @@ from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.check import integer_findings
+from onnx_backend.integer.verify.integer_only import integer_findings
 from qsdk.core.errors import ConfigError, IntegerError
 
 

@@ -5,7 +5,7 @@ import pytest
 from integer_models import INT4, INT8, LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.check import integer_findings
+from onnx_backend.integer.verify.integer_only import integer_findings
 
 
 def compare(model, feeds, kinds, tolerance=0.002, **options):

@@ -7,7 +7,7 @@ from onnx import TensorProto
 from test_integer import compare, noise
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.preparing.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepared
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 

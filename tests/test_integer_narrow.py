@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from integer_models import LEVELS, UINT8, UINT16, Net, run, simulate, small_cnn
 from onnx import TensorProto, helper, shape_inference
 
+from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.recording.emit import Builder, requantize
-from onnx_backend.integer.recording.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.builder import Builder, requantize
+from onnx_backend.integer.ir.values import Encoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
-from onnx_backend.integer.writing.expand import expand
 from qsdk.core.errors import ConfigError, IntegerError
 
 NARROW = {"product_bits": 32}

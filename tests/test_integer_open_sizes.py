@@ -12,8 +12,8 @@ from test_integer_shapes import dynamic_product
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.preparing.decided_sizes import with_decided_sizes
-from onnx_backend.integer.preparing.prepare import prepared
+from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
+from onnx_backend.integer.decompose.prepare import prepared
 from qsdk.core.errors import IntegerError
 
 

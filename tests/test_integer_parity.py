@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.forced import teacher_forced
+from onnx_backend.integer.verify.op_parity import teacher_forced
 from qsdk.core.errors import DataError
 
 

@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.lowering.resize_geometry import Geometry, linear_taps, nearest_indices, positions
-from onnx_backend.integer.recording.values import Refused
+from onnx_backend.integer.ir.values import Refused
+from onnx_backend.integer.lowering.movement.resize_geometry import Geometry, linear_taps, nearest_indices, positions
 from onnx_backend.integer.reference.run import run_reference
 
 TRANSFORMATIONS = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")

@@ -5,8 +5,8 @@ import pytest
 from integer_models import INT16, LEVELS, UINT8, UINT16, Net, run, simulate
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.proof.check import integer_findings
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.integer_only import integer_findings
 
 BOTH = [(1.3e-4, 31007, UINT16), (1.7e-4, -411, INT16)]
 

@@ -8,7 +8,7 @@ from test_integer_norms import extremes, normed
 from test_integer_softmax import on_grid
 
 import qsdk
-from onnx_backend.integer.preparing.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepared
 
 SPELLINGS = ["Div", "Reciprocal", "Pow -0.5", "mean of squares", "sums"]
 TINY = np.float32(1e-12)

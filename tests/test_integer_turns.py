@@ -10,7 +10,7 @@ from test_integer import compare, noise
 from test_integer_wide import integers_of, require_near
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.fixed_point.turns import turned
+from onnx_backend.integer.fixed_point.sincos import turned
 from onnx_backend.integer.reference.run import run_reference
 
 FREQUENCIES = (1.0 / 10000 ** (np.arange(4) / 4)).astype(np.float32)

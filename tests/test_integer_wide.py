@@ -9,10 +9,10 @@ from exact_integer import integers_of, require_near, surroundings
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onnx_backend.integer.fixed_point import roots, sums, wide, widen
-from onnx_backend.integer.fixed_point.curves import CURVES, bent
-from onnx_backend.integer.lowering.tables import TABLES
-from onnx_backend.integer.recording.values import Constant, Linear, Lookup, Refused, Term, Wide
+from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, sums, to_fixed
+from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
+from onnx_backend.integer.ir.values import Constant, Linear, Lookup, Refused, Term, Wide
+from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 
 ALL_FUNCTIONS = dict(TABLES)
 
@@ -34,7 +34,7 @@ def test_the_integer_root_is_the_floor_of_the_root():
     bases = [1 << 30, (1 << 30) + 1, (1 << 31) - 1, *(int(v) for v in rng.integers(1 << 30, 1 << 31, 4000))]
     values = {min(b * b + d, (1 << 62) - 1) for b in bases for d in (-1, 0, 1, b, 2 * b)}
     values = np.array(sorted(v for v in values if v >= 1 << 60), np.int64)
-    _found, integers = integers_of(lambda ctx, x: Wide(roots.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values)
+    _found, integers = integers_of(lambda ctx, x: Wide(newton.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values)
     assert integers.tolist() == [math.isqrt(int(v)) for v in values]
 
 
@@ -44,7 +44,7 @@ RANGES = [(1, 1), (1, 255), (1, (1 << 62) - 1), (100, 1 << 40), (1 << 33, 1 << 4
 @pytest.mark.parametrize("bounds", [*RANGES, (0, 0), (0, 7), (0, (1 << 61) - 1)])
 def test_the_square_root_keeps_its_digits_over_the_whole_range(bounds):
     values = spread_out(*bounds)
-    found, integers = integers_of(roots.square_root, values, bounds=[bounds], scales=[0.37])
+    found, integers = integers_of(newton.square_root, values, bounds=[bounds], scales=[0.37])
     require_near(found, integers, np.sqrt(values * 0.37))
     positive = values > 0
     share = np.abs(integers * found.scale / np.sqrt(np.maximum(values, 1) * 0.37) - 1)[positive]
@@ -53,28 +53,28 @@ def test_the_square_root_keeps_its_digits_over_the_whole_range(bounds):
 
 
 @pytest.mark.parametrize("bounds", RANGES)
-@pytest.mark.parametrize("method", [roots.reciprocal, roots.reciprocal_root])
+@pytest.mark.parametrize("method", [newton.reciprocal, newton.reciprocal_root])
 def test_reciprocals_keep_their_digits_over_the_whole_range(bounds, method):
     values = spread_out(*bounds)
     found, integers = integers_of(method, values, bounds=[bounds], scales=[0.37])
-    power = 1.0 if method is roots.reciprocal else 0.5
+    power = 1.0 if method is newton.reciprocal else 0.5
     exact = (values * 0.37) ** -power
     require_near(found, integers, exact)
-    if bounds[1] / bounds[0] < 1 << 28 or method is roots.reciprocal_root:
+    if bounds[1] / bounds[0] < 1 << 28 or method is newton.reciprocal_root:
         assert np.abs(integers * found.scale / exact - 1).max() < 2.0**-27
 
 
 @pytest.mark.parametrize("bounds", [(-255, -1), (-(1 << 50), -(1 << 30))])
 def test_the_reciprocal_of_what_is_negative(bounds):
     values = spread_out(*bounds)
-    found, integers = integers_of(roots.reciprocal, values, bounds=[bounds], scales=[0.37])
+    found, integers = integers_of(newton.reciprocal, values, bounds=[bounds], scales=[0.37])
     require_near(found, integers, 1 / (values * 0.37))
 
 
 @pytest.mark.parametrize("bounds", RANGES)
 def test_the_logarithm_is_near_everywhere(bounds):
     values = spread_out(*bounds)
-    found, integers = integers_of(roots.logarithm, values, bounds=[bounds], scales=[0.37])
+    found, integers = integers_of(newton.logarithm, values, bounds=[bounds], scales=[0.37])
     require_near(found, integers, np.log(values * 0.37))
     assert found.error * found.scale < 2.0**-25
 
@@ -82,11 +82,11 @@ def test_the_logarithm_is_near_everywhere(bounds):
 @pytest.mark.parametrize(
     ("method", "bounds", "message"),
     [
-        (roots.square_root, (-1, 5), "can be negative"),
-        (roots.reciprocal, (0, 5), "can be 0"),
-        (roots.reciprocal, (-2, 5), "can be 0"),
-        (roots.reciprocal_root, (0, 5), "can be negative or 0"),
-        (roots.logarithm, (0, 5), "can be negative or 0"),
+        (newton.square_root, (-1, 5), "can be negative"),
+        (newton.reciprocal, (0, 5), "can be 0"),
+        (newton.reciprocal, (-2, 5), "can be 0"),
+        (newton.reciprocal_root, (0, 5), "can be negative or 0"),
+        (newton.logarithm, (0, 5), "can be negative or 0"),
     ],
 )
 def test_outside_its_domain_a_method_refuses(method, bounds, message):
@@ -95,11 +95,11 @@ def test_outside_its_domain_a_method_refuses(method, bounds, message):
 
 
 def test_an_error_of_the_input_counts():
-    for method in (roots.square_root, roots.reciprocal, roots.reciprocal_root, roots.logarithm):
+    for method in (newton.square_root, newton.reciprocal, newton.reciprocal_root, newton.logarithm):
         exact = Wide("x", np.ones(()), 1000, 2000)
         rough = Wide("x", np.ones(()), 1000, 2000, error=10.0)
         found = [method(surroundings(x=(2,)), value) for value in (exact, rough)]
-        moved = [wide.spread(f) * float(f.scale) for f in found]
+        moved = [fixed_arithmetic.spread(f) * float(f.scale) for f in found]
         steepest = {
             "square_root": 0.5 / 1000**0.5,
             "reciprocal": 1e-6,
@@ -108,7 +108,7 @@ def test_an_error_of_the_input_counts():
         }
         assert moved[1] - moved[0] >= 9.9 * steepest[method.__name__] * 0.5
     with pytest.raises(Refused, match="within its error"):
-        roots.reciprocal(surroundings(x=(2,)), Wide("x", np.ones(()), 1, 2000, error=10.0))
+        newton.reciprocal(surroundings(x=(2,)), Wide("x", np.ones(()), 1, 2000, error=10.0))
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
     bounds = [(-(1 << first), 1 << first), (-(1 << second), 1 << second)]
     scales = [scale, -other if negative else other]
     reals = [np.array([Fraction(int(v)) * Fraction(s) for v in a]) for a, s in zip(arrays, scales, strict=True)]
-    for function, exact in ((sums.add, reals[0] + reals[1]), (wide.multiply, reals[0] * reals[1])):
+    for function, exact in ((sums.add, reals[0] + reals[1]), (fixed_arithmetic.multiply, reals[0] * reals[1])):
         found, integers = integers_of(function, *arrays, bounds=bounds, scales=scales)
         real = np.array([Fraction(int(v)) * Fraction(float(found.scale)) for v in integers])
-        allowed = wide.spread(found) * abs(float(found.scale))
+        allowed = fixed_arithmetic.spread(found) * abs(float(found.scale))
         # a product's scale is a product in float64, rounded once
         assert np.all(np.abs(real - exact) <= Fraction(allowed) + Fraction(2) ** -50 * np.abs(exact))
         whole = (
@@ -145,7 +145,7 @@ def test_sums_and_products_are_within_their_error(first, second, scale, other, n
 
 def test_small_sums_and_products_stay_int32_and_exact():
     arrays = [np.arange(-255, 256), np.arange(-255, 256)[::-1]]
-    for function, exact in ((sums.add, arrays[0] + arrays[1]), (wide.multiply, arrays[0] * arrays[1])):
+    for function, exact in ((sums.add, arrays[0] + arrays[1]), (fixed_arithmetic.multiply, arrays[0] * arrays[1])):
         found, integers = integers_of(function, *arrays, narrow=True)
         assert (found.narrow, found.error, found.relative) == (True, 0.0, 0.0)
         np.testing.assert_array_equal(integers, exact)
@@ -160,13 +160,13 @@ def test_a_scale_that_a_mean_has_is_a_whole_share_of_the_other():
 def test_the_errors_of_both_factors_count():
     exact, off = Wide("x", np.ones(()), 0, 7), Wide("z", np.ones(()), 0, 100, error=3.0)
     for sides in ((exact, off), (off, exact)):
-        assert wide.multiply(surroundings(x=(1,), z=(1,)), *sides).error >= 7 * 3.0
+        assert fixed_arithmetic.multiply(surroundings(x=(1,), z=(1,)), *sides).error >= 7 * 3.0
 
 
 def test_a_square_is_known_not_to_be_negative():
     ctx = surroundings(x=(2,))
     value = Wide("x", np.ones(()), -100, 50, narrow=True)
-    found = wide.multiply(ctx, value, value)
+    found = fixed_arithmetic.multiply(ctx, value, value)
     assert (found.lo, found.hi) == (0, 10000)
 
 
@@ -174,7 +174,7 @@ def test_a_square_is_known_not_to_be_negative():
 @pytest.mark.parametrize("bounds", [(-(1 << 61), 1 << 61), (0, 1 << 45), (-(1 << 45), -5)])
 def test_narrowing_rounds_to_the_nearest(most, bounds):
     values = spread_out(*bounds)
-    found, integers = integers_of(lambda ctx, x: wide.narrowed(ctx, x, most), values, bounds=[bounds])
+    found, integers = integers_of(lambda ctx, x: fixed_arithmetic.narrowed(ctx, x, most), values, bounds=[bounds])
     shift = max(max(abs(b) for b in bounds).bit_length() - most, 0)
     exact = [(int(v) + (1 << shift >> 1)) >> shift for v in values]
     assert integers.tolist() == exact
@@ -185,7 +185,7 @@ def test_scales_per_channel_and_constants_become_integers():
     values = spread_out(-(1 << 20), 1 << 20)[:60].reshape(20, 3)
     scale, constant = np.array([0.5, 3.0, -0.001]), np.array([[0.25], [-7e3]] * 10)
     found, integers = integers_of(
-        wide.single_scale, values, bounds=[(-(1 << 20), 1 << 20)], scales=[scale], constants=[constant]
+        fixed_arithmetic.single_scale, values, bounds=[(-(1 << 20), 1 << 20)], scales=[scale], constants=[constant]
     )
     assert found.scale.ndim == 0
     require_near(found, integers, values * scale + constant)
@@ -193,7 +193,7 @@ def test_scales_per_channel_and_constants_become_integers():
 
 def test_a_constant_that_leaves_no_room_costs_the_last_bits_only():
     values = spread_out(-(1 << 60), 1 << 60)
-    found, integers = integers_of(wide.single_scale, values, scales=[2.0**-60], constants=[0.3])
+    found, integers = integers_of(fixed_arithmetic.single_scale, values, scales=[2.0**-60], constants=[0.3])
     real = values.astype(np.longdouble) * 2.0**-60 + 0.3
     assert np.abs(integers.astype(np.longdouble) * float(found.scale) - real).max() < 2.0**-55
 
@@ -201,13 +201,13 @@ def test_a_constant_that_leaves_no_room_costs_the_last_bits_only():
 def test_a_channel_of_a_tiny_scale_is_within_the_error():
     values = spread_out(-(1 << 30), 1 << 30)[:60].reshape(20, 3)
     scale = np.array([1.0, 3e-12, 0.0])
-    found, integers = integers_of(wide.single_scale, values, bounds=[(-(1 << 30), 1 << 30)], scales=[scale])
+    found, integers = integers_of(fixed_arithmetic.single_scale, values, bounds=[(-(1 << 30), 1 << 30)], scales=[scale])
     require_near(found, integers, values * scale)
 
 
 def test_a_scale_of_zero_forgets_the_integers():
     values = spread_out(-1000, 1000)
-    found, integers = integers_of(wide.single_scale, values, scales=[0.0], constants=[0.3])
+    found, integers = integers_of(fixed_arithmetic.single_scale, values, scales=[0.0], constants=[0.3])
     require_near(found, integers, np.full(values.shape, 0.3))
     found, integers = integers_of(sums.add, values, values, scales=[0.0, 0.7])
     require_near(found, integers, values * 0.7)
@@ -215,7 +215,7 @@ def test_a_scale_of_zero_forgets_the_integers():
 
 def test_a_small_epsilon_does_not_vanish():
     values = np.array([0, 1, 1 << 24])
-    found, integers = integers_of(wide.single_scale, values, scales=[1e-3], constants=[1e-12])
+    found, integers = integers_of(fixed_arithmetic.single_scale, values, scales=[1e-3], constants=[1e-12])
     require_near(found, integers, values * 1e-3 + 1e-12)
     assert found.lo > 0
     assert abs(integers[0] * found.scale / 1e-12 - 1) < 2.0**-6
@@ -226,7 +226,10 @@ def test_a_small_epsilon_does_not_vanish():
 def test_sums_over_axes(keepdims, reach):
     values = np.random.default_rng(0).integers(-reach, reach, (4, 50, 6))
     found, integers = integers_of(
-        lambda ctx, x: wide.total(ctx, x, [1], 50, keepdims=keepdims), values, bounds=[(-reach, reach)], scales=[0.3]
+        lambda ctx, x: fixed_arithmetic.total(ctx, x, [1], 50, keepdims=keepdims),
+        values,
+        bounds=[(-reach, reach)],
+        scales=[0.3],
     )
     exact = values.astype(np.longdouble).sum(1, keepdims=bool(keepdims)) * 0.3
     require_near(found, integers, exact)
@@ -237,7 +240,7 @@ def test_sums_over_axes(keepdims, reach):
 def test_clip(bounds, scale):
     values = spread_out(-(1 << 31), 1 << 40)
     found, integers = integers_of(
-        lambda ctx, x: widen.clip(ctx, x, *bounds), values, bounds=[(-(1 << 31), 1 << 40)], scales=[scale]
+        lambda ctx, x: to_fixed.clip(ctx, x, *bounds), values, bounds=[(-(1 << 31), 1 << 40)], scales=[scale]
     )
     require_near(found, integers, np.clip(values * scale, *bounds))
 
@@ -245,7 +248,7 @@ def test_clip(bounds, scale):
 def test_a_term_saturates_what_int32_cannot_hold():
     values = spread_out(-(1 << 50), 1 << 50)
     ctx = surroundings(x=values.shape)
-    found = wide.term(ctx, Wide("x", np.asarray(2.0**-30), -(1 << 50), 1 << 50), (-10.0, 30.0), 2.0**-20)
+    found = fixed_arithmetic.term(ctx, Wide("x", np.asarray(2.0**-30), -(1 << 50), 1 << 50), (-10.0, 30.0), 2.0**-20)
     (one,) = found.terms
     assert -(1 << 31) < one.lo <= one.hi < 1 << 31
     assert float((one.lo - one.zero) * one.scale) == pytest.approx(-10.0, abs=1e-6)
@@ -258,23 +261,23 @@ def test_a_term_saturates_what_int32_cannot_hold():
 
 def test_tables_that_lie_on_a_grid_are_exact():
     squares = ((np.arange(256) - 119) * np.float32(0.031)).astype(np.float32) ** 2
-    found = widen.widened(surroundings(c=(4,)), Lookup("c", squares, None))
+    found = to_fixed.widened(surroundings(c=(4,)), Lookup("c", squares, None))
     assert (found.lo, found.hi, found.error) == (0, 136**2, 0.0)
     assert found.relative < 2.0**-22
-    rough = widen.widened(surroundings(c=(4,)), Lookup("c", np.exp(np.arange(256) / 20).astype(np.float32), None))
+    rough = to_fixed.widened(surroundings(c=(4,)), Lookup("c", np.exp(np.arange(256) / 20).astype(np.float32), None))
     assert rough.hi.bit_length() in (30, 31)
     assert rough.error == 0.5
 
 
 def test_a_constant_keeps_the_integers_it_was_stored_with():
-    found = widen.widened(surroundings(), Constant(np.float32([0.1, -0.2, 0.3])))
+    found = to_fixed.widened(surroundings(), Constant(np.float32([0.1, -0.2, 0.3])))
     assert (found.lo, found.hi) == (-2, 3)
 
 
 def test_an_accumulator_is_taken_exactly():
     zero, lo, hi = (np.asarray(v, np.int64) for v in (7, -100, 100))
     term = Term("x", np.array([0.1, 0.2]), zero, lo, hi)
-    found = widen.widened(surroundings(x=(2,)), Linear((term,), np.array([1.0, 2.0]), error=0.01))
+    found = to_fixed.widened(surroundings(x=(2,)), Linear((term,), np.array([1.0, 2.0]), error=0.01))
     assert (found.lo, found.hi) == (-107, 93)
     assert found.error == pytest.approx(0.1)
     np.testing.assert_array_equal(found.constant, [1.0, 2.0])
@@ -325,7 +328,7 @@ def test_curves_are_within_their_error(name, attrs, scale, bounds):
     exact = np.where(np.abs(values * scale) > 100, _line(curve, values * scale, function), exact)
     require_near(found, integers, exact)
     assert found.error * abs(found.scale) < 2.0**-21 * max(1.0, curve.bend) * max(
-        1.0, wide.reach(found) * abs(found.scale) / 64
+        1.0, fixed_arithmetic.reach(found) * abs(found.scale) / 64
     )
 
 

@@ -9,8 +9,8 @@ from test_integer import compare, grid, noise
 
 import qsdk
 from onnx_backend.integer.convert import convert
+from onnx_backend.integer.decompose.prepare import prepared
 from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.preparing.prepare import prepared
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 

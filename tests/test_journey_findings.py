@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import distinct
 
-from onnx_backend.read_graph import read_graph
-from qsdk.core.config import QuantConfig, w4a8, w8a8
-from qsdk.core.dtypes import float16
+from onnx_backend.opening.read_graph import read_graph
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8
 from qsdk.core.errors import IntegerError
-from qsdk.core.planning.correspondence import compare_plans, match_graphs
-from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
+from qsdk.core.numerics.dtypes import float16
+from qsdk.core.planning.graph_matching import compare_plans, match_graphs
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node
 RNG = np.random.default_rng(3)

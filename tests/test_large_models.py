@@ -14,17 +14,17 @@ import pytest
 from large_models import batches, export_peak, external_stack, inline_stack, leftovers, weights
 
 import qsdk
-from onnx_backend import write_file as writing
-from onnx_backend.data_file import DATA_KEY, facts_of
-from onnx_backend.external_data import INLINE
-from onnx_backend.large_tensors import LargeTensor, quantized, with_large
-from onnx_backend.model import array, load, serialized
-from onnx_backend.qdq import lower
+from onnx_backend.proto import write_file as writing
+from onnx_backend.proto.data_file import DATA_KEY, facts_of
+from onnx_backend.proto.external_data import INLINE
+from onnx_backend.proto.lazy_tensors import LargeTensor, quantized, with_large
+from onnx_backend.proto.model import array, load, serialized
+from onnx_backend.proto.write_file import write_file
+from onnx_backend.qdq.insert import lower
 from onnx_backend.sim import OnnxSim
-from onnx_backend.write_file import write_file
-from qsdk.core.dtypes import DTYPES
-from qsdk.core.encoding import Encoding
 from qsdk.core.errors import ExportError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES
+from qsdk.core.numerics.encoding import Encoding
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -72,7 +72,7 @@ def run(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("permutation", [None, [1, 0]])
 @pytest.mark.parametrize("how", ["tensor", "channel 0", "channel 1", "block 0", "block 1"])
 def test_pieces_are_the_codes_of_the_whole(dtype, permutation, how, monkeypatch):
-    monkeypatch.setattr("onnx_backend.large_tensors.PIECE", 1000)
+    monkeypatch.setattr("onnx_backend.proto.lazy_tensors.PIECE", 1000)
     values = np.random.default_rng(0).normal(size=(96, 75)).astype(np.float32)
     scale = np.random.default_rng(1).uniform(0.01, 0.1, (96, 75)).astype(np.float32)
     axis, block = (int(how[-1]) if how != "tensor" else None), (5 if axis_is_75(how) else 8)
@@ -286,7 +286,7 @@ def test_another_data_file_is_refused_with_the_remedy(exported, damage, message)
 
 
 def test_validation_reads_all_the_data(exported, monkeypatch):
-    monkeypatch.setattr("onnx_backend.data_file._PAGES", 2)
+    monkeypatch.setattr("onnx_backend.proto.data_file._PAGES", 2)
     path = data_of(exported)
     model = onnx.load(exported, load_external_data=False)
     said = next(entry for entry in model.metadata_props if entry.key == DATA_KEY)

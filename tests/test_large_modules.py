@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.workflow import _traced
+from qsdk.verbs.quantize import _traced
 
 
 class Attending(nn.Module):

@@ -13,11 +13,11 @@ from fake_walk import FakeWalk
 from layer_walks import WIDTH, plain_walk
 from torch import Tensor
 
-from qsdk.algorithms import seq_mse
-from qsdk.algorithms.gather import Gathers
+from qsdk.algorithms.problems.gather import Gathers
 from qsdk.algorithms.solve_layers import solve_layers
+from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError, DataError
-from qsdk.core.layer_problem import LayerProblem, Solution
+from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
 
 def run(walk: FakeWalk, solver: Callable[[LayerProblem], Solution] = seq_mse.solve, **options: Any) -> Any:

@@ -13,16 +13,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsdk.algorithms.gather import Gathers, problems_of
-from qsdk.algorithms.moments import FOLD, Moments
-from qsdk.algorithms.patches import ROWS, gather_patches, sample_positions
-from qsdk.core import affine
-from qsdk.core.dtypes import int4, int8
+from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.algorithms.problems.moments import FOLD, Moments
+from qsdk.algorithms.problems.patches import ROWS, gather_patches, sample_positions
 from qsdk.core.errors import DataError, ModelError
-from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
-from qsdk.core.layer_walk import Layer
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import int4, int8
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -8,13 +8,13 @@ import torch
 from test_same_plan import CONFIG, float_onnx
 from zoo_models import ZOO, distinct
 
-from onnx_backend import layer_walk as onnx_door
 from onnx_backend.sim import OnnxSim
-from qsdk.core.layer_walk import Layer
-from qsdk.core.planning.correspondence import match_graphs
-from qsdk.workflow import calibrate, quantize
-from torch_bridge import layer_walk as torch_door
+from onnx_backend.walk import layer_walk as onnx_door
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.planning.graph_matching import match_graphs
+from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
+from torch_bridge.walk import layer_walk as torch_door
 
 QUICK = ("cnn", "lstm")
 Seen = dict[str, tuple[Layer, np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]

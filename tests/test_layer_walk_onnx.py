@@ -15,14 +15,14 @@ from test_same_plan import float_onnx
 from walked import exposed, float_model, model_of, names_in, product
 from zoo_models import ZOO, distinct
 
-from onnx_backend import walk_run
-from onnx_backend.layer_walk import walk_layers
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8
-from qsdk.core.dtypes import float16
+from onnx_backend.walk import run
+from onnx_backend.walk.layer_walk import walk_layers
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8
 from qsdk.core.errors import CalibrationError, DataError, ModelError
-from qsdk.verbs_files import load, save
-from qsdk.workflow import calibrate, check_parity, export, quantize
+from qsdk.core.numerics.dtypes import float16
+from qsdk.verbs.files import load, save
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 
 Feeds = dict[str, np.ndarray]
 CONFIG = w4a8().layer("RmsNorm", "weight")
@@ -390,14 +390,14 @@ def test_what_fails_leaves_the_sim_as_it_was(
     if where == "commit":
         monkeypatch.setattr(OnnxSim, "restore", lambda sim, state: (monkeypatch.undo(), fail()))
     if where == "start":
-        monkeypatch.setattr(walk_run, "run_session", fail)
+        monkeypatch.setattr(run, "run_session", fail)
     with pytest.raises(error), walk_layers(sim, data, progress=False) as walk:  # noqa: PT012
         for step in walk:
             for layer in step.layers:
                 encoding, weight = halved(walk, layer.site)
                 walk.write(layer.site, encoding=encoding, weight=weight)
             if where == "section":
-                monkeypatch.setattr(walk_run, "run_session", fail)
+                monkeypatch.setattr(run, "run_session", fail)
             if where == "block":
                 raise error
     monkeypatch.undo()
@@ -429,7 +429,7 @@ def test_wrong_use_is_an_error_that_says_so() -> None:
 def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, data = branched()
     ran: list[set[int]] = [set(), set()]
-    sections = walk_run.Run._session
+    sections = run.Run._session
 
     def counting(run: Any, number: int, section: Any) -> Any:
         fresh = set(section.nodes) - run.streams[number]._again
@@ -437,7 +437,7 @@ def test_data_and_nodes_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ran[number] |= fresh
         return sections(run, number, section)
 
-    monkeypatch.setattr(walk_run.Run, "_session", counting)
+    monkeypatch.setattr(run.Run, "_session", counting)
     with walk_layers(sim, (batch for batch in data), progress=False) as walk:
         steps = len(list(walk))
     assert all(ran)

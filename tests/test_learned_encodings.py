@@ -17,12 +17,12 @@ from strategies import INTEGERS, Case, cases
 from torch import Tensor, nn
 from torch_models import EncoderModel, calibrated, randomized, seeded
 
-from qsdk.core import affine
-from qsdk.core.config import w4a8, w8a8
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError
-from torch_bridge.compiled import Kernels, _backward, _forward, compiled_kernels
-from torch_bridge.fake_quant import fake_quantize
-from torch_bridge.one_scale import Grid
+from qsdk.core.numerics import affine
+from torch_bridge.quantizers.compiled_kernels import Kernels, _backward, _forward, compiled_kernels
+from torch_bridge.quantizers.fake_quant import fake_quantize
+from torch_bridge.quantizers.per_tensor import Grid
 
 EAGER = Kernels(_forward, _backward)  # what is compiled, without the compiler
 
@@ -151,7 +151,7 @@ def test_models_train_as_if_every_relu_ran_by_itself(learn_scales: bool, monkeyp
     found = []
     for rectifies in (True, False):
         if not rectifies:
-            monkeypatch.setattr("torch_bridge.quantizer.Quantizer.rectified", lambda *_: None)
+            monkeypatch.setattr("torch_bridge.quantizers.quantizer.Quantizer.rectified", lambda *_: None)
         own = copy.deepcopy(sim)
         calls: list[int] = []
         with own.training(learn_scales=learn_scales) as model:

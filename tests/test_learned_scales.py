@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import uint8
-from qsdk.core.spec import Spec
-from torch_bridge.learned import learned_scale, learned_zero_point
+from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics.spec import Spec
+from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_point
 
 SPEC = Spec(uint8)
 

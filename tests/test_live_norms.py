@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_models import BatchNormNet, calibrated, randomized, seeded, sim_of
 
 import qsdk
-from qsdk.core.config import QuantConfig, w4a8, w8a8
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError
 from torch_bridge.sim import QuantSim
 

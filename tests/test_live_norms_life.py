@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_models import BatchNormNet, calibrated, randomized, seeded
 
 import qsdk
-from qsdk.core.config import w4a8, w8a8
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from torch_bridge.sim import QuantSim
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from islands import BATCHES, DOORS, batches, dtypes, in_runtime, outputs, sim_at
 
-from onnx_backend.model import load
-from qsdk.core.config import w4a8
-from qsdk.core.dtypes import float16
+from onnx_backend.proto.model import load
+from qsdk.core.config.config import w4a8
 from qsdk.core.errors import ConfigError
-from qsdk.workflow import calibrate, check_parity, export, quantize
+from qsdk.core.numerics.dtypes import float16
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 
 both = pytest.mark.parametrize("door", DOORS)
 

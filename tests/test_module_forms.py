@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 
-from qsdk.core.config import w4a8, w8a8
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor
-from qsdk.workflow import calibrate, check_parity, export, to_integer
+from qsdk.core.config.config import w4a8, w8a8
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor
+from qsdk.verbs.quantize import calibrate, check_parity, export, to_integer
 from torch_bridge import numbering
-from torch_bridge.frames import Frame
 from torch_bridge.sim import QuantSim
+from torch_bridge.sites.call_scopes import Frame
 
 X = seeded(4, 8)
 Compute = Callable[[Any, Tensor], Tensor]

@@ -9,9 +9,9 @@ import open_mutated
 import pytest
 from mutated_models import bases, judged, mutations
 
-from onnx_backend.open_float import open_float
-from onnx_backend.qdq import insert
-from qsdk.core.config import w8a8
+from onnx_backend.opening.from_float import open_float
+from onnx_backend.qdq.insert import insert
+from qsdk.core.config.config import w8a8
 
 GOOD = ("refused: ", "equal", "not run: ")
 

@@ -16,12 +16,12 @@ from torch_models import calibrated, seeded
 from zoo_models import distinct
 
 import qsdk
-from onnx_backend.model import array, initializers
+from onnx_backend.proto.model import array, initializers
 from qsdk.cli import main
-from qsdk.core.config import QuantConfig, w8a8
-from qsdk.core.dtypes import float16
+from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ExportError, IntegerError
-from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer, validate
+from qsdk.core.numerics.dtypes import float16
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
 
 node = helper.make_node
 

@@ -10,10 +10,10 @@ from test_same_plan import float_onnx
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import IntegerError
-from qsdk.verbs_files import load, save
-from qsdk.workflow import calibrate, check_parity, export, quantize, to_integer
+from qsdk.verbs.files import load, save
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 DIVISOR = "a divisor that is never 0"
 NEAR_ZERO = "a divisor, or what a logarithm reads"

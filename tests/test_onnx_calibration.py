@@ -8,16 +8,16 @@ import pytest
 from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
-from onnx_backend import observe as observing
-from onnx_backend.model import is_mark
-from onnx_backend.observing_graph import observing_graph
+from onnx_backend.calibration import observe as observing
+from onnx_backend.calibration.statistics_graph import observing_graph
+from onnx_backend.proto.model import is_mark
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import w4a8, w8a8
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
-from qsdk.core.estimators import METHODS, estimator, range_from_histogram, range_of_stored
-from qsdk.core.histogram import SAMPLES, histogram_of
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.statistics import observed
+from qsdk.core.ranges.estimators import METHODS, estimator, range_from_histogram, range_of_stored
+from qsdk.core.ranges.histogram import SAMPLES, histogram_of
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
+from qsdk.core.ranges.statistics import observed
 
 node = helper.make_node
 RNG = np.random.default_rng(23)

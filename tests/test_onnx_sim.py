@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, run, simulated_mlp, weights
 
-from onnx_backend.model import initializers, save
-from onnx_backend.read_graph import read_graph
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import initializers, save
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import w4a8, w8a8, w8a16
-from qsdk.core.dtypes import uint8
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import w4a8, w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError
-from qsdk.core.ranges import encoding_from_range, range_of
+from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 
 node = helper.make_node
 RNG = np.random.default_rng(11)

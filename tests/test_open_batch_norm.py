@@ -9,8 +9,8 @@ from qdq_models import make_model, weights
 from torch import nn
 
 import qsdk
-from onnx_backend.open_float import open_float
-from qsdk.core.config import w8a8
+from onnx_backend.opening.from_float import open_float
+from qsdk.core.config.config import w8a8
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

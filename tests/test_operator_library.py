@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qsdk
-from torch_bridge.operator_library import operators_read_once, registration
+from torch_bridge.tracing.operator_library import operators_read_once, registration
 
 
 def test_the_library_is_read_once_and_put_back(monkeypatch: pytest.MonkeyPatch):

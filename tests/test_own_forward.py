@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of, states
 
 from qsdk.core.errors import ModelError
-from qsdk.workflow import check_parity, export
+from qsdk.verbs.quantize import check_parity, export
 from torch_bridge.sim import QuantSim
 
 X = seeded(4, 8)

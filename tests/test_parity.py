@@ -6,15 +6,15 @@ import pytest
 from onnx import numpy_helper
 from qdq_models import convnet, mlp, prepared, simulated_mlp, stored_of
 
-from onnx_backend.model import array, initializers
-from onnx_backend.parity import check
-from onnx_backend.parity_cuts import cut_model, find_cuts
-from onnx_backend.parity_tally import float_lsb
-from onnx_backend.qdq import insert
+from onnx_backend.parity.cuts import cut_model, find_cuts
+from onnx_backend.parity.parity import check
+from onnx_backend.parity.tally import float_lsb
+from onnx_backend.proto.model import array, initializers
+from onnx_backend.qdq.insert import insert
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import DataError
+from qsdk.core.numerics.encoding import Encoding
 
 RNG = np.random.default_rng(3)
 BATCHES = [RNG.normal(size=(n, 6)).astype(np.float32) for n in (16, 5)]

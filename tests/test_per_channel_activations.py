@@ -12,7 +12,7 @@ from test_same_plan import float_onnx
 from torch import Tensor, nn
 
 import qsdk
-from qsdk.core.spec import PerChannel, PerTensor
+from qsdk.core.numerics.spec import PerChannel, PerTensor
 
 WANTED = qsdk.w8a8().override("*", per_channel_activations=True)
 COMPUTED = ("input", "activation", "output")

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.config_file import load_config
-from qsdk.core.dtypes import int8, int16, uint8, uint16
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import int8, int16, uint8, uint16
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
-from qsdk.workflow import calibrate, check_parity, export, quantize
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 from tests.plans import site, spec_of
 from tests.strategies import GraphBuilder
 from tests.torch_models import sim_of

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from qsdk.core.config import w4a8, w8a8, w8a16
-from qsdk.core.dtypes import float16, int4, int8, int32, uint16
-from qsdk.core.graph import Graph
+from qsdk.core.config.config import w4a8, w8a8, w8a16
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import float16, int4, int8, int32, uint16
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 from tests.plans import embedding, inside, matmul_network, site, small_network, spec_of
 from tests.strategies import GraphBuilder
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.dtypes import DTYPES, float16, int8, int32, uint8, uint16
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DTYPES, float16, int8, int32, uint8, uint16
+from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision
-from qsdk.core.spec import PerChannel, PerTensor, Spec
 from tests.plans import embedding, inside, matmul_network, site, small_network, spec_of
 from tests.strategies import GraphBuilder
 

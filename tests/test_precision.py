@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from islands import DOORS, batches, dtypes, everything, outputs, sim_at
 from torch import nn
 
-from qsdk.core.config import w8a8
-from qsdk.core.dtypes import float16, float32, int8, uint8, uint16
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
-from qsdk.core.estimators import estimator, range_of_stored
+from qsdk.core.numerics.dtypes import float16, float32, int8, uint8, uint16
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.ranges.estimators import estimator, range_of_stored
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs_layers import adaround, seq_mse
-from qsdk.workflow import calibrate
+from qsdk.verbs.layers import adaround, seq_mse
+from qsdk.verbs.quantize import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)
 

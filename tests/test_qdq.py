@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import LEVELS, convnet, encodings_of, make_model, mlp, prepared, run, weights
 
-from onnx_backend.marks import mark_node, open_qdq
-from onnx_backend.model import array, at_opset, attributes, initializers, load
-from onnx_backend.qdq import insert
-from onnx_backend.qdq_read import places, read, read_casts
-from onnx_backend.read_graph import read_graph
-from onnx_backend.session import simulation_session
-from qsdk.core.block_scales import confined
-from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
-from qsdk.core.dtypes import DTYPES, dtype_named
-from qsdk.core.encoding import Encoding
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import array, at_opset, attributes, initializers, load
+from onnx_backend.qdq.insert import insert
+from onnx_backend.qdq.marks import mark_node, open_qdq
+from onnx_backend.qdq.read import places, read, read_casts
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
+from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

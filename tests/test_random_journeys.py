@@ -18,15 +18,15 @@ from random_networks import RandomNetwork, random_network
 from torch import Tensor
 from torch_models import seeded
 
-from onnx_backend.session import simulation_session
+from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.errors import ConfigError, IntegerError
-from qsdk.core.planning.correspondence import compare_plans, match_graphs
+from qsdk.core.planning.graph_matching import compare_plans, match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.site import owner_of
-from qsdk.verbs_files import load, save
-from qsdk.workflow import Sim, calibrate, check_parity, export, quantize, to_integer
+from qsdk.verbs.files import load, save
+from qsdk.verbs.quantize import Sim, calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
 QUICK, SLOW = range(1), range(1, 64)

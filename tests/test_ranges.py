@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from qsdk.core.block_scales import shortened
-from qsdk.core.dtypes import DTYPES, float16, int2, int4, int8, int16, uint4, uint8, uint16
-from qsdk.core.encoding import Encoding
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.ranges import SMALLEST_SCALE, Range, encoding_from_range, range_of
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.numerics.block_scales import shortened
+from qsdk.core.numerics.dtypes import DTYPES, float16, int2, int4, int8, int16, uint4, uint8, uint16
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import SMALLEST_SCALE, Range, encoding_from_range, range_of
 from tests.strategies import MINIFLOATS
 
 ASYMMETRIC = Spec(uint8, symmetric=False)

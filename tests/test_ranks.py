@@ -10,7 +10,7 @@ import pytest
 from layer_walks import plain_walk, recorded
 
 from qsdk.algorithms import ranks
-from qsdk.algorithms.gather import Gathers
+from qsdk.algorithms.problems.gather import Gathers
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.core.errors import DataError
 

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
-from onnx_backend.marks import mark, mark_node
-from onnx_backend.model import at_opset, load, metadata, opset_of, save, set_metadata
-from onnx_backend.read_graph import read_graph
-from qsdk.core.config import w8a8
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import at_opset, load, metadata, opset_of, save, set_metadata
+from onnx_backend.qdq.marks import mark, mark_node
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
 from qsdk.core.planning.make_plan import make_plan
 

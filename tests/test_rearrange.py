@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.read_graph import read_graph
-from onnx_backend.rearrange import rearranged, takes_all
-from qsdk.core.config import w8a8
-from qsdk.core.planning.made_of_shapes import steering_tensors
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.passes.fold_views import rearranged, takes_all
+from qsdk.core.config.config import w8a8
 from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
 from qsdk.core.planning.plan import Plan
 
 OPSETS = {"": 21}

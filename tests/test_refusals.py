@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch_models import seeded
 
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ExportError
-from qsdk.workflow import quantize
+from qsdk.verbs.quantize import quantize
 
 
 def decides(x: Tensor) -> Any:

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from qsdk.algorithms import adaround, seq_mse
-from qsdk.algorithms.outputs import Outputs
-from qsdk.algorithms.relaxation import DEFAULT, Options, beta_at, relax, soft_rounding
-from qsdk.algorithms.rounding import Grid
-from qsdk.core.activation import Activation
-from qsdk.core.dtypes import dtype_named, int4
-from qsdk.core.encoding import Encoding
+from qsdk.algorithms.solvers import adaround, seq_mse
+from qsdk.algorithms.solvers.outputs import Outputs
+from qsdk.algorithms.solvers.relaxation import DEFAULT, Options, beta_at, relax, soft_rounding
+from qsdk.algorithms.solvers.rounding import Grid
 from qsdk.core.errors import ConfigError
-from qsdk.core.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.ranges import encoding_from_range, range_of
-from qsdk.core.spec import PerBlock, PerChannel, Spec
+from qsdk.core.layers.activation import Activation
+from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.numerics.dtypes import dtype_named, int4
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
+from qsdk.core.ranges.ranges import encoding_from_range, range_of
 from tests.random_problems import problem_from_moments, problem_of
 
 

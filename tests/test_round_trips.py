@@ -16,10 +16,10 @@ from qdq_models import convnet, mlp
 from random_networks import random_network
 from torch import nn
 
-from onnx_backend.session import simulation_session
-from qsdk.core.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
-from qsdk.verbs_files import load, save
-from qsdk.workflow import calibrate, export, quantize
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.verbs.files import load, save
+from qsdk.verbs.quantize import calibrate, export, quantize
 
 QUICK, SLOW = range(1), range(1, 40)
 CONFIGS = {

@@ -8,7 +8,7 @@ from islands import DOORS
 from test_correct_bias import data_of, images, layers, onnx_layers
 
 from qsdk import ConfigError, adaround, calibrate, gptq, quantize, w4a8
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
 
 both = pytest.mark.parametrize("door", DOORS)
 each = pytest.mark.parametrize("verb", [adaround, gptq], ids=["adaround", "gptq"])

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from qsdk.core.config import QuantConfig, w4a8, w8a8
-from qsdk.core.dtypes import float16, int4, int8, int16
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8
+from qsdk.core.config.rules import Matcher, Place, make_rule
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import float16, int4, int8, int16
+from qsdk.core.numerics.spec import PerChannel, PerTensor
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.rules import Matcher, Place, make_rule
-from qsdk.core.spec import PerChannel, PerTensor
 from tests.plans import embedding, inside, site, small_network, spec_of
 from tests.strategies import GraphBuilder
 from tests.torch_models import sim_of

@@ -7,9 +7,9 @@ import pytest
 from runtime_probes import LABELS, Probe
 
 from onnx_backend.integer.exact_products import products_saturate
-from onnx_backend.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
-from qsdk.core.dtypes import dtype_named
+from onnx_backend.qdq.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import dtype_named
 
 INSTALLED = tuple(int(part) for part in ort.__version__.split(".")[:2])
 #: whether a float8 tensor is off by more than an ulp depends on the weight's values where the weight is requantized

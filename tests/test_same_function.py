@@ -5,8 +5,8 @@ import pytest
 from onnx import ModelProto, helper
 from qdq_models import make_model
 
-from onnx_backend.large_tensors import Lowered
-from onnx_backend.same_function import differences
+from onnx_backend.parity.same_function import differences
+from onnx_backend.proto.lazy_tensors import Lowered
 
 node = helper.make_node
 

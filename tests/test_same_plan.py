@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import ZOO, Recurrent, distinct
 
-from onnx_backend.read_graph import read_graph
+from onnx_backend.opening.from_trace import open_traced
+from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
-from onnx_backend.traced import open_traced
-from qsdk.core.config import QuantConfig, w8a8
+from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ModelError
-from qsdk.core.graph import Graph
-from qsdk.core.planning.correspondence import compare_plans, match_graphs
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import PerTensor
+from qsdk.core.planning.graph_matching import compare_plans, match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.spec import PerTensor
-from qsdk.workflow import calibrate, check_parity, export, quantize
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import stored_values
-from torch_bridge.trace import marked_onnx
+from torch_bridge.tracing.trace import marked_onnx
 
 CONFIG = w8a8()
 

@@ -29,15 +29,15 @@ from torch_models import (
     seeded,
 )
 
-from qsdk.core.config import w4a8, w8a8
-from qsdk.core.dtypes import bfloat16, float16, float32
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
+from qsdk.core.numerics.dtypes import bfloat16, float16, float32
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.plan_json import different_sites, plain_plan, read_plan
-from qsdk.verbs_files import load, save
-from qsdk.verbs_layers import adaround
-from qsdk.workflow import calibrate, export, quantize
+from qsdk.verbs.files import load, save
+from qsdk.verbs.layers import adaround
+from qsdk.verbs.quantize import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
 
 both = pytest.mark.parametrize("door", DOORS)

@@ -10,8 +10,8 @@ from torch import nn
 
 import qsdk
 from qsdk import ConfigError, DataError, w8a8, w8a16, weight_only
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.workflow import calibrate
+from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.verbs.quantize import calibrate
 
 both = pytest.mark.parametrize("door", DOORS)
 PER_TENSOR = w8a8().override("*", per_channel=False)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qsdk
-from qsdk.core import affine
-from qsdk.core.dtypes import DTYPES, dtype_named
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
-from qsdk.core.ranges import Range, encoding_from_range
-from qsdk.core.spec import Spec
-from torch_bridge.finer_grid import finer_grid
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.ranges.ranges import Range, encoding_from_range
+from torch_bridge.quantizers.wider_grid import finer_grid
 
 CNN_SITES = ("1:output", "3:output")
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import problem_from_moments
 
-from qsdk.algorithms import seq_mse
-from qsdk.algorithms.gather import Gathers, problems_of
-from qsdk.core.block_scales import confined
-from qsdk.core.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
-from qsdk.core.encoding import Encoding
+from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError
-from qsdk.core.layer_problem import LayerProblem, PatchGeometry, WeightLayout
-from qsdk.core.layer_walk import Layer
-from qsdk.core.ranges import Range, encoding_from_range, range_of
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 
 CONV = WeightLayout("conv", (6, 4, 3), 2)
 TRANSPOSED = WeightLayout("conv_transpose", (8, 3, 3), 2, channel_axis=1, input_axis=0)

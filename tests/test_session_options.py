@@ -5,10 +5,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.keep_apart import keep_apart
-from onnx_backend.session_options import EXACT_MATMUL, needed_options
-from qsdk.core.dtypes import dtype_named
-from qsdk.core.encoding import storage_type
+from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.runtime.session_options import EXACT_MATMUL, needed_options
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import storage_type
 
 node = helper.make_node
 RNG = np.random.default_rng(5)

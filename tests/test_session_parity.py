@@ -7,9 +7,9 @@ from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, mlp, prepared
 
 import qsdk
-from onnx_backend.qdq import insert
-from onnx_backend.session_parity import check_session
-from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
+from onnx_backend.data_passes.session_parity import check_session
+from onnx_backend.qdq.insert import insert
+from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import DataError, ModelError
 
 RNG = np.random.default_rng(0)

@@ -35,14 +35,14 @@ from torch_models import (
     states,
 )
 
-from onnx_backend.traced import open_traced
-from qsdk.core.config import w4a8, w8a8
-from qsdk.core.dtypes import float16, int8, int32, uint8
+from onnx_backend.opening.from_trace import open_traced
+from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
-from qsdk.core.spec import PerChannel, PerTensor, Spec
-from qsdk.workflow import calibrate, export, quantize
+from qsdk.core.numerics.dtypes import float16, int8, int32, uint8
+from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
+from qsdk.verbs.quantize import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
-from torch_bridge.trace import marked_onnx
+from torch_bridge.tracing.trace import marked_onnx
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import qsdk
-from onnx_backend.simplify import simplify
+from onnx_backend.passes.simplify import simplify
 
 
 class Pieces(nn.Module):

@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.session import simulation_session, with_float_weights
+from onnx_backend.runtime.session import simulation_session, with_float_weights
 from qsdk.core.errors import FileFormatError
 
 node = helper.make_node

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsdk.algorithms import adaround, seq_mse
-from qsdk.algorithms.gather import Gathers
-from qsdk.core.config import QuantConfig, w4a8
-from qsdk.core.dtypes import float16
+from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.solvers import adaround, seq_mse
+from qsdk.core.config.config import QuantConfig, w4a8
 from qsdk.core.errors import CalibrationError, DataError
-from qsdk.core.layer_problem import LayerProblem, Solution, Solver
+from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
+from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
-from qsdk.verbs_layers import Run
-from qsdk.verbs_layers import solved as solve_layers
-from qsdk.workflow import Forward, calibrate, quantize
+from qsdk.verbs.layers import Run
+from qsdk.verbs.layers import solved as solve_layers
+from qsdk.verbs.quantize import Forward, calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 

@@ -12,8 +12,8 @@ from onnx import ModelProto, helper
 from test_supergroups_attention import rope
 from test_supergroups_other_norms import group_norm, tensorflow_norm
 
-from onnx_backend.read_graph import read_graph
-from qsdk.core.graph import Graph, Op, Tensor
+from onnx_backend.opening.read_graph import read_graph
+from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.patterns.find import (
     PATTERNS,
     Found,

@@ -8,7 +8,7 @@ from norm_models import quantized_tensors
 from onnx import helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
-from onnx_backend.read_graph import read_graph
+from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.patterns.find import Supergroup, match_supergroups
 
 SHAPE = [2, 8]

@@ -6,8 +6,8 @@ from norm_models import quantized_tensors
 from onnx import TensorProto, helper
 from qdq_models import make_model, run
 
-from onnx_backend.read_graph import read_graph
-from qsdk.core.config import w8a8
+from onnx_backend.opening.read_graph import read_graph
+from qsdk.core.config.config import w8a8
 from qsdk.core.patterns.find import Found, Supergroup, match_supergroups
 from qsdk.core.planning.make_plan import make_plan
 

@@ -11,8 +11,8 @@ from norm_models import DIVISIONS, SQUARES, Norm, at, build, error_of, quantized
 from onnx import helper
 from qdq_models import make_model
 
-from onnx_backend.model import at_opset, opset_of
-from onnx_backend.read_graph import read_graph
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import at_opset, opset_of
 from qsdk.core.patterns.find import Found, match_supergroups
 
 OPSETS = (13, 17, 18, 21, 23)

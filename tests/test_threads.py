@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
-from qsdk.core.config import w4a8
+from qsdk.core.config.config import w4a8
 from qsdk.core.errors import ModelError
 
 

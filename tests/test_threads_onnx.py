@@ -8,8 +8,8 @@ from integer_models import Net
 from test_integer import noise
 from test_threads import in_threads
 
-from qsdk.core.config import w8a8
-from qsdk.workflow import calibrate, quantize
+from qsdk.core.config.config import w8a8
+from qsdk.verbs.quantize import calibrate, quantize
 
 
 def network():

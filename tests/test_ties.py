@@ -2,7 +2,7 @@
 
 import pytest
 
-from qsdk.core.graph import Graph, Op, Tensor
+from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.planning.ties import PASS_THROUGH, Classes, find_ties, keeps_grid
 from tests.strategies import GraphBuilder
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_models import seeded, sim_of, states
 
 from qsdk.core.errors import CalibrationError, ExportError, ModelError
-from qsdk.workflow import calibrate
+from qsdk.verbs.quantize import calibrate
 
 
 class Masked(nn.Module):

@@ -14,11 +14,11 @@ import qsdk
 from qsdk import w4a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from qsdk.demo.model import load_pretrained
-from torch_bridge.block_calls import Piece, held_back
-from torch_bridge.block_tuning import BlockRun
-from torch_bridge.blocks import find_blocks
-from torch_bridge.module_walk import Arguments, ModuleCall
 from torch_bridge.sim import QuantSim
+from torch_bridge.tuning.block_calls import Piece, held_back
+from torch_bridge.tuning.block_tuning import BlockRun
+from torch_bridge.tuning.find_blocks import find_blocks
+from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
 
 class Layer(nn.Module):

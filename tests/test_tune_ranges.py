@@ -10,8 +10,8 @@ from torch import nn
 
 import qsdk
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
-from torch_bridge.fake_quant import fake_quantize
-from torch_bridge.one_scale import Grid
+from torch_bridge.quantizers.fake_quant import fake_quantize
+from torch_bridge.quantizers.per_tensor import Grid
 
 
 class Outliers(nn.Module):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.dtypes import int4
-from qsdk.core.encoding import Encoding
-from qsdk.core.two_level import TwoLevel, lowered, two_level
+from qsdk.core.numerics.dtypes import int4
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.two_level_scales import TwoLevel, lowered, two_level
 
 
 def blocked(scale, axis=1, block=32) -> Encoding:

@@ -7,10 +7,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, prepared
 
-from onnx_backend.qdq import insert
+from onnx_backend.qdq.insert import insert
 from onnx_backend.sim import OnnxSim
-from onnx_backend.validate import require_valid, validate
-from qsdk.core.config import w4a8, w4a16, w8a8, w8a16
+from onnx_backend.validation.validate import require_valid, validate
+from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import FileFormatError
 
 node = helper.make_node

@@ -13,7 +13,7 @@ from qdq_models import classifier, make_model, mlp, weights
 
 import qsdk
 from onnx_backend.sim import OnnxSim
-from onnx_backend.validate import require_valid, validate
+from onnx_backend.validation.validate import require_valid, validate
 from qsdk.core.errors import FileFormatError
 
 node = helper.make_node
@@ -68,7 +68,7 @@ MEMORY = """
 import sys
 import numpy as np
 from onnx import TensorProto, helper
-from onnx_backend.validate import validate
+from onnx_backend.validation.validate import validate
 
 MIB, COUNT = 1 << 20, 8
 nodes, model = [], helper.make_model(helper.make_graph([], "g", [], []), opset_imports=[helper.make_opsetid("", 21)])

@@ -28,10 +28,10 @@ from torch_models import seeded
 from zoo_models import ZOO
 
 import qsdk
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError, QsdkError
 from qsdk.core.report import Report
-from qsdk.workflow import Sim
+from qsdk.verbs.quantize import Sim
 from torch_bridge.sim import QuantSim
 
 # a packed Linear that is split, blocks of scales; recurrent weights, some of them float16; depthwise convolutions

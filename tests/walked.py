@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.large_tensors import with_large
-from onnx_backend.layer_walk import OnnxStep
-from onnx_backend.model import load
-from onnx_backend.qdq import lower
-from onnx_backend.session import simulation_session
+from onnx_backend.proto.lazy_tensors import with_large
+from onnx_backend.proto.model import load
+from onnx_backend.qdq.insert import lower
+from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
-from qsdk.algorithms.patches import gather_patches
-from qsdk.core.layer_walk import Layer
+from onnx_backend.walk.layer_walk import OnnxStep
+from qsdk.algorithms.problems.patches import gather_patches
+from qsdk.core.layers.layer_walk import Layer
 from qsdk.core.planning.plan import Plan
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from qsdk.core.errors import ModelError
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
-from torch_bridge.quantizer import Quantizer
-from torch_bridge.runtime import Runtime
-from torch_bridge.wrapper import drop_quantizers, state_of
+from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.sites.runtime import Runtime
+from torch_bridge.wrapping.wrapper import drop_quantizers, state_of
 
 PREFIX = "qsdk_"  # of the buffers that hold encodings
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.attach import PREFIX
-from torch_bridge.live_weights import LARGE
-from torch_bridge.stored import STATE
-from torch_bridge.wrapper import is_wrapped
+from torch_bridge.torch_values.parameters import STATE
+from torch_bridge.tracing.weights_by_name import LARGE
+from torch_bridge.wrapping.wrapper import is_wrapped
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
 _OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from torch_bridge.held_weights import Key, tensors_of
-from torch_bridge.relu6 import bounds, set_bounds
+from torch_bridge.torch_values.relu6 import bounds, set_bounds
+from torch_bridge.weight_snapshot import Key, tensors_of
 
 
 class GivenWeights:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qsdk.core.site import owner_of
-from torch_bridge.frames import Frame
-from torch_bridge.places import Call, place
 from torch_bridge.prepare import Prepared, visited
-from torch_bridge.trace import Traced, marked_onnx
+from torch_bridge.sites.call_scopes import Frame
+from torch_bridge.sites.source_lines import Call, place
+from torch_bridge.tracing.trace import Traced, marked_onnx
 
 Groups = Mapping[str, Sequence[str]]  # calls of one op or module in one call of a module -> places, in their order
 

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
-from torch_bridge.alias_check import require_followed
-from torch_bridge.axes import plain_shapes
-from torch_bridge.batches import Example, as_example
-from torch_bridge.computed import Computed, fold_computed
-from torch_bridge.find_folds import find_folds
-from torch_bridge.fold import Fold, apply_fold, said_by, statistics_of
-from torch_bridge.live_norms import KeptNorm, keep
-from torch_bridge.module_state import Attributes, attributes_of, caches_of, put_back, renewed, tensors_in
-from torch_bridge.own_forward import drop_autocast, require_copied_forwards
-from torch_bridge.places import Call, ambiguous
-from torch_bridge.refusals import Form, forms_of
-from torch_bridge.runtime import Runtime
-from torch_bridge.structure import input_names, leaves_of, mapped, tensors_of
-from torch_bridge.training import restore_modes
-from torch_bridge.training_path import look_in_training, set_training_path
-from torch_bridge.wiring import watch
-from torch_bridge.wrapper import is_wrapped, keep_norms, state_of, unwrap_model, wrap_model
+from torch_bridge.folding.batch_norm import Fold, apply_fold, said_by, statistics_of
+from torch_bridge.folding.computed_weights import Computed, fold_computed
+from torch_bridge.folding.trainable_batch_norm import KeptNorm, keep
+from torch_bridge.sites.runtime import Runtime
+from torch_bridge.sites.source_lines import Call, ambiguous
+from torch_bridge.torch_values.batches import Example, as_example
+from torch_bridge.torch_values.module_state import Attributes, attributes_of, caches_of, put_back, renewed, tensors_in
+from torch_bridge.torch_values.pytree import input_names, leaves_of, mapped, tensors_of
+from torch_bridge.tracing.alias_check import require_followed
+from torch_bridge.tracing.dynamic_shapes import plain_shapes
+from torch_bridge.tracing.export_errors import Form, forms_of
+from torch_bridge.tracing.training_path import look_in_training, set_training_path
+from torch_bridge.training.training import restore_modes
+from torch_bridge.wrapping.dataflow import watch
+from torch_bridge.wrapping.find_folds import find_folds
+from torch_bridge.wrapping.own_forward import drop_autocast, require_copied_forwards
+from torch_bridge.wrapping.wrapper import is_wrapped, keep_norms, state_of, unwrap_model, wrap_model
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
 from qsdk.core.read_files import require_unpacked, said_by
 from qsdk.core.sims.sim_file import Part
-from torch_bridge.batches import Example
-from torch_bridge.clock import STEPS
 from torch_bridge.sim import QuantSim
-from torch_bridge.wrapper import FOLDED, state_of
+from torch_bridge.torch_values.batches import Example
+from torch_bridge.torch_values.parameters import STEPS
+from torch_bridge.wrapping.wrapper import FOLDED, state_of
 
 WEIGHTS, EXAMPLE, GIVEN = "weights.pt", "example.pt", "given.pt"
 

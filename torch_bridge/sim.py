@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ExportError, ModelError
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.plan import Plan
 from qsdk.core.report import Report
@@ -25,22 +25,22 @@ from qsdk.core.sims.replan import replanned
 from qsdk.core.sims.state import SimState
 from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
-from torch_bridge.batches import Example, as_example
-from torch_bridge.compiled import compiled_kernels
-from torch_bridge.course import Course
 from torch_bridge.fingerprint import fingerprint
-from torch_bridge.frozen_values import values_held
 from torch_bridge.given_weights import GivenWeights
-from torch_bridge.held_weights import hold, put_back
-from torch_bridge.live_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
 from torch_bridge.prepare import Prepared
-from torch_bridge.quantizer import Quantizer
-from torch_bridge.relu6 import bounds, set_bounds
-from torch_bridge.runtime import Runtime
-from torch_bridge.stored import find_stored, stored_tensor
-from torch_bridge.trace import Traced, marked_onnx
-from torch_bridge.training import Learning, eval_mode, leave_training, parameter_groups, training
-from torch_bridge.wrapper import float_class, guests_of, state_of, unwrap_model
+from torch_bridge.quantizers.compiled_kernels import compiled_kernels
+from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.sites.runtime import Runtime
+from torch_bridge.torch_values.batches import Example, as_example
+from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.torch_values.relu6 import bounds, set_bounds
+from torch_bridge.tracing.trace import Traced, marked_onnx
+from torch_bridge.training.batch_norm_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
+from torch_bridge.training.frozen_values import values_held
+from torch_bridge.training.schedule_state import Course
+from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
+from torch_bridge.weight_snapshot import hold, put_back
+from torch_bridge.wrapping.wrapper import float_class, guests_of, state_of, unwrap_model
 
 
 class QuantSim(StatefulSim):

@@ -10,8 +10,8 @@ from torch import Tensor
 from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.prepare import run_example
 from torch_bridge.sim import QuantSim
-from torch_bridge.stored import find_stored, stored_tensor
-from torch_bridge.training import eval_mode
+from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.training.training import eval_mode
 
 
 def stored_values(sim: QuantSim) -> LazyArrays:

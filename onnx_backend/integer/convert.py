@@ -13,19 +13,19 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
+from onnx_backend.integer.codegen.expand import expand, live
+from onnx_backend.integer.codegen.runtime import CONTRIB, Kernels
 from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.context import Context, label, surroundings
+from onnx_backend.integer.ir.operations import Operation
+from onnx_backend.integer.ir.values import Codes, Failed, FloatInput, Refused, Value
 from onnx_backend.integer.lowering.edges import edge_dtype, leave
-from onnx_backend.integer.lowering.islands import Islands
+from onnx_backend.integer.lowering.float_islands import Islands
 from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
-from onnx_backend.integer.proof.check import integer_findings, require_integer_only
-from onnx_backend.integer.recording.context import Context, label, surroundings
-from onnx_backend.integer.recording.emit import Builder
-from onnx_backend.integer.recording.operations import Operation
-from onnx_backend.integer.recording.values import Codes, Failed, FloatInput, Refused, Value
-from onnx_backend.integer.writing.expand import expand, live
-from onnx_backend.integer.writing.runtime import CONTRIB, Kernels
+from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from qsdk.core.errors import ConfigError, IntegerError
-from qsdk.core.fixed_point import ROUNDINGS, Rounding
+from qsdk.core.numerics.fixed_point import ROUNDINGS, Rounding
 from qsdk.core.report import Report
 
 _STILL_FLOAT = (

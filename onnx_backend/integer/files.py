@@ -9,18 +9,18 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend import model as onnx_model
-from onnx_backend.example_sizes import open_inputs
 from onnx_backend.integer.convert import IntegerResult, convert
+from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
+from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.preparing.decided_sizes import with_decided_sizes
-from onnx_backend.integer.preparing.prepare import prepared
-from onnx_backend.integer.preparing.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
-from onnx_backend.integer.proof.forced import operations, teacher_forced, with_parity
-from onnx_backend.integer.proof.measure import measure, measured_inputs
+from onnx_backend.integer.verify.op_parity import operations, teacher_forced, with_parity
+from onnx_backend.integer.verify.run_both import measure, measured_inputs
+from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto.example_sizes import open_inputs
+from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import IntegerError, QsdkError
-from qsdk.core.files import write_with_companions
 from qsdk.core.report import Report
 
 Path = str | os.PathLike[str]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.model import array, attributes
+from onnx_backend.proto.model import array, attributes
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, is_quantizer
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from onnx_backend.model import attributes, constant_tensor, is_constant, opset_of, producers
-from onnx_backend.skeleton import skeleton
-from onnx_backend.subgraphs import bodies, reads
+from onnx_backend.proto.model import attributes, constant_tensor, is_constant, opset_of, producers
+from onnx_backend.proto.subgraphs import bodies, reads
+from onnx_backend.proto.weightless import skeleton
 
 Shape = tuple[int | None, ...]
 STANDARD = ("", "ai.onnx")

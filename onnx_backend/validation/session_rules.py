@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from onnx import ModelProto
 
-from onnx_backend.keep_apart import COPY_KEY, keep_apart
-from onnx_backend.model import OPSET, consumers, initializers, metadata, opset_of
-from onnx_backend.skeleton import skeleton
+from onnx_backend.proto.model import OPSET, consumers, initializers, metadata, opset_of
+from onnx_backend.proto.weightless import skeleton
+from onnx_backend.qdq.fusion_barriers import COPY_KEY, keep_apart
 from onnx_backend.validation.finding import Finding, warning
 from onnx_backend.validation.scope import is_quantizer
 

@@ -7,14 +7,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.external_data import bytes_of
-from onnx_backend.model import array, metadata
+from onnx_backend.proto.external_data import bytes_of
+from onnx_backend.proto.model import array, metadata
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, type_name
 from onnx_backend.validation.type_rules import FLOAT8
-from qsdk.core.dtypes import DType, dtype_named
-from qsdk.core.encoding import storage_type
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DType, dtype_named
+from qsdk.core.numerics.encoding import storage_type
 
 _T = TensorProto
 _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16, _T.FLOAT8E8M0, _T.DOUBLE)

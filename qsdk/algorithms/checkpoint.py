@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from qsdk.algorithms import ranks
-from qsdk.core.dtypes import dtype_named
-from qsdk.core.encoding import Encoding
+from qsdk.core.atomic_files import write_atomically, write_text
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
-from qsdk.core.files import write_atomically, write_text
-from qsdk.core.layer_problem import Solution
+from qsdk.core.layers.layer_problem import Solution
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.read_files import require_readable, require_unpacked, said_by, text_of
-from qsdk.core.spec import Spec
 
 #: Share of the largest mean by which the means of the same data may differ, as other thread counts round otherwise.
 SAME = 1e-3

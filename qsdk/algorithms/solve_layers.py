@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
-from qsdk.algorithms.gather import Gathers, problems_of
-from qsdk.core.layer_problem import LayerProblem, Solution, Solver
-from qsdk.core.layer_walk import Layer, Step, Walk
+from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
+from qsdk.core.layers.layer_walk import Layer, Step, Walk
 from qsdk.core.report import Report
 
 _ALL = Gathers()

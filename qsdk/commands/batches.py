@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_backend.inputs import Input
+from onnx_backend.proto.inputs import Input
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 Array = npt.NDArray[Any]

@@ -4,10 +4,10 @@ from argparse import Namespace
 
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
-from qsdk.core.encoding import Encoding
-from qsdk.core.provenance import GRAPH
+from qsdk.core.encodings.provenance import GRAPH
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.verbs_files import convert_encodings, read_with
+from qsdk.verbs.files import convert_encodings, read_with
 
 
 def run_show(options: Namespace) -> int:

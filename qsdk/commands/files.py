@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
-from qsdk.workflow import inspect, to_integer
+from qsdk.verbs.quantize import inspect, to_integer
 
 
 def run_inspect(options: Namespace) -> int:

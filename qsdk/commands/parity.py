@@ -3,15 +3,15 @@
 import sys
 from argparse import Namespace
 
-from onnx_backend.inputs import inputs_of
-from onnx_backend.model import load
-from onnx_backend.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
-from onnx_backend.session_parity import check_session
+from onnx_backend.data_passes.session_parity import check_session
+from onnx_backend.proto.inputs import inputs_of
+from onnx_backend.proto.model import load
+from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import chosen
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
-from qsdk.workflow import check_parity, opened_qdq
+from qsdk.verbs.quantize import check_parity, opened_qdq
 
 
 def run(options: Namespace) -> int:

@@ -6,16 +6,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from onnx_backend.inputs import inputs_of
-from onnx_backend.model import load
+from onnx_backend.proto.inputs import inputs_of
+from onnx_backend.proto.model import load
 from qsdk.commands.batches import chosen
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
-from qsdk.core.config import QuantConfig
-from qsdk.core.config_file import load_config
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
-from qsdk.workflow import calibrate, export, quantize
+from qsdk.verbs.quantize import calibrate, export, quantize
 
 
 def run(options: Namespace) -> int:

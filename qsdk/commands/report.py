@@ -7,18 +7,18 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.model import load, opset_of
-from onnx_backend.open_adopted import open_with_config
-from onnx_backend.sizes import sizes
-from onnx_backend.validate import validate
+from onnx_backend.proto.model import load, opset_of
+from onnx_backend.proto.sizes import sizes
+from onnx_backend.sim_from_qdq import open_with_config
+from onnx_backend.validation.validate import validate
 from qsdk.commands.outputs import require_output
 from qsdk.commands.page import page
 from qsdk.commands.printing import show
-from qsdk.core.config import w8a8
-from qsdk.core.encoding import Encoding
-from qsdk.core.files import write_text
+from qsdk.core.atomic_files import write_text
+from qsdk.core.config.config import w8a8
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.workflow import opened_qdq
+from qsdk.verbs.quantize import opened_qdq
 
 
 def run(options: Namespace) -> int:

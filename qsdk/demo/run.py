@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 import qsdk
-from qsdk.core.files import write_text
+from qsdk.core.atomic_files import write_text
 from qsdk.demo.data import DemoData, load
 from qsdk.demo.model import load_pretrained
 

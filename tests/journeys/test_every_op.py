@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsdk
-from onnx_backend.integer.proof.check import integer_findings
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.integer_only import integer_findings
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -9,7 +9,7 @@ from pretrained_road import travelled
 from zoo_text import cosine, perplexity
 
 import qsdk
-from onnx_backend.integer.proof.check import integer_findings
+from onnx_backend.integer.verify.integer_only import integer_findings
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

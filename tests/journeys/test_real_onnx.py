@@ -11,9 +11,9 @@ import onnxruntime as ort
 import pytest
 
 import qsdk
-from onnx_backend.compare_runs import session
-from onnx_backend.model import load, opset_of
-from onnx_backend.qdq import insert
+from onnx_backend.proto.model import load, opset_of
+from onnx_backend.qdq.insert import insert
+from onnx_backend.runtime.compare_runs import session
 from qsdk.core.planning.plan import Plan
 
 pytestmark = pytest.mark.network

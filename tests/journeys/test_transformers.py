@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import qsdk
-from qsdk.core.config import w8a8
+from qsdk.core.config.config import w8a8
 
 # the others are as quick, but many
 QUICK = ("llama", "convnext")

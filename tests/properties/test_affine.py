@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from qsdk.core import affine
-from qsdk.core.dtypes import DTYPES, int8, uint8
-from qsdk.core.encoding import Encoding
-from qsdk.core.ranges import Range, encoding_from_range
-from qsdk.core.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, int8, uint8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import Range, encoding_from_range
 from tests.strategies import (
     EXTREMES,
     GRANULARITIES,

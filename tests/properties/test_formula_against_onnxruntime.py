@@ -15,9 +15,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from qsdk.core import affine
-from qsdk.core.dtypes import DTYPES, DType
-from qsdk.core.encoding import Encoding
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.encoding import Encoding
 from tests.strategies import (
     EXTREMES,
     FILLINGS,

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsdk.core.config import QuantConfig, w4a8, w8a8, w8a16
-from qsdk.core.config_file import load_config
-from qsdk.core.graph import Graph
+from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import PerChannel
 from qsdk.core.planning.activations import FIXED_RANGES
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import find_assemblies, keeps_grid
 from qsdk.core.site import owner_of, port_of
-from qsdk.core.spec import PerChannel
 from tests.strategies import GraphBuilder
 
 UNARY = ("Relu", "Softmax", "Sigmoid", "Tanh", "Sin", "MaxPool", "AveragePool", "Reshape", "Transpose", "Identity")

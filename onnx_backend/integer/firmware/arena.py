@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 
 _ALIGNMENT = 8
 

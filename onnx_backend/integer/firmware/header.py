@@ -14,7 +14,7 @@ import numpy as np
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor
 from onnx_backend.integer.firmware.program import Program
 from onnx_backend.integer.firmware.static import static_program
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 from qsdk.core.errors import IntegerError
 
 _WIDTH = 110

@@ -55,10 +55,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, shape_inference
 
 from onnx_backend.integer.convert import IntegerResult
-from onnx_backend.integer.recording.context import attributes
-from onnx_backend.integer.recording.context import label as label_of
-from onnx_backend.integer.recording.narrow import NarrowPlan
-from onnx_backend.integer.recording.operations import (
+from onnx_backend.integer.ir.context import attributes
+from onnx_backend.integer.ir.context import label as label_of
+from onnx_backend.integer.ir.operations import (
     Accumulation,
     Join,
     Operation,
@@ -68,8 +67,9 @@ from onnx_backend.integer.recording.operations import (
     Table,
     WindowSum,
 )
-from onnx_backend.integer.recording.segments import FRACTION
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.piecewise_linear import FRACTION
+from onnx_backend.integer.ir.requant32 import NarrowPlan
+from onnx_backend.integer.ir.values import Array
 from qsdk.core.errors import ConfigError, IntegerError
 
 _NARROW: tuple[Any, ...] = (np.int8, np.int16, np.int32, np.int64)

@@ -13,7 +13,7 @@ from onnx import ModelProto, helper
 
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, placed_in_arena
 from onnx_backend.integer.firmware.program import Program, narrowest, static_sizes
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError

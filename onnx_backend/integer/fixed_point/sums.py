@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.fixed_point.wide import (
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     GUARD,
     ROOM,
     bits,
@@ -21,9 +21,9 @@ from onnx_backend.integer.fixed_point.wide import (
     single_scale,
     spread,
 )
-from onnx_backend.integer.recording.context import Context
-from onnx_backend.integer.recording.exact import MASK, ULP
-from onnx_backend.integer.recording.values import Array, Wide
+from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.exact_bounds import MASK, ULP
+from onnx_backend.integer.ir.values import Array, Wide
 
 _ROOM = ROOM - 2 - GUARD  # bits of an operand beside whose steps another one is to have its own
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.lowering.edges import entered, quantized
-from onnx_backend.integer.recording.context import Context, attributes, move
-from onnx_backend.integer.recording.emit import Builder, look_up, requantize
-from onnx_backend.integer.recording.operations import Join
-from onnx_backend.integer.recording.values import (
+from onnx_backend.integer.ir.builder import Builder, look_up, requantize
+from onnx_backend.integer.ir.context import Context, attributes, move
+from onnx_backend.integer.ir.operations import Join
+from onnx_backend.integer.ir.values import (
     Bent,
     Constant,
     Encoding,
@@ -24,6 +23,7 @@ from onnx_backend.integer.recording.values import (
     Step,
     Value,
 )
+from onnx_backend.integer.lowering.edges import entered, quantized
 
 
 def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:

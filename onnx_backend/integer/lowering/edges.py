@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from onnx_backend.integer.recording.context import FIXED_SIZES, Context, integer_name
-from onnx_backend.integer.recording.emit import Builder
-from onnx_backend.integer.recording.values import (
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.context import FIXED_SIZES, Context, integer_name
+from onnx_backend.integer.ir.values import (
     GRIDS,
     Codes,
     Constant,

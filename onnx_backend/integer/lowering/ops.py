@@ -12,26 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.lowering.conv_transpose import conv_transpose
-from onnx_backend.integer.lowering.factors import as_sum, factor
-from onnx_backend.integer.lowering.halves import bytes_of
-from onnx_backend.integer.lowering.layers import (
-    accumulated,
-    conv,
-    gemm,
-    matmul,
-    plus_constant,
-    products,
-    scaled,
-    stored_values,
-)
-from onnx_backend.integer.lowering.moves import MOVES, pad
-from onnx_backend.integer.lowering.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
-from onnx_backend.integer.lowering.qdq import dequantize, quantize
-from onnx_backend.integer.lowering.resize import resize
-from onnx_backend.integer.lowering.selection import SELECTIONS
-from onnx_backend.integer.lowering.tables import NO_NUMBER, TABLES, table
-from onnx_backend.integer.recording.context import (
+from onnx_backend.integer.ir.context import (
     Args,
     Context,
     Lowering,
@@ -39,8 +20,8 @@ from onnx_backend.integer.recording.context import (
     integer_name,
     settled,
 )
-from onnx_backend.integer.recording.exact import one_rounding, one_sum
-from onnx_backend.integer.recording.values import (
+from onnx_backend.integer.ir.exact_bounds import one_rounding, one_sum
+from onnx_backend.integer.ir.values import (
     Array,
     Bent,
     Constant,
@@ -54,6 +35,25 @@ from onnx_backend.integer.recording.values import (
     clipped,
     linear,
 )
+from onnx_backend.integer.lowering.layers.centred_operands import as_sum, factor
+from onnx_backend.integer.lowering.layers.conv_transpose import conv_transpose
+from onnx_backend.integer.lowering.layers.layers import (
+    accumulated,
+    conv,
+    gemm,
+    matmul,
+    plus_constant,
+    products,
+    scaled,
+    stored_values,
+)
+from onnx_backend.integer.lowering.layers.pool import average_pool, global_average_pool, reduce_mean, reduce_sum
+from onnx_backend.integer.lowering.layers.split_int16 import bytes_of
+from onnx_backend.integer.lowering.movement.moves import MOVES, pad
+from onnx_backend.integer.lowering.movement.resize import resize
+from onnx_backend.integer.lowering.nonlinear.selection import SELECTIONS
+from onnx_backend.integer.lowering.nonlinear.tables import NO_NUMBER, TABLES, table
+from onnx_backend.integer.lowering.qdq import dequantize, quantize
 
 #: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
 _NORM_ROUNDINGS = 8

@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.fixed_point.wide_edges import ready
-from onnx_backend.integer.lowering.codes import to_codes
-from onnx_backend.integer.lowering.edges import raised
-from onnx_backend.integer.recording.context import Args, Context, attributes
-from onnx_backend.integer.recording.operations import Requantization
-from onnx_backend.integer.recording.values import (
+from onnx_backend.integer.fixed_point.fixed_edges import ready
+from onnx_backend.integer.ir.context import Args, Context, attributes
+from onnx_backend.integer.ir.operations import Requantization
+from onnx_backend.integer.ir.values import (
     GRIDS,
     Array,
     Blocks,
@@ -27,7 +25,9 @@ from onnx_backend.integer.recording.values import (
     Wide,
     dequantized,
 )
-from qsdk.core import affine
+from onnx_backend.integer.lowering.codes import to_codes
+from onnx_backend.integer.lowering.edges import raised
+from qsdk.core.numerics import affine
 
 _ASSOCIATED: dict[int, tuple[int, int]] = {
     TensorProto.UINT8: (0, 255),

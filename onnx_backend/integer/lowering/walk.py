@@ -6,14 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.fold_constants import evaluated, fold
-from onnx_backend.integer.lowering.islands import Islands, floated
-from onnx_backend.integer.lowering.lowerings import LOWERINGS, copied
-from onnx_backend.integer.lowering.no_form import no_form, require_no_bodies
-from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
-from onnx_backend.integer.lowering.passing import CODE_MOVES, moved_codes
-from onnx_backend.integer.recording.context import Context, attributes, label
-from onnx_backend.integer.recording.values import (
+from onnx_backend.integer.ir.context import Context, attributes, label
+from onnx_backend.integer.ir.values import (
     Array,
     Codes,
     Constant,
@@ -25,7 +19,13 @@ from onnx_backend.integer.recording.values import (
     Refused,
     Value,
 )
-from onnx_backend.subgraphs import reads
+from onnx_backend.integer.lowering.code_movement import CODE_MOVES, moved_codes
+from onnx_backend.integer.lowering.float_islands import Islands, floated
+from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
+from onnx_backend.integer.lowering.registry import LOWERINGS, copied
+from onnx_backend.integer.lowering.unsupported import no_form, require_no_bodies
+from onnx_backend.passes.fold_constants import evaluated, fold
+from onnx_backend.proto.subgraphs import reads
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _OPTIONAL = ("BatchNormalization", "Dropout", "LayerNormalization", "MaxPool")

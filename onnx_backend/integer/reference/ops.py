@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.selection import SELECTION_OPS
-from qsdk.core import affine
+from qsdk.core.numerics import affine
 
 Attributes = Mapping[str, Any]
 _EXACT = 2.0**53

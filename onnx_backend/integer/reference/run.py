@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, helper, numpy_helper
 
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
 from qsdk.core.errors import DataError, IntegerError
 

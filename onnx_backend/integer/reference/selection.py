@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_backend.integer.recording.values import Array
+from onnx_backend.integer.ir.values import Array
 
 Attributes = Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.terms import Captured, Pattern, Term, any_of, number, op, product
 
 

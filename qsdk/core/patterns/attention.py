@@ -4,7 +4,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.masks import HIDES, is_mask
 from qsdk.core.patterns.terms import Anything, Captured, Input, Pattern, Term, any_of, number, op
 

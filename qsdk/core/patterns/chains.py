@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.patterns.supergroup import Supergroup
 

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.activations import ACTIVATIONS
 from qsdk.core.patterns.attention import ATTENTION
 from qsdk.core.patterns.linear import bias_of_add, linear_groups

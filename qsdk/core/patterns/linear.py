@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.supergroup import Supergroup
 
 #: ops that end in an accumulator, whose activation is folded into its requantization

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.supergroup import Supergroup
 
 #: a score this far below the others has a weight of 2e-9, which no grid of a softmax shows

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from qsdk.core.graph import Graph, Op
+from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.patterns.supergroup import NearMiss, Supergroup
 from qsdk.core.patterns.terms import (
     COMMUTATIVE,

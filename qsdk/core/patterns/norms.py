@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.terms import Anything, Captured, Input, Node, Pattern, Term, amiss, any_of, number, op, stored
 
 _REDUCES = "ReduceMean|ReduceSum"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qsdk.core.spec import Role
+from qsdk.core.numerics.spec import Role
 
 
 @dataclass(frozen=True)

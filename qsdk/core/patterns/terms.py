@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from qsdk.core.graph import Graph
-from qsdk.core.spec import Role
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import Role
 
 #: ops whose operands may be swapped
 COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum"})

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
 from qsdk.core.planning.context import Context
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import BY_CALIBRATION, Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
-from qsdk.core.planning.too_coarse import BY_CALIBRATION
-from qsdk.core.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(

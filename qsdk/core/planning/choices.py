@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.rules import Matcher, Place, Rule
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import Matcher, Place, Rule
 
 
 @dataclass(frozen=True)

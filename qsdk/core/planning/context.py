@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.graph import Graph
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import Place
+from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.choices import Choice, Resolver
-from qsdk.core.planning.counted import becomes_integers
-from qsdk.core.planning.made_of_shapes import steering_tensors
+from qsdk.core.planning.no_grid.counted import becomes_integers
+from qsdk.core.planning.no_grid.poles import guarded_divisors
+from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
 from qsdk.core.planning.operands import operands_of
-from qsdk.core.planning.poles import guarded_divisors
-from qsdk.core.rules import Place
 from qsdk.core.site import owner_of
 
 #: the name of a supergroup -> the ONNX type that says the same, where it is another word

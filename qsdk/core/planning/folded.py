@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from qsdk.core.graph import Graph, Op
+from qsdk.core.graph.graph import Graph, Op
 
 _SIZED = frozenset({"Expand", "Reshape", "Tile"})  # the sizes are the exporter's where it fixes the inputs'
 

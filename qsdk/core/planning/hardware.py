@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from qsdk.core.dtypes import DTYPES, DType
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.context import ONNX_NAMES, Context
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import keeps_grid
-from qsdk.core.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 
-from qsdk.core.config import QuantConfig
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import Place, Rule
 from qsdk.core.errors import ConfigError
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.stored import plan_stored
-from qsdk.core.rules import Place, Rule
 from qsdk.core.site import owner_of, said_nearest
 
 

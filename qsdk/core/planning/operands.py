@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsdk.core.graph import Graph, Op
+from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.numerics.spec import Role
 from qsdk.core.patterns.linear import bias_of_add
-from qsdk.core.spec import Role
 
 
 @dataclass(frozen=True)

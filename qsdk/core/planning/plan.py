@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsdk.core.dtypes import DType
-from qsdk.core.spec import Kind, Spec
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.spec import Kind, Spec
+
+#: the rule behind a decision that the ranges of a calibration made (`qsdk.core.ranges.too_coarse`)
+BY_CALIBRATION = "the calibration"
 
 
 @dataclass(frozen=True)

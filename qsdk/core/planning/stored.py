@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import BlockFormat, DType, int8, int32, level_dtype
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import Shape
+from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
+from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
 from qsdk.core.planning.context import Context
 from qsdk.core.planning.operands import Operand, is_scalar
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
-from qsdk.core.rules import Shape
-from qsdk.core.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
 
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from qsdk.core.graph import Graph, Op
+from qsdk.core.graph.graph import Graph, Op
 
 # Ops whose output holds values of their first input and nothing else.
 PASS_THROUGH = frozenset(

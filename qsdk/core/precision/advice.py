@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from qsdk.core.dtypes import uint16
-from qsdk.core.encoding import Encoding
+from qsdk.core.numerics.dtypes import uint16
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.precision.samples import FloatArray, SiteSample
-from qsdk.core.ranges import Range, encoding_from_range
+from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of
-from qsdk.core.spec import Spec
 
 _ENOUGH = 20.0  # dB; below it a site is named
 _NARROW = 8.0  # a member of a tie this many times narrower than its class loses three bits

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import DType, dtype_named, float32
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DType, dtype_named, float32
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import advise, decibels, noise_to_signal
 from qsdk.core.precision.samples import FloatArray, SiteSample

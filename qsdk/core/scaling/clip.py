@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.bias import with_room_for
-from qsdk.core.encoding import Encoding
-from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.numerics.bias import with_room_for
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, Spec
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.scaling.edits import input_axis, is_linear
 from qsdk.core.scaling.layers import SeenLayer, seen_layer
 from qsdk.core.scaling.scalings import FloatArray
 from qsdk.core.scaling.search import Seen
 from qsdk.core.sims.state import SimState, owns_encoding
-from qsdk.core.spec import PerBlock, Spec
 
 
 @dataclass(frozen=True)

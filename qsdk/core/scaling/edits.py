@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.operands import Operand, operands_of
 from qsdk.core.scaling.channels import Ids, along, broadcast_back
-from qsdk.core.scaling.passing import At, channels_along, passed
+from qsdk.core.scaling.propagation import At, channels_along, passed
 from qsdk.core.site import owner_of
 
 LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})

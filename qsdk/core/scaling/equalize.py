@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
+from qsdk.core.scaling.channel_observer import Look
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import End
-from qsdk.core.scaling.looks import Look
 from qsdk.core.scaling.regions import Region
 from qsdk.core.scaling.scalings import Factors, FloatArray, Scalings, balanced, widest
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.operands import operands_of
-from qsdk.core.ranges import Range, encoding_from_range, range_of
+from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
+from qsdk.core.scaling.channel_observer import Look
 from qsdk.core.scaling.edits import input_axis
-from qsdk.core.scaling.looks import Look
 from qsdk.core.scaling.scalings import FloatArray
-from qsdk.core.spec import Spec
 
 Array = npt.NDArray[np.floating]
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from qsdk.core.encoding import Encoding
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Plan
+from qsdk.core.scaling.channel_observer import Look
 from qsdk.core.scaling.channels import varies
 from qsdk.core.scaling.edits import input_axis, is_linear
-from qsdk.core.scaling.looks import Look
 from qsdk.core.scaling.regions import Region
 from qsdk.core.scaling.scalings import Factors
-from qsdk.core.spec import Spec
 
 
 def specs_of(plan: Plan) -> dict[str, Spec]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import Edit, End, consuming, input_axis, is_linear, producing, shifting, stored_operand
-from qsdk.core.scaling.passing import At, Passed, carried_by, operands_that_may_carry, passed
+from qsdk.core.scaling.propagation import At, Passed, carried_by, operands_that_may_carry, passed
 
 _TRIES = 16  # of the operands of products
 _SHAPES = frozenset({"Shape", "Size"})

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
 from qsdk.core.scaling.regions import Region
 
 

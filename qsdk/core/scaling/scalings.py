@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import Edit
 from qsdk.core.scaling.regions import Region

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.scaling.channel_observer import Look
 from qsdk.core.scaling.edits import End
 from qsdk.core.scaling.layers import SeenLayer, output_error, seen_layer
-from qsdk.core.scaling.looks import Look
 from qsdk.core.scaling.regions import Region
 from qsdk.core.scaling.scalings import Factors, Scalings, balanced, centred, widest
-from qsdk.core.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from qsdk.core.bias import bias_remark
+from qsdk.core.numerics.bias import bias_remark
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState, Stored
 

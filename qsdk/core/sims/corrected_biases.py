@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import FileFormatError
-from qsdk.core.graph import Graph
-from qsdk.core.graph_layers import graph_layers
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.graph_layers import graph_layers
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.state import SimState
 

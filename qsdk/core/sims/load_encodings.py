@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from qsdk.core import affine
-from qsdk.core.dtypes import DType
-from qsdk.core.encoding import Encoding
-from qsdk.core.encodings_file import StoredEncodings
+from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState, encoding_of, matched_homes, owns_encoding
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 _STATES = ("missing", "unexpected", "different")
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.estimators import PERCENTILE, estimator
+from qsdk.core.ranges.estimators import PERCENTILE, estimator
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from qsdk.core.dtypes import dtype_named
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 
 _TUPLES = ("bias_of", "shape")
 #: what says why, and not what

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.bias import with_room_for
-from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import BlockFormat, DType, WeightType, dtype_named, weight_type_named
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
-from qsdk.core.estimators import estimator, range_of_stored
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.bias import with_room_for
+from qsdk.core.numerics.dtypes import BlockFormat, DType, WeightType, dtype_named, weight_type_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerTensor
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.planning.too_coarse import left_float
-from qsdk.core.ranges import Range, encoding_from_range
+from qsdk.core.ranges.estimators import estimator, range_of_stored
+from qsdk.core.ranges.ranges import Range, encoding_from_range
+from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.report import Report
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.state import SimState, Stored, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
-from qsdk.core.spec import PerTensor
 
 Choices = Mapping[str, WeightType]
 

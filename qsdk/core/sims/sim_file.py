@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from qsdk.core import encodings_file
-from qsdk.core.config import QuantConfig
+from qsdk.core.atomic_files import write_atomically
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import FileFormatError, QsdkError
-from qsdk.core.files import write_atomically
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.read_files import require_readable, require_unpacked, said_by
 from qsdk.core.sims.plan_json import plain_plan, read_plan
@@ -74,7 +74,7 @@ def write_sim(
     texts = {
         _MANIFEST: json.dumps(manifest, indent=1),
         _PLAN: json.dumps(plain_plan(state.plan)),
-        _ENCODINGS: encodings_file.dumps(state.own, {"tool": "qsdk"}, casts_of(state.plan)),
+        _ENCODINGS: qsdk_format.dumps(state.own, {"tool": "qsdk"}, casts_of(state.plan)),
     }
 
     def write(temporary: Path) -> None:
@@ -111,7 +111,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         state = SimState(
             None if config is None else QuantConfig.from_dict(config, where=where),
             read_plan(json.loads(texts[_PLAN])),
-            dict(encodings_file.loads(texts[_ENCODINGS], f"{_ENCODINGS} in {where}").encodings),
+            dict(qsdk_format.loads(texts[_ENCODINGS], f"{_ENCODINGS} in {where}").encodings),
         )
         return SimFile(str(manifest["door"]), state, dict(manifest["facts"]), contents, Path(path))
     except FileFormatError:

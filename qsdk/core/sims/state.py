@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import axis_of
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.sims.frozen_values import STORED, HoldsValues, values_stay
 from qsdk.core.sims.methods import Methods
 from qsdk.core.site import matches, owner_of, port_of, said_nearest, without_calls
-from qsdk.core.spec import axis_of
 
 #: what `freeze` takes besides patterns
 KINDS = MappingProxyType({"weights": ("weight",), "activations": ("activation", "input", "output")})

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy.typing as npt
 
-from qsdk.core.config import QuantConfig
-from qsdk.core.dtypes import DType, WeightType
-from qsdk.core.encoding import Encoding
+from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.folded_norms import FoldedNorm
-from qsdk.core.graph import Graph
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.numerics.dtypes import DType, WeightType
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
-from qsdk.core.planning.too_coarse import Observed, left_float, too_coarse
-from qsdk.core.ranges import Range
+from qsdk.core.ranges.ranges import Range
+from qsdk.core.ranges.too_coarse import Observed, left_float, too_coarse
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import bias_remarks, with_left_float
 from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts

@@ -1,0 +1,1 @@
+"""Statistics of sites, computed inside the graph."""

@@ -1,0 +1,202 @@
+"""The float model whose outputs are statistics of its sites: minimum, maximum, a sample."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from onnx_backend.proto.model import (
+    MARK_DOMAIN,
+    array,
+    attributes,
+    initializers,
+    is_mark,
+    load,
+    names_in,
+    producers,
+    replace_nodes,
+    unique,
+)
+from qsdk.core.planning.plan import Decision
+from qsdk.core.ranges.histogram import SAMPLES, STEPS
+from qsdk.core.ranges.statistics import channel_axis
+
+#: Ops that make no NaN and no infinity of finite values, unless they overflow (which shows in an extreme).
+_KEEP_FINITE = frozenset(
+    {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Sum", "Mean", "Neg", "Abs", "Max", "Min", "Where"}
+    | {"Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Gelu", "Erf", "Softmax"}
+    | {"AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "ReduceMin"}
+    | {"ReduceSum", "Concat", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Slice", "Split"}
+    | {"Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "Resize", "DepthToSpace", "SpaceToDepth"}
+    | {"Dropout", "LSTM", "GRU", "RNN", "Elu", "Softplus", "Softsign", "Sin", "Cos", "Shape", "Size", "Equal", "Less"}
+)
+#: Ops whose values are not below 0; of a range, which contains 0, only the upper end is to be found.
+_NOT_NEGATIVE = frozenset({"Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs"})
+#: What stands between a convolution and its activation, in the runtime's own blocked layout of channels.
+_AROUND_CONVOLUTIONS = frozenset({"Conv", "Add", "BatchNormalization", "Concat", "Sum"})
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The outputs that tell about one site; "" where there is none.
+
+    Attributes:
+        site: its name.
+        high: the largest value, or that of each channel.
+        low: the smallest one, or that of each channel.
+        check: 0, unless there is NaN or an infinity.
+        sample: some of the values, flattened.
+        size: how many values there are.
+    """
+
+    site: str
+    high: str
+    low: str = ""
+    check: str = ""
+    sample: str = ""
+    size: str = ""
+
+
+def observing_graph(
+    marked: ModelProto, wanted: Mapping[str, Decision], *, sampled: bool
+) -> tuple[ModelProto, list[Watched]]:
+    """Build the float model with the statistics of the wanted sites as its only outputs.
+
+    Args:
+        marked: the float model with marks; it is not changed.
+        wanted: by site.
+        sampled: whether histograms are wanted too.
+    """
+    model = load(marked)
+    builder = _Builder(model, sampled=sampled)
+    for node in model.graph.node:
+        builder.add(node, wanted)
+    del model.graph.output[:]
+    model.graph.output.extend(builder.outputs)
+    replace_nodes(model.graph, builder.nodes)
+    kept = [entry for entry in model.opset_import if entry.domain != MARK_DOMAIN]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    return model, builder.watched
+
+
+class _Builder:
+    """Nodes, outputs and what is known of tensors while a graph is walked through."""
+
+    def __init__(self, model: ModelProto, *, sampled: bool) -> None:
+        self.graph, self.sampled = model.graph, sampled
+        self.stored = initializers(model.graph)
+        self.makers = producers(model.graph.node)
+        self.taken = names_in(model.graph)
+        self.nodes: list[NodeProto] = []
+        self.outputs: list[ValueInfoProto] = []
+        self.watched: list[Watched] = []
+        self.seen: set[str] = set()
+        # integers are finite, and so is what has been looked at
+        self.finite = {name for name, tensor in self.stored.items() if _is_finite(tensor)}
+        self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type != TensorProto.FLOAT}
+        self.constants: dict[str, str] = {}
+
+    def add(self, node: NodeProto, wanted: Mapping[str, Decision]) -> None:
+        """Take over a node; a mark is followed by what its site's statistics need."""
+        known = all(name in self.finite for name in node.input if name)
+        if not is_mark(node):
+            self.nodes.append(node)
+            if known and node.op_type in _KEEP_FINITE:
+                self.finite.update(node.output)
+            return
+        site, tensor = str(attributes(node)["key"]), node.output[0]
+        self.nodes.append(helper.make_node("Identity", node.input, node.output))
+        if site in wanted and site not in self.seen:
+            self.seen.add(site)
+            self._watch(node, wanted[site], known)
+            known = True
+        if known:
+            self.finite.add(tensor)
+
+    def _watch(self, mark: NodeProto, decision: Decision, known: bool) -> None:
+        site, tensor = decision.site, mark.output[0]
+        channels = channel_axis(decision)
+        if channels is not None:
+            self._watch_channels(site, tensor, channels, decision, known)
+            return
+        sampled = self.sampled and decision.spec is not None and decision.spec.fixed_range is None
+        maker = self.makers.get(mark.input[0])
+        positive = maker is not None and self._not_negative(maker)
+        pooled = tensor
+        if positive and not sampled and self._in_blocked_layout(maker, decision):
+            # reduces each channel without leaving the layout
+            pooled = self._node("GlobalMaxPool", [tensor], f"{site}/channels")
+        high = self._output(self._node("ReduceMax", [pooled], f"{site}/high", keepdims=0))
+        low = "" if positive else self._output(self._node("ReduceMin", [tensor], f"{site}/low", keepdims=0))
+        check = "" if known else self._check(site, tensor)
+        sample = size = ""
+        if sampled:
+            sample, size = self._sample(site, tensor)
+        self.watched.append(Watched(site, high, low, check, sample, size))
+
+    def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool) -> None:
+        others = np.array([other for other in range(len(decision.shape or ())) if other != axis], np.int64)
+        ends = [
+            self._node(op, [tensor, self._constant(f"beside {axis} of {len(others)}", others)], name, keepdims=0)
+            for op, name in (("ReduceMax", f"{site}/high"), ("ReduceMin", f"{site}/low"))
+        ]
+        check = "" if known else self._check(site, tensor)
+        self.watched.append(Watched(site, self._output(ends[0]), self._output(ends[1]), check))
+
+    def _not_negative(self, maker: NodeProto) -> bool:
+        if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:
+            return bool(array(self.stored[maker.input[1]]).min(initial=np.inf) >= 0)
+        return maker.op_type in _NOT_NEGATIVE
+
+    def _in_blocked_layout(self, maker: NodeProto | None, decision: Decision) -> bool:
+        before = None if maker is None else self.makers.get(maker.input[0])
+        while before is not None and is_mark(before):
+            before = self.makers.get(before.input[0])
+        rank = len(decision.shape) if decision.shape is not None else 0
+        return rank == 4 and before is not None and before.op_type in _AROUND_CONVOLUTIONS
+
+    def _check(self, site: str, tensor: str) -> str:
+        """0 * x sums to 0 unless x holds NaN or an infinity, which minimum and maximum may hide."""
+        zeros = self._node("Mul", [tensor, self._constant("zero", np.zeros((), np.float32))], f"{site}/zeros")
+        return self._output(self._node("ReduceSum", [zeros], f"{site}/check", keepdims=0))
+
+    def _sample(self, site: str, tensor: str) -> tuple[str, str]:
+        """Every n-th value of the flattened tensor, n as in `sample_step`; and the tensor's size."""
+        flat = self._node("Reshape", [tensor, self._constant("flat", np.array([-1], np.int64))], f"{site}/flat")
+        size = self._node("Size", [flat], f"{site}/size")
+        steps = np.array(STEPS, np.int64)
+        # step i serves tensors of up to SAMPLES * STEPS[i] elements
+        larger = self._node("Less", [self._constant("served", steps * SAMPLES), size], f"{site}/larger")
+        counted = self._node("Cast", [larger], f"{site}/counted", to=TensorProto.INT64)
+        place = self._node("ReduceSum", [counted], f"{site}/place", keepdims=1)
+        last = self._constant("last", np.array([len(STEPS) - 1], np.int64))
+        place = self._node("Min", [place, last], f"{site}/bounded")
+        step = self._node("Gather", [self._constant("steps", steps), place], f"{site}/step")
+        begin, end = (self._constant(name, np.array([n], np.int64)) for name, n in (("begin", 0), ("end", 2**62)))
+        axis = self._constant("axis", np.array([0], np.int64))
+        sample = self._node("Slice", [flat, begin, end, axis, step], f"{site}/sample")
+        return self._output(sample), self._output(size, TensorProto.INT64)
+
+    def _node(self, op: str, inputs: list[str], output: str, **options: Any) -> str:
+        name = unique(output, self.taken)
+        self.nodes.append(helper.make_node(op, inputs, [name], name, **options))
+        return name
+
+    def _output(self, name: str, code: int = TensorProto.FLOAT) -> str:
+        self.outputs.append(helper.make_tensor_value_info(name, code, None))
+        return name
+
+    def _constant(self, name: str, value: npt.NDArray[Any]) -> str:
+        if name not in self.constants:
+            self.constants[name] = unique(f"observe/{name}", self.taken)
+            self.graph.initializer.append(numpy_helper.from_array(value, self.constants[name]))
+        return self.constants[name]
+
+
+def _is_finite(tensor: TensorProto) -> bool:
+    values = array(tensor)
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())

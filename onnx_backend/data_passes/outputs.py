@@ -1,0 +1,42 @@
+"""The outputs of an ONNX sim and of its float model, batch by batch."""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from onnx_backend.proto.lazy_tensors import with_large
+from onnx_backend.proto.write_file import spooled
+from onnx_backend.qdq.insert import lower
+from onnx_backend.runtime.feeds import as_feeds, run_session
+from onnx_backend.runtime.session import simulation_session
+from onnx_backend.sim import OnnxSim
+from qsdk.core.planning.plan import Plan
+
+
+def outputs(sim: OnnxSim, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """Give the floating-point outputs of each batch, in order, of the simulation or in float.
+
+    Raises:
+        DataError: a batch that the model does not take.
+    """
+    session = _in_float(sim) if in_float else None
+    for number, batch in enumerate(batches):
+        where = f"batch {number}"
+        if session is None:
+            found = sim.run(batch)
+        else:
+            found = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
+        yield [np.asarray(y, np.float32) for y in found if np.issubdtype(y.dtype, np.floating)]
+
+
+def _in_float(sim: OnnxSim) -> ort.InferenceSession:
+    exact = lower(sim.traced().model, Plan({}, ()), {})
+    if exact.nbytes <= sim.in_memory:
+        return simulation_session(with_large(exact.model, exact.large))
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
+        return simulation_session(spooled(exact.model, exact.large, Path(folder) / "weights"))

@@ -1,0 +1,244 @@
+"""Whether a runtime's own session gives what the simulation of a Q/DQ file gives: site by site, and end to end."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto, TensorProto, helper
+
+from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.parity.cuts import Cut, find_cuts
+from onnx_backend.parity.parity import require_values
+from onnx_backend.parity.tally import lsb
+from onnx_backend.proto.model import load, names_in, producers, rename_inputs, unique
+from onnx_backend.proto.subgraphs import reads
+from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.session_input import session_of
+from onnx_backend.sim import OnnxSim
+from qsdk.core.errors import ModelError, QsdkError
+from qsdk.core.numerics.dtypes import DTYPES
+from qsdk.core.numerics.encoding import storage_type
+from qsdk.core.report import Report
+
+Array = npt.NDArray[Any]
+Level = Literal["none", "basic", "extended", "all"]
+LEVELS: Mapping[str, ort.GraphOptimizationLevel] = {
+    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+_HANDED_OUT = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
+
+
+@dataclass
+class _Site:
+    """The differences found at one site so far."""
+
+    kind: str
+    codes: np.dtype[Any]
+    largest: float = 0.0
+    total: float = 0.0
+    elements: int = 0
+
+    def add(self, left: Array, right: Array) -> None:
+        steps = lsb(left.astype(self.codes), right.astype(self.codes))
+        self.largest = max(self.largest, float(steps.max(initial=0)))
+        self.total += float(steps.sum())
+        self.elements += steps.size
+
+
+@dataclass
+class _Outputs:
+    """Powers of the simulation's outputs and of what differs from them."""
+
+    signal: float = 0.0
+    difference: float = 0.0
+    largest: float = 0.0
+    elements: int = 0
+    invented: int = 0  # values that are not finite where what is wanted is
+
+    def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
+        for left, right in zip(got, wanted, strict=True):
+            exact = np.asarray(right, np.float64)
+            off = np.asarray(left, np.float64) - exact
+            self.elements += exact.size
+            self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(np.asarray(left, np.float64))))
+            self.signal += float((exact**2).sum())
+            self.difference += float((off**2).sum())
+            self.largest = max(self.largest, float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0)))
+
+    @property
+    def decibels(self) -> float:
+        if self.difference == 0:
+            return float("inf")
+        return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")
+
+
+def check_session(
+    model: ModelProto,
+    data: Iterable[Any],
+    *,
+    level: Level = "all",
+    entries: Mapping[str, str] | None = None,
+    least_sqnr_db: float | None = None,
+    least_float_sqnr_db: float | None = None,
+    float_model: ModelProto | None = None,
+    progress: bool = True,
+) -> Report:
+    """Hold a session as an application opens it against the simulation of the same Q/DQ file.
+
+    At every activation site both get the simulation's values at the sites before it, behind the pairs of nodes that
+    the file has there, so that the session fuses what it fuses in the whole file; what comes out are codes. End to end,
+    the whole file runs in both.
+
+    Args:
+        model: a Q/DQ model, valid; that of another tool is cut in the normal form in which it is opened.
+        data: batches: arrays, tuples in order or mappings by input name.
+        level: of the session's graph optimization; `all` is the runtime's default.
+        entries: configuration entries of the session, such as `session.qdq_matmulnbits_accuracy_level`.
+        least_sqnr_db: what the outputs must reach to pass; None asks nothing of them.
+        least_float_sqnr_db: what the outputs must reach against those of the float model.
+        float_model: what was quantized, to say too how far the session's outputs are from it.
+        progress: show a progress bar.
+
+    Returns:
+        Rows `site`, `kind`, `max_lsb`, `mean_lsb`, `elements`; summary `activations_max_lsb`, `sqnr_db` (outputs of the
+        session against the simulation's), `outputs_max_difference`, `passed`: at most 1 LSB at every site, no
+        NaN that the simulation has not, the ratios that are asked for, and something compared (else
+        `reason`); with a float model `float_sqnr_db`.
+
+    Raises:
+        ModelError: the runtime cannot load the model in such a session.
+        DataError: no data, or data the model does not take.
+    """
+    sim = OnnxSim.from_qdq(model)
+    sites_in = normalised(model)
+    cuts = _cuttable(sites_in)
+    whole = _session(model, level, entries)
+    original = None if float_model is None else _session(float_model, "all", None)
+    cut, fed = cut_at_codes(sites_in, cuts)
+    exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
+    sites = {cut.site: _Site(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
+    outputs, to_float = _Outputs(), _Outputs()
+    for number, batch in batches_of(data, "parity", progress, skip_empty=False):
+        where = f"batch {number}"
+        feeds = as_feeds(batch, whole.get_inputs(), where)
+        require_values(feeds, list(feeds), number)
+        got = run_session(whole, feeds, where)
+        outputs.add(got, sim.run(feeds))
+        if original is not None:
+            to_float.add(got, run_session(original, feeds, where))
+        if exact is not None and asked is not None:
+            taught = {**feeds, **_taught(sim.capture(feeds), fed)}
+            for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
+                sites[site].add(left, right)
+    extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
+    return _report(sites, outputs, [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)], level, extra)
+
+
+def _cuttable(model: ModelProto) -> list[Cut]:
+    """The sites with codes of their own: no casts, which are exact, and no range that is found while the model runs."""
+    makers = producers(model.graph.node)
+    return [cut for cut in find_cuts(model) if makers[cut.compared].op_type == "QuantizeLinear"]
+
+
+def _report(
+    sites: Mapping[str, _Site],
+    outputs: _Outputs,
+    gates: Sequence[tuple[_Outputs, float | None]],
+    level: str,
+    extra: Mapping[str, float],
+) -> Report:
+    rows = [
+        {
+            "site": site,
+            "kind": found.kind,
+            "max_lsb": found.largest,
+            "mean_lsb": found.total / max(found.elements, 1),
+            "elements": found.elements,
+        }
+        for site, found in sites.items()
+    ]
+    worst = max((found.largest for found in sites.values()), default=0.0)
+    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off"]
+    if any(found.invented for found, _ in gates):
+        reasons.append("an output is NaN or infinite where it should be finite")
+    reasons += [
+        f"the outputs reach {found.decibels:.4g} dB, not {least:g}"
+        for found, least in gates
+        if least is not None and not found.decibels >= least
+    ]
+    gated = any(least is not None and found.elements for found, least in gates)
+    if not gated and not any(found.elements for found in sites.values()):
+        reasons.append("nothing was compared: no site has codes of its own; say what the outputs must reach (min_sqnr)")
+    passed = not reasons
+    said = {} if passed else {"reason": "; ".join(reasons)}
+    facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
+    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **said}
+    return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
+
+
+def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
+    """Build the model in which every site's codes are an output, and its readers read a new input, quantized alike.
+
+    Returns:
+        The model, and site -> name of its new float input, for every site that something reads.
+    """
+    cut = load(model)
+    taken, makers = names_in(cut.graph), producers(cut.graph.node)
+    renamed, fed, added = {}, {}, []
+    for item in cuts:
+        fed[item.site] = unique(f"{item.site}/fed", taken)
+        again = type(makers[item.compared])()
+        again.CopyFrom(makers[item.compared])
+        renamed[item.compared] = again.output[0] = unique(f"{item.site}/fed_codes", taken)
+        again.input[0], again.name = fed[item.site], unique(f"{item.site}/fed_quantize", taken)
+        added.append(again)
+    rename_inputs(cut.graph.node, renamed)
+    read = {name for node in cut.graph.node for name in reads(node)}
+    kept = [node for node in added if node.output[0] in read]
+    fed = {site: name for site, name in fed.items() if any(node.input[0] == name for node in kept)}
+    for node in reversed(kept):
+        cut.graph.node.insert(0, node)
+    del cut.graph.output[:]
+    for item in cuts:
+        name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
+        if item.dtype not in _HANDED_OUT:
+            # the runtime's Python face knows no such arrays; the cast is exact
+            name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
+            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
+        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
+    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
+    del cut.graph.value_info[:]
+    return cut, fed
+
+
+def _taught(captured: Mapping[str, Array], fed: Mapping[str, str]) -> dict[str, Array]:
+    return {name: captured[site] for site, name in fed.items()}
+
+
+def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
+    known = {value.name for value in session.get_inputs()}  # an input that only cut-off nodes read may be gone
+    return run_session(session, {name: value for name, value in feeds.items() if name in known}, where)
+
+
+def _session(model: ModelProto, level: Level, entries: Mapping[str, str] | None) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.log_severity_level = 4
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    try:
+        return session_of(model, options)
+    except QsdkError:
+        raise
+    except Exception as error:  # the runtime's own exception types are private
+        raise ModelError(
+            f"the runtime cannot load the model at level {level!r}: {error}; export it with "
+            "dialect='onnxruntime', or open the session at a lower level"
+        ) from error

@@ -1,0 +1,1 @@
+"""The ONNX backend: `prepare` and `run_model` on NumPy arrays, node by node."""

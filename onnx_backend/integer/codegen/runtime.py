@@ -1,0 +1,284 @@
+"""Writing the operations with the quantized kernels of ONNX Runtime: QLinear* and QGemm, requantized in float32.
+
+Every writer says whether its kernel computes the operation; where none does, the standard form stands. The kernels
+compute `rint(float32(accumulator) * multiplier) + zero point` (float32 throughout), so they differ from the exact
+fixed point on a few elements in a million, by one step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.operations import (
+    Accumulation,
+    Join,
+    Operand,
+    Product,
+    Requantization,
+    Softmax,
+    Table,
+    WindowSum,
+)
+from onnx_backend.integer.ir.values import Array, Encoding, Term
+
+CONTRIB = "com.microsoft"
+_INT32 = (1 << 31) - 1
+#: The largest sum of two weights of one sign for which `255 * w0 + 255 * w1` stays in int16.
+_PAIR = 128
+#: How far a Softmax in float32 may be from the real one, in output steps, before it is rounded.
+_CLOSE = 1.0 / 16.0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels may be written.
+
+    Attributes:
+        contrib: those of the domain com.microsoft too, not only the standard QLinearConv and QLinearMatMul.
+        signed: weights as int8 always. The kernels for uint8 x int8 are the fastest, but on x86 processors without
+            VNNI they add pairs of products in 16 bits that saturate. Else int8 is written only where no pair can.
+    """
+
+    contrib: bool
+    signed: bool
+
+
+def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: Kernels) -> bool:
+    """Write a layer and its requantization as one kernel; False if none fits."""
+    term = op.value.terms[0]
+    scale, bias = _layer_scale(term, maker), _layer_bias(op, term, maker)
+    if scale is None or bias is None or maker.weight_first:
+        return False
+    if maker.op_type == "Conv":
+        tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
+        tensors += _target(b, op.encoding)
+        tensors += [b.constant(bias, np.int32)] if np.any(bias) else []
+        _bounded(b, op, "QLinearConv", tensors, **maker.attributes)
+        return True
+    if not np.any(bias):
+        tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
+        _bounded(b, op, "QLinearMatMul", [*tensors, *_target(b, op.encoding)])
+        return True
+    if kernels.contrib and maker.weight.ndim == 2 and maker.rank is not None and maker.rank >= 2:
+        _gemm(b, op, maker, scale, bias, kernels)
+        return True
+    return False
+
+
+def _gemm(b: Builder, op: Requantization, maker: Accumulation, scale: Array, bias: Array, kernels: Kernels) -> None:
+    """Write a MatMul with a bias as QGemm, which takes matrices only."""
+    depth, width = maker.weight.shape
+    codes = maker.codes
+    if maker.rank != 2:
+        codes = b.node("Reshape", [codes, b.constant([-1, depth], np.int64)])
+    tensors = [*_activation(b, codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
+    tensors += [b.constant(bias, np.int32), *_target(b, op.encoding)]
+    if maker.rank == 2:
+        _bounded(b, op, "QGemm", tensors, domain=CONTRIB)
+        return
+    flat = b.node("QGemm", tensors, domain=CONTRIB)
+    leading = b.node("Slice", [b.node("Shape", [maker.codes]), *(b.constant([v], np.int64) for v in (0, -1))])
+    shape = b.node("Concat", [leading, b.constant([width], np.int64)], axis=0)
+    _bounded(b, op, "Reshape", [flat, shape])
+
+
+def product(b: Builder, op: Requantization, maker: Product, kernels: Kernels) -> bool:
+    """Write a product of two activations and its requantization as one kernel; False if none fits."""
+    term = op.value.terms[0]
+    exact = maker.left.encoding.scale * maker.right.encoding.scale
+    if np.any(op.value.constant) or np.any(term.zero) or term.scale.size != 1 or term.scale.item() <= 0:
+        return False
+    if maker.op_type == "Mul" and not kernels.contrib:
+        return False
+    # a constant that was multiplied in is the left operand's
+    left = _scaled(b, maker.left, float(term.scale.item() / exact))
+    tensors = [*left, *_activation(b, maker.right.codes, maker.right.encoding), *_target(b, op.encoding)]
+    if maker.op_type == "MatMul":
+        _bounded(b, op, "QLinearMatMul", tensors)
+    else:
+        _bounded(b, op, "QLinearMul", tensors, domain=CONTRIB)
+    return True
+
+
+def addition(b: Builder, op: Requantization) -> bool:
+    """Write the sum of two activations as QLinearAdd, a difference with a negative scale; False if it is none."""
+    terms = op.value.terms
+    plain = all(term.codes and term.scale.size == 1 and term.zero.size == 1 and term.hi.max() <= 255 for term in terms)
+    if len(terms) != 2 or not plain or np.any(op.value.constant):
+        return False
+    tensors = []
+    for term in terms:
+        tensors += [term.name, b.constant(np.float32(term.scale.item())), b.constant(np.uint8(term.zero.item()))]
+    _bounded(b, op, "QLinearAdd", [*tensors, *_target(b, op.encoding)], domain=CONTRIB)
+    return True
+
+
+def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
+    """Write a Softmax of codes as its kernel; False where that is further from the real value than `_CLOSE`.
+
+    The kernel multiplies the share of an exponential in the sum, in float32, by the largest whole number that is not
+    above `1 / scale`: the scale written is the largest for which that is the nearest one.
+    """
+    steps = np.rint(1.0 / op.encoding.scale)
+    reach = min(steps, op.encoding.hi)
+    error = reach * (abs(steps * op.encoding.scale - 1.0) + (whole.length + 8) * 2.0**-24)
+    if error > _CLOSE or whole.length < 2:  # of one element, whose share is 1, the kernel gives 0
+        return False
+    scale = np.float32(op.encoding.scale)
+    while np.floor(np.float32(1.0) / scale) < steps:
+        scale = np.nextafter(scale, np.float32(0.0))
+    tensors = [*_activation(b, whole.codes, whole.encoding), b.constant(scale)]
+    tensors.append(b.constant(np.uint8(op.encoding.zero_point)))
+    _bounded(b, op, "QLinearSoftmax", tensors, domain=CONTRIB, axis=whole.axis, opset=13)
+    op.row["error_bound"] = float(error)
+    return True
+
+
+def pool(b: Builder, op: Requantization, maker: WindowSum) -> bool:
+    """Write an average over windows or over all positions as its kernel; False if it is neither."""
+    term = op.value.terms[0]
+    if np.any(op.value.constant) or np.any(term.zero) or term.scale.size != 1:
+        return False
+    scale = float(term.scale.item())
+    tensors = [maker.codes, "", b.constant(np.uint8(maker.encoding.zero_point)), *_target(b, op.encoding)]
+    if maker.op_type == "ReduceSum":
+        if maker.rank < 3 or maker.axes != tuple(range(2, maker.rank)):
+            return False
+        tensors[1] = b.constant(np.float32(scale * maker.count))
+        if maker.attributes["keepdims"]:
+            _bounded(b, op, "QLinearGlobalAveragePool", tensors, domain=CONTRIB, channels_last=0)
+        else:
+            pooled = b.node("QLinearGlobalAveragePool", tensors, domain=CONTRIB, channels_last=0)
+            _bounded(b, op, "Squeeze", [pooled, b.constant(list(maker.axes), np.int64)])
+        return True
+    window = dict(maker.attributes)
+    if any(window["pads"]) or any(d != 1 for d in window.pop("dilations")):
+        return False
+    tensors[1] = b.constant(np.float32(scale * np.prod(window["kernel_shape"])))
+    _bounded(b, op, "QLinearAveragePool", tensors, domain=CONTRIB, channels_last=0, **window)
+    return True
+
+
+def function(b: Builder, op: Table) -> bool:
+    """Write a table as the kernel of the one op it computes; False if there is none."""
+    if op.plain is not None:
+        tensors = [*_target(b, op.encoding), *_activation(b, op.codes, op.plain)]
+        op.row["form"] = "QLinearConcat"
+        b.write("QLinearConcat", tensors, op.result, domain=CONTRIB, axis=0)
+        return True
+    if op.function is not None and op.function.op_type == "Silu":
+        return _silu(b, op, op.function.encoding)
+    if op.function is None or op.function.op_type not in ("Sigmoid", "LeakyRelu") or op.function.encoding.wide:
+        return False
+    tensors = [*_activation(b, op.codes, op.function.encoding), *_target(b, op.encoding)]
+    attributes: Mapping[str, float] = {}
+    if op.function.op_type == "LeakyRelu":
+        attributes = {"alpha": float(op.function.attributes.get("alpha", 0.01))}
+    op.row["form"] = f"QLinear{op.function.op_type}"
+    b.write(f"QLinear{op.function.op_type}", tensors, op.result, domain=CONTRIB, **attributes)
+    return True
+
+
+def _silu(b: Builder, op: Table, encoding: Encoding) -> bool:
+    """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
+
+    The rounding of the sigmoid must not move any code of the result by more than one step; the row says how many do.
+    """
+    gate = Encoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
+    values = encoding.values().astype(np.float64)
+    sigmoid = gate.values()[gate.quantize(1.0 / (1.0 + np.exp(-values)))]
+    off = np.abs(op.encoding.quantize(values * sigmoid) - op.table)
+    if encoding.wide or off.max() > 1:
+        return False
+    name = b.node("QLinearSigmoid", [*_activation(b, op.codes, encoding), *_target(b, gate)], domain=CONTRIB)
+    tensors = [*_activation(b, op.codes, encoding), *_activation(b, name, gate), *_target(b, op.encoding)]
+    differing = int(np.count_nonzero(off))
+    op.row.update(form="QLinearSigmoid, QLinearMul", error_bound=float(off.max()), codes_differing=differing)
+    b.write("QLinearMul", tensors, op.result, domain=CONTRIB)
+    return True
+
+
+def join(b: Builder, op: Join, tables: Mapping[str, Table]) -> bool:
+    """Write a Concat and the tables that only bring its parts to one encoding as one kernel; False without such."""
+    if not tables:
+        return False
+    tensors = _target(b, op.encoding)
+    for part in op.parts:
+        table = tables.get(part)
+        if table is not None and table.plain is not None:
+            tensors += _activation(b, table.codes, table.plain)
+        else:
+            tensors += _activation(b, part, op.encoding)
+    b.write("QLinearConcat", tensors, op.result, domain=CONTRIB, axis=op.axis)
+    return True
+
+
+def _activation(b: Builder, codes: str, encoding: Encoding) -> list[str]:
+    return [codes, *_target(b, encoding)]
+
+
+def _target(b: Builder, encoding: Encoding) -> list[str]:
+    return [b.constant(np.float32(encoding.scale)), b.constant(np.uint8(encoding.zero_point))]
+
+
+def _scaled(b: Builder, operand: Operand, factor: float) -> list[str]:
+    scale = np.float32(operand.encoding.scale * factor)
+    return [operand.codes, b.constant(scale), b.constant(np.uint8(operand.encoding.zero_point))]
+
+
+def _layer_scale(term: Term, maker: Accumulation) -> Array | None:
+    """Give the weight's scale, shape () or (channels,), with all that was multiplied into the sum; None if signed."""
+    channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
+    scale = term.scale / maker.encoding.scale
+    if scale.size not in (1, channels) or np.any(scale <= 0):
+        return None
+    return scale.reshape(-1 if scale.size == channels and scale.ndim else ())
+
+
+def _layer_bias(op: Requantization, term: Term, maker: Accumulation) -> Array | None:
+    """Give the int32 bias, shape (channels,); None if it is not one value per channel or leaves int32."""
+    channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
+    bias = np.rint(op.value.constant / term.scale) - term.zero
+    if bias.size not in (1, channels) or np.any(np.abs(bias) > _INT32):
+        return None
+    return np.broadcast_to(bias.reshape(-1), (channels,)).astype(np.int64)
+
+
+def _weight(b: Builder, op: Accumulation, scale: Array, signed: bool) -> list[str]:
+    """Give the names of a weight, its scale and its zero point."""
+    low, high = int(op.weight.min(initial=0)), int(op.weight.max(initial=0))
+    small = low >= -128 and high <= 127
+    as_signed = small and (signed or _pairs_fit(op))
+    zero = 0 if as_signed else 128 if small else op.zero
+    kind: Any = np.int8 if as_signed else np.uint8
+    stored, points = (op.weight + zero).astype(kind), np.full(scale.shape, zero, kind)
+    return [b.constant(stored, stem=op.stem), b.constant(scale, np.float32), b.constant(points)]
+
+
+def _pairs_fit(op: Accumulation) -> bool:
+    """Say whether no two weights of one output channel can overflow a 16-bit sum of two products, in any order."""
+    channels = (
+        op.weight.reshape(len(op.weight), -1) if op.op_type == "Conv" else op.weight.reshape(-1, op.weight.shape[-1]).T
+    )
+    if channels.shape[1] < 2:
+        return True
+    top = np.partition(channels, -2)[:, -2:].clip(0).sum(1).max()
+    bottom = np.partition(-channels, -2)[:, -2:].clip(0).sum(1).max()
+    return bool(max(top, bottom) <= _PAIR)
+
+
+def _bounded(
+    b: Builder, op: Requantization, op_type: str, inputs: list[str], *, domain: str = "", **attrs: Any
+) -> None:
+    """Write the kernel, behind it a Clip where a Relu or Clip bounds the codes further than their grid."""
+    op.row.update(form=op_type, rounding="half_even")
+    lo, hi = op.bounds
+    if (lo, hi) == (0, 255):
+        b.write(op_type, inputs, op.result, domain=domain, **attrs)
+        return
+    free = b.node(op_type, inputs, domain=domain, **attrs)
+    b.write("Clip", [free, b.constant(lo, np.uint8), b.constant(hi, np.uint8)], op.result)

@@ -1,0 +1,33 @@
+"""CastLike written out as the Cast that it is, where the type of its second input is known."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from onnx import ModelProto, NodeProto
+
+from onnx_backend.integer.decompose.writer import Writer
+
+
+def known_types(shaped: ModelProto) -> dict[str, int]:
+    """Give the ONNX dtype of every tensor that a model with the shapes of its tensors names one of."""
+    graph = shaped.graph
+    found = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.output, *graph.value_info)}
+    return {name: kind for name, kind in found.items() if kind} | {t.name: t.data_type for t in graph.initializer}
+
+
+def cast_like(node: NodeProto, taken: set[str], types: Mapping[str, int]) -> Writer | None:
+    """Write a CastLike as a Cast, with its rule for what a narrow float type does not hold; None of unknown types.
+
+    Args:
+        node: the CastLike.
+        taken: names of the model; those of the new nodes are added.
+        types: ONNX dtypes of its tensors.
+    """
+    kind = types.get(node.input[1])
+    if kind is None:
+        return None
+    rules: dict[str, Any] = {
+        attribute.name: attribute.i for attribute in node.attribute if attribute.name == "saturate"
+    }
+    writer = Writer(node, taken)
+    return writer.end(writer.add("Cast", [node.input[0]], name=node.name, to=kind, **rules))

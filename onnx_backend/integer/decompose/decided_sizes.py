@@ -1,0 +1,86 @@
+"""Sizes that a model computes from the sizes of its inputs, computed where those are fixed.
+
+ONNX's inference does not follow them through every operator: a ratio of sizes, a choice between two, a table of them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, numpy_helper
+
+from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.passes.fold_constants import evaluated
+from onnx_backend.proto.model import (
+    array,
+    attributes,
+    constant_tensor,
+    initializers,
+    is_constant,
+    opset_of,
+    replace_nodes,
+)
+
+_ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
+_LARGEST = 4096  # elements of what is computed
+_SIZES = ("Shape", "Size")
+_QDQ = ("QuantizeLinear", "DequantizeLinear")  # what they make is no size, and the conversion needs the codes
+
+
+def with_decided_sizes(model: ModelProto) -> ModelProto:
+    """Give a model in which what follows from fixed sizes alone is stored; the model itself where nothing does."""
+    found = model
+    for _ in range(_ROUNDS if any(node.op_type in _SIZES for node in model.graph.node) else 0):
+        step = _one_round(found)
+        if step is None:
+            break
+        found = step
+    return found
+
+
+def _one_round(model: ModelProto) -> ModelProto | None:
+    sizes, opsets = static_sizes(inferred(model)), {"": opset_of(model)}
+    known = {t.name: array(t) for t in initializers(model.graph).values() if np.prod(t.dims) <= _LARGEST}
+    known |= {node.output[0]: array(constant_tensor(node)) for node in model.graph.node if is_constant(node)}
+    outputs: set[str] = {info.name for info in model.graph.output}
+    nodes: list[NodeProto] = []
+    made: dict[str, npt.NDArray[np.generic]] = {}
+    for node in model.graph.node:
+        values = None if outputs.intersection(node.output) else _decided(node, sizes, known, made, opsets)
+        if values is None:
+            nodes.append(node)
+        else:
+            made.update(values)
+            known.update(values)
+    if not made:
+        return None
+    result = ModelProto()
+    result.CopyFrom(model)
+    replace_nodes(result.graph, nodes)
+    result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in made.items())
+    return result
+
+
+def _decided(
+    node: NodeProto,
+    sizes: Mapping[str, Sequence[int | None]],
+    known: Mapping[str, npt.NDArray[np.generic]],
+    made: Mapping[str, npt.NDArray[np.generic]],
+    opsets: Mapping[str, int],
+) -> Mapping[str, npt.NDArray[np.generic]] | None:
+    """Give what a node makes of sizes, None where it reads something else or they are open."""
+    if node.op_type in _SIZES and node.domain in ("", "ai.onnx"):
+        shape = sizes.get(node.input[0])
+        if shape is None:
+            return None
+        attrs = attributes(node)
+        part = list(shape)[attrs.get("start", 0) : attrs.get("end")]
+        if any(size is None for size in part):
+            return None
+        whole = np.asarray(part, np.int64)
+        return {node.output[0]: whole if node.op_type == "Shape" else np.asarray(whole.prod(), np.int64)}
+    if node.op_type in _QDQ or not any(name in made for name in node.input):
+        return None
+    if any(name and name not in known for name in node.input):
+        return None
+    return evaluated(node, known, opsets, limit=_LARGEST)

@@ -1,0 +1,126 @@
+"""Einsum written out: of one tensor as ReduceSum and Transpose, of two as a MatMul or a Mul of rearranged ones."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnx import NodeProto
+
+from onnx_backend.integer.decompose.writer import Writer
+from onnx_backend.integer.ir.context import attributes
+
+Sizes = Mapping[str, tuple[int | None, ...]]
+
+
+def einsum(node: NodeProto, taken: set[str], shapes: Sizes) -> Writer | None:
+    """Write out an Einsum; None where it has no such form.
+
+    Args:
+        node: the Einsum.
+        taken: names of the model; those of the new nodes and tensors are added.
+        shapes: static dimensions of the model's tensors, None for a dynamic one.
+    """
+    parsed = _parsed(node, shapes)
+    return None if parsed is None else _Einsum(node, taken).written(*parsed, shapes)
+
+
+def _parsed(node: NodeProto, shapes: Sizes) -> tuple[list[list[str]], list[str]] | None:
+    """Give the labels of every operand and of the result, None where they are unknown or one repeats in a tensor."""
+    left, arrow, right = str(attributes(node)["equation"]).replace(" ", "").partition("->")
+    ranks = [len(shapes[name]) if name in shapes else None for name in node.input]
+    operands = [_labels(term, rank) for term, rank in zip(left.split(","), ranks, strict=True)]
+    known = [labels for labels in operands if labels is not None]
+    hidden = max((label for labels in known for label in labels if len(label) > 1), default="...0")
+    every = [label for labels in known for label in labels]
+    if arrow:
+        result = _labels(right, len(right.replace("...", "")) + ("..." in right) * int(hidden[3:]))
+    else:
+        dots = [f"...{i}" for i in range(int(hidden[3:]), 0, -1)]
+        result = [*dots, *sorted(label for label in set(every) if len(label) == 1 and every.count(label) == 1)]
+    if len(known) < len(operands) or result is None or any(len(set(x)) < len(x) for x in (*known, result)):
+        return None
+    return known, result
+
+
+def _labels(term: str, rank: int | None) -> list[str] | None:
+    """Give one label per axis, those of the ellipsis counted from its right; None where the rank does not say."""
+    before, dots, after = term.partition("...")
+    if rank is None or rank < len(before + after):
+        return None
+    return [*before, *(f"...{i}" for i in range(rank - len(before + after), 0, -1)), *after] if dots else list(term)
+
+
+class _Einsum(Writer):
+    """What one Einsum becomes."""
+
+    def written(self, operands: list[list[str]], result: list[str], shapes: Sizes) -> Writer | None:
+        """Write the whole; None where it has no such form."""
+        if len(operands) == 1:
+            summed = [i for i, label in enumerate(operands[0]) if label not in result]
+            rest = [label for label in operands[0] if label in result]
+            name = self._node.input[0]
+            name = self._shaped("ReduceSum", name, summed, keepdims=0) if summed else name
+            return self.end(self._ordered(name, rest, result))
+        if len(operands) > 2:
+            return None
+        left, right = operands
+        lone = set(left) ^ set(right)
+        if lone - set(result):
+            return None  # a sum over an axis of one factor alone
+        summed_labels = [label for label in left if label in right and label not in result]
+        if not summed_labels:
+            return self._product(left, right, result)
+        pairs = [(label, size) for name, labels in zip(self._node.input, operands, strict=True)
+                 for label, size in zip(labels, shapes[name], strict=True)]  # fmt: skip
+        return self._matmul(left, right, result, summed_labels, dict(pairs))
+
+    def _product(self, left: list[str], right: list[str], result: list[str]) -> Writer:
+        names = []
+        for name, labels in zip(self._node.input, (left, right), strict=True):
+            ordered = self._ordered(name, labels, [label for label in result if label in labels])
+            missing = [i for i, label in enumerate(result) if label not in labels]
+            names.append(self._shaped("Unsqueeze", ordered, missing) if missing else ordered)
+        return self.end(self.add("Mul", names, name=self._node.name))
+
+    def _matmul(
+        self, left: list[str], right: list[str], result: list[str], summed: list[str], sizes: Mapping[str, int | None]
+    ) -> Writer | None:
+        both = [label for label in result if label in left and label in right]
+        rows = [label for label in result if label not in right]
+        columns = [label for label in result if label not in left]
+        plain = not both and len(columns) == len(summed) == 1  # a matrix on the right takes any axes before the last
+        first = self._ordered(self._node.input[0], left, [*both, *rows, *summed])
+        second = self._ordered(self._node.input[1], right, [*both, *summed, *columns])
+        if not plain:
+            found = [
+                self._merged(name, len(both), [[sizes[label] for label in group] for group in groups])
+                for name, groups in ((first, (rows, summed)), (second, (summed, columns)))
+            ]
+            if None in found:
+                return None
+            first, second = (name or "" for name in found)
+        name = self.add("MatMul", [first, second], name=self._node.name)
+        if not plain and (len(rows) != 1 or len(columns) != 1):
+            split = [_size(sizes[label]) for label in (*rows, *columns)]
+            if split.count(-1) > 1:
+                return None
+            name = self._shaped("Reshape", name, [0] * len(both) + split)
+        return self.end(self._ordered(name, [*both, *rows, *columns], result))
+
+    def _merged(self, name: str, shared: int, groups: Sequence[Sequence[int | None]]) -> str | None:
+        """Make one axis of every group behind the shared ones; None where two of them have no static size."""
+        if all(len(group) == 1 for group in groups):
+            return name
+        whole = [-1 if None in group else math.prod(size or 0 for size in group) for group in groups]
+        return None if whole.count(-1) > 1 else self._shaped("Reshape", name, [0] * shared + whole)
+
+    def _ordered(self, name: str, labels: Sequence[str], wanted: Sequence[str]) -> str:
+        order = [labels.index(label) for label in wanted]
+        return name if order == sorted(order) else self.add("Transpose", [name], perm=order)
+
+    def _shaped(self, op_type: str, name: str, numbers: Sequence[int], **attrs: Any) -> str:
+        return self.add(op_type, [name, self.integers(numbers)], **attrs)
+
+
+def _size(size: int | None) -> int:
+    return -1 if size is None else size

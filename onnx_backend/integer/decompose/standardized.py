@@ -1,0 +1,79 @@
+"""A tensor less its mean over its own deviation, as the LayerNormalization that it is.
+
+Op by op the difference is rounded before it is squared, and an epsilon may be smaller than what that makes of a row
+without any variance.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from onnx import ModelProto, NodeProto
+
+from onnx_backend.integer.decompose.writer import Writer
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.proto.model import opset_of
+from onnx_backend.proto.weightless import declared_types
+from qsdk.core.graph.graph import Graph
+from qsdk.core.patterns.match import Matcher
+from qsdk.core.patterns.norms import STANDARDIZED
+from qsdk.core.patterns.supergroup import Supergroup
+
+_FIRST_OPSET = 17  # of LayerNormalization
+#: Operators that only what divides by a deviation holds.
+DEVIATIONS = ("Sqrt", "Pow")
+
+
+def standardized(
+    model: ModelProto, shaped: ModelProto, taken: set[str], stays: Callable[[NodeProto], bool]
+) -> dict[str, Writer]:
+    """Find what is written as `(x - mean) / sqrt(variance + epsilon)`, along axes of known sizes.
+
+    Args:
+        model: a Q/DQ model without functions.
+        shaped: the same with the shapes of its tensors.
+        taken: names of its tensors; those that are written are added.
+        stays: whether a node has to stay as it is.
+
+    Returns:
+        name of the quotient -> what gives the same.
+    """
+    if opset_of(model) < _FIRST_OPSET or all(node.op_type not in DEVIATIONS for node in model.graph.node):
+        return {}
+    graph = read_graph(model, declared_types(shaped.graph))
+    matcher, makers = Matcher(graph), {name: node for node in model.graph.node for name in node.output}
+    found = {}
+    for op_id, op in enumerate(graph.ops):
+        group = matcher.at(STANDARDIZED, op_id) if op.type in STANDARDIZED.anchors else None
+        if isinstance(group, Supergroup):
+            inside = [makers[graph.tensors[graph.ops[member].outputs[0]].name] for member in group.ops]
+            node = makers[graph.tensors[op.outputs[0]].name]
+            written = None if any(stays(member) for member in inside) else _written(graph, group, node, taken)
+            if written is not None:
+                found[node.output[0]] = written
+    return found
+
+
+def _written(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) -> Writer | None:
+    """Write the LayerNormalization, between Transposes where the axes are not the last ones; None if sizes are open."""
+    source, axes = graph.tensors[group.tensors["x"]], group.facts["axes"]
+    shape = () if source.shape is None else source.shape
+    sizes = [shape[axis] for axis in axes if shape]
+    known = [size for size in sizes if isinstance(size, int)]
+    if source.dtype != "float32" or not known or len(known) != len(axes):
+        return None
+    rank, name, writer = len(shape), source.name, Writer(node, taken)
+    order = [axis for axis in range(rank) if axis - rank not in axes] + [axis + rank for axis in axes]
+    moves = order != list(range(rank))
+    if moves:
+        name = writer.add("Transpose", [name], perm=order)
+    facts = {"axis": -len(axes), "epsilon": _epsilon(graph, group)}
+    name = writer.add("LayerNormalization", [name, writer.ones(known)], name=node.name, **facts)
+    if moves:
+        name = writer.add("Transpose", [name], perm=np.argsort(order).tolist())
+    return writer.end(name)
+
+
+def _epsilon(graph: Graph, group: Supergroup) -> float:
+    """Give the one small number of the group; the others are its powers."""
+    numbers = [graph.scalar(tensor) for tensor in group.roles]
+    return max((number for number in numbers if number is not None and 0.0 <= number <= 0.1), default=0.0)

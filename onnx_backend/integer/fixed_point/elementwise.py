@@ -1,0 +1,157 @@
+"""Smooth functions of fixed point by tables with straight lines between their entries, with a proven error.
+
+Between two entries a distance h apart, a chord differs from a function by at most h**2 / 8 times the largest second
+derivative. Beyond the table, where the function is a straight line up to a tiny tail, that line goes on.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    clipped_integers,
+    constant64,
+    gathered,
+    int64,
+    narrowed,
+    reach,
+    single_scale,
+    spread,
+    unmasked,
+)
+from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.exact_bounds import ULP
+from onnx_backend.integer.ir.values import Array, Refused, Wide
+
+Attributes = Mapping[str, float]
+#: Tables have at most this many segments.
+_MOST = 1 << 14
+#: A smaller table will do if its chords are this near.
+_NEAR = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is known about a function.
+
+    Attributes:
+        bend: bound of its second derivative, on both sides of 0 (the slope may jump at 0).
+        slope: bound of its first derivative.
+        reach: beyond plus or minus this it is a straight line up to `tail`.
+        tail: bound of what it differs from those lines.
+        left: slope of the line on the left.
+        right: slope of the line on the right.
+    """
+
+    bend: float
+    slope: float
+    reach: float
+    tail: float
+    left: float = 0.0
+    right: float = 0.0
+
+
+def _elu(attrs: Attributes) -> Curve:
+    alpha = abs(float(attrs.get("alpha", 1.0)))
+    return Curve(alpha, max(1.0, alpha), 24.0, alpha * 4e-11, right=1.0)
+
+
+def _celu(attrs: Attributes) -> Curve:
+    alpha = float(attrs.get("alpha", 1.0))
+    if alpha <= 0:
+        raise Refused(f"its alpha is {alpha}", "give it an alpha above 0")
+    return Curve(1.0 / alpha, 1.0, 24.0 * alpha, alpha * 4e-11, right=1.0)
+
+
+def _gelu(attrs: Mapping[str, object]) -> Curve:
+    return Curve(1.2 if attrs.get("approximate") == "tanh" else 0.8, 1.13, 7.5, 1e-11, right=1.0)
+
+
+#: By op type; the bounds of the derivatives are the closed forms' extrema, rounded up.
+CURVES: Mapping[str, Callable[[Attributes], Curve]] = MappingProxyType(
+    {
+        "Celu": _celu,
+        "Elu": _elu,
+        "Erf": lambda a: Curve(0.968, 1.13, 4.8, 2e-11),
+        "Gelu": _gelu,
+        "Mish": lambda a: Curve(0.65, 1.1, 28.0, 4e-11, right=1.0),
+        "Sigmoid": lambda a: Curve(0.0963, 0.25, 24.0, 4e-11),
+        "Softplus": lambda a: Curve(0.25, 1.0, 24.0, 4e-11, right=1.0),
+        "Swish": lambda a: Curve(0.5, 1.1, 28.0, 2e-11, right=1.0),
+        "Tanh": lambda a: Curve(0.77, 1.0, 12.5, 3e-11),
+    }
+)
+
+
+def bent(ctx: Context, value: Wide, function: Callable[[Array], Array], curve: Curve) -> Wide:
+    """Write `function(value)` for a function of which `curve` holds.
+
+    Raises:
+        Refused: the value's range is too wide for its resolution.
+    """
+    value = narrowed(ctx, single_scale(ctx, unmasked(value)), 40)
+    if float(value.scale) < 0:
+        curve = replace(curve, left=-curve.right, right=-curve.left)
+    size, sign = abs(float(value.scale)), math.copysign(1.0, float(value.scale))
+    far = math.ceil(min(curve.reach / size, 2.0**61))
+    if value.lo >= far or value.hi <= -far:  # all of it lies on one of the lines
+        first, last, curve = value.lo, value.hi, replace(curve, bend=0.0)
+    else:
+        first, last = max(value.lo, -far), min(value.hi, far)
+    wide = _segment_bits(last - first, size, curve)
+    first = first >> wide << wide  # so that 0 is an entry
+    count = max(-((first - last) >> wide), 1)
+    top = reach(value) * size * max(curve.slope, 1.0) + 2.0 + curve.reach
+    unit = math.ldexp(size, math.ceil(math.log2(top / size)) - (ROOM - 3 - wide))
+    xs = sign * (first + (np.arange(count + 1, dtype=np.float64) * 2.0**wide)) * size
+    knots = np.rint(np.asarray(function(xs), np.float64) / unit)
+    h = math.ldexp(size, wide)
+    if value.lo < first:
+        knots[0] = knots[1] - round(curve.left * h / unit)
+    if value.hi > first + (count << wide):
+        knots[-1] = knots[-2] + round(curve.right * h / unit)
+    if not np.all(np.isfinite(knots)):
+        raise Refused("it is not finite within its range", "clip its input")
+    name, lo, hi = _chords(ctx, value, knots.astype(np.int64), (first, wide, count))
+    error = (h * h / 8 * curve.bend + 4.0 * curve.tail + curve.slope * spread(value) * size) / unit + 2.0
+    error += top / unit * 16 * ULP  # of the places and of the function there, in float64
+    return Wide(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
+
+
+def _segment_bits(span: int, size: float, curve: Curve) -> int:
+    """Give log2 of the integers per segment: as few segments as are near enough, at most `_MOST`."""
+    for wide in range(min(max(span.bit_length() - 1, 0), 28), -1, -1):
+        h = math.ldexp(size, wide)
+        if h * h / 8 * curve.bend <= _NEAR or (span >> max(wide - 1, 0)) > _MOST:
+            return wide
+    return 0
+
+
+def _chords(ctx: Context, value: Wide, knots: Array, place: tuple[int, int, int]) -> tuple[str, int, int]:
+    """Write `knots[i] * 2**wide + (knots[i + 1] - knots[i]) * f` with the value's place `first + i * 2**wide + f`."""
+    first, wide, count = place
+    b, name = ctx.builder, int64(ctx, value)
+    lift = max(0, -((value.lo - first) >> wide))  # uint64 has the only right shift
+    offset = b.node("Sub", [name, constant64(ctx, first)]) if first else name
+    raised = b.node("Add", [offset, constant64(ctx, lift << wide)]) if lift else offset
+    unsigned = b.node("BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(wide, np.uint64)], direction="RIGHT")
+    ends = [(bound - first) >> wide for bound in (value.lo, value.hi)]
+    places = Wide(b.cast(unsigned, TensorProto.INT64), np.ones(()), ends[0] + lift, ends[1] + lift)
+    places = clipped_integers(ctx, places, lift, lift + count - 1)
+    index, high = b.cast(places.name, TensorProto.INT32), places.name
+    if lift:
+        index = b.node("Sub", [index, b.constant(lift, np.int32)])
+        high = b.node("Sub", [high, constant64(ctx, lift)])
+    base = gathered(ctx, knots[:-1] << wide, index, name, np.int64)
+    slope = gathered(ctx, np.diff(knots), index, name, np.int64)
+    rest = b.node("Sub", [offset, b.node("Mul", [high, constant64(ctx, 1 << wide)])])
+    found = b.node("Add", [base, b.node("Mul", [slope, rest])])
+    corners = [int(knot) << wide for knot in (knots.min(), knots.max())]
+    for i, bound in ((0, value.lo), (count - 1, value.hi)):
+        corners.append((int(knots[i]) << wide) + int(knots[i + 1] - knots[i]) * (bound - first - (i << wide)))
+    return found, min(corners), max(corners)

@@ -1,0 +1,336 @@
+"""Fixed-point arithmetic between quantizers: integer tensors with a static scale, static bounds and an error bound.
+
+A `Wide` stands for `integers * scale + constant`. Every function here writes the nodes of one exact integer operation,
+follows the bounds by interval arithmetic, narrows an operand by a rounding shift only where a product or a sum could
+leave 62 bits, and adds what it rounds to the error. Bounds are Python integers, so they never overflow themselves.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.exact_bounds import ULP, exact_product, is_power_of_two, largest, raised
+from onnx_backend.integer.ir.values import Array, Linear, Refused, Term, Wide
+
+#: Bits of the largest magnitude that the arithmetic lets an int64 tensor reach.
+ROOM = 62
+#: Bits of a sum over axes: ONNX Runtime's int64 ReduceSum adds in float64, so it is exact only up to 2**53.
+SUM_ROOM = 53
+_INT32 = (1 << 31) - 1
+#: Bits by which a sum of two scales is finer than its finest operand.
+GUARD = 24
+
+
+def reach(value: Wide) -> int:
+    """Give the largest magnitude of the integers."""
+    return max(abs(value.lo), abs(value.hi))
+
+
+def bits(value: Wide) -> int:
+    """Give the number of bits of the largest magnitude of the integers."""
+    return reach(value).bit_length()
+
+
+def spread(value: Wide) -> float:
+    """Give the largest error of the integers, in their own unit."""
+    return value.error + value.relative * reach(value)
+
+
+def inexact(value: Wide) -> bool:
+    """Whether the integers themselves are off: less than 2**-16 of one comes from roundings of the scale alone."""
+    return spread(value) > 2.0**-16
+
+
+def fits_int32(lo: int, hi: int) -> bool:
+    """Whether bounds fit in int32, with a little room for a rounding constant."""
+    return lo >= -_INT32 and hi <= _INT32
+
+
+def made(name: str, scale: Array | float, lo: int, hi: int, *, error: float = 0.0, relative: float = 0.0) -> Wide:
+    """Give an int64 tensor as a value."""
+    return Wide(name, np.asarray(scale, np.float64), lo, hi, error=error, relative=relative)
+
+
+def int64(ctx: Context, value: Wide) -> str:
+    """Give the name of the integers as int64."""
+    return ctx.builder.cast(value.name, TensorProto.INT64) if value.narrow else value.name
+
+
+def constant64(ctx: Context, array: Array | int) -> str:
+    """Give the name of an int64 constant."""
+    return ctx.builder.constant(array, np.int64)
+
+
+def unmasked(value: Wide) -> Wide:
+    """Give a value without infinities.
+
+    Raises:
+        Refused: a mask of infinities was added to it.
+    """
+    if value.infinite:
+        raise Refused("its input was divided by a tensor that can be 0", "clip the divisor away from 0")
+    if value.masked:
+        raise Refused(
+            "minus infinity was added to its input", "put a QuantizeLinear/DequantizeLinear pair in front of it"
+        )
+    return value
+
+
+def rounding_shift(
+    ctx: Context, name: str, lo: int, shift: int, to: int, *, keep_lift: bool = False
+) -> tuple[str, int]:
+    """Write `round(x / 2**shift)`, half up, of an int64 tensor that is at least `lo`.
+
+    Returns:
+        the tensor in dtype `to`, and the number it is too large by (0 unless `keep_lift`).
+    """
+    b = ctx.builder
+    lift = max(0, -(lo >> shift))  # uint64 has the only right shift, so the tensor is made non-negative first
+    biased = b.node("Add", [name, constant64(ctx, (lift << shift) + (1 << (shift - 1)))])
+    unsigned = b.cast(biased, TensorProto.UINT64)
+    shifted = b.node("BitShift", [unsigned, b.constant(shift, np.uint64)], direction="RIGHT")
+    signed = b.cast(shifted, to)
+    if not lift or keep_lift:
+        return signed, lift
+    dtype = np.int32 if to == TensorProto.INT32 else np.int64
+    return b.node("Sub", [signed, b.constant(lift, dtype)]), 0
+
+
+def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
+    """Bring the integers to at most `most` bits by a rounding shift, to int32 where they then fit."""
+    excess = bits(value) - most
+    if excess <= 0:
+        return value
+    lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
+    narrow = fits_int32(lo, hi)
+    small = fits_int32(lo, hi - 2 * min(lo, 0))  # also before the lift is taken off again
+    to = TensorProto.INT32 if small else TensorProto.INT64
+    name, _ = rounding_shift(ctx, int64(ctx, value), value.lo, excess, to)
+    if narrow and not small:
+        name = ctx.builder.cast(name, TensorProto.INT32)
+    error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
+    return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
+
+
+def fitted(ctx: Context, value: Wide, most: int) -> Wide:
+    """Bring the integers to at most `most` bits: those that only a type bounds saturate, all others are narrowed."""
+    if not value.typed or bits(value) <= most:
+        return narrowed(ctx, value, most)
+    top = (1 << most) - 1
+    ctx.builder.assumed.append(f"{ctx.builder.label}: integers beyond {top} saturate")
+    return clipped_integers(ctx, value, -top, top)
+
+
+def round_half_up(bound: int, shift: int) -> int:
+    """Give a bound after a rounding shift."""
+    return (bound + (1 << (shift - 1))) >> shift
+
+
+def clipped_integers(ctx: Context, value: Wide, lo: int, hi: int) -> Wide:
+    """Clip the integers; int64 tensors by comparisons, because the runtime's int64 Clip is wrong."""
+    lo, hi = max(lo, value.lo), min(hi, value.hi)
+    if (lo, hi) == (value.lo, value.hi):
+        return value
+    if lo > hi:  # every value is beyond one of the bounds
+        lo = hi = lo if value.hi < lo else hi
+    b, name = ctx.builder, value.name
+    if value.narrow:
+        name = b.node("Clip", [name, b.constant(lo, np.int32), b.constant(hi, np.int32)])
+    else:
+        if lo > value.lo:
+            name = b.node("Where", [b.node("Less", [name, constant64(ctx, lo)]), constant64(ctx, lo), name])
+        if hi < value.hi:
+            name = b.node("Where", [b.node("Greater", [name, constant64(ctx, hi)]), constant64(ctx, hi), name])
+    return replace(value, name=name, lo=lo, hi=hi)
+
+
+def single_scale(ctx: Context, value: Wide) -> Wide:
+    """Multiply scales per channel and constants into the integers: one scale is left, and no constant."""
+    if not np.any(value.scale):  # a scale of 0 forgets the integers
+        nothing = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 0)])
+        value = replace(value, name=nothing, lo=0, hi=0, narrow=False, error=0.0, relative=0.0, scale=np.ones(()))
+    if value.scale.size == 1 and not np.any(value.constant):
+        return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
+    if value.scale.size > 1:
+        value = fitted(ctx, value, ROOM - 2 - GUARD)  # so that factors have enough bits to be fine
+    scales, top = np.abs(value.scale), max(reach(value), 1)
+    whole = float(np.max(scales * top + np.abs(value.constant)))
+    if whole == 0.0:
+        return replace(value, scale=np.ones(()), constant=np.zeros(()))
+    room = ROOM - 2 if np.any(value.constant) else min(ROOM - 2, bits(value) + 30)
+    unit = math.ldexp(whole, -room)
+    if scales.size == 1:  # a power of two of the scale itself rounds nothing
+        spare = math.floor(math.log2(scales.item() / unit)) if scales.item() else 0
+        if spare < 0:
+            return single_scale(ctx, narrowed(ctx, value, bits(value) + spare))
+        unit = math.ldexp(scales.item(), -spare) if scales.item() else unit
+    factors = np.rint(value.scale / unit).astype(np.int64)
+    addend = np.rint(value.constant / unit).astype(np.int64)
+    b, name = ctx.builder, int64(ctx, value)
+    if np.any(factors != 1):
+        name = b.node("Mul", [name, constant64(ctx, factors)])
+    if np.any(addend):
+        name = b.node("Add", [name, constant64(ctx, addend)])
+    lo, hi = _products(value, factors, addend)
+    steepest, offs, none = float(np.max(np.abs(factors))), np.abs(value.scale / unit - factors), factors == 0
+    off = float(np.max(offs))
+    added = 0.5 + float(np.max(np.abs(addend))) * ULP if np.any(addend) else 0.0
+    error = (steepest + off) * value.error + added + float(np.max(offs[none], initial=0.0)) * top
+    relative = float(np.max(offs[~none] / np.abs(factors[~none]), initial=0.0))
+    relative += value.relative + value.relative * relative
+    if np.any(addend) and (np.min(addend) < 0 or lo < 0 or np.min(value.scale) < 0 or value.lo < 0):
+        error, relative = error + (steepest + off) * value.relative * top + off * top, 0.0  # a sum may cancel
+    found = Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, typed=value.typed)
+    return replace(found, masked=value.masked, floor=value.floor)
+
+
+def _products(value: Wide, factors: Array, addend: Array) -> tuple[int, int]:
+    pairs = np.broadcast_arrays(factors, addend)
+    rows = {(int(f), int(a)) for f, a in zip(pairs[0].reshape(-1), pairs[1].reshape(-1), strict=True)}
+    ends = [f * bound + a for f, a in rows for bound in (value.lo, value.hi)]
+    return min(ends), max(ends)
+
+
+def scaled(value: Wide, factor: Array | float) -> Wide:
+    """Multiply by a constant: nothing is written, the scale changes."""
+    scale, constant = value.scale * factor, value.constant * factor
+    found = replace(unmasked(value), scale=scale, constant=constant)
+    if is_power_of_two(np.asarray(factor)):
+        return found
+    off = 0.0 if exact_product(value.scale, factor) else 2 * ULP
+    return replace(found, relative=value.relative + off, error=value.error + rounded(constant, scale))
+
+
+def rounded(constant: Array, scale: Array) -> float:
+    """Bound one rounding of a constant to float64, in units of the scale."""
+    unit = float(largest(scale))
+    return 2 * ULP * float(largest(constant)) / unit if unit else 0.0
+
+
+def shifted(value: Wide, addend: Array | float) -> Wide:
+    """Add a constant: nothing is written, the constant changes."""
+    constant = value.constant + addend
+    error = value.error + rounded(constant, value.scale) if np.any(value.constant) else value.error
+    return replace(value, constant=constant, error=error)
+
+
+def negated(value: Wide) -> Wide:
+    """Change the sign: nothing is written, the scale changes."""
+    return replace(unmasked(value), scale=-value.scale, constant=-value.constant)
+
+
+def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
+    """Write the product of two values; the operand with more bits is narrowed where 62 would not hold it."""
+    square = left.name == right.name
+    left, right = (unmasked(side) for side in (left, right))
+    left, right = (single_scale(ctx, side) if np.any(side.constant) else side for side in (left, right))
+    over = bits(left) + bits(right) - ROOM
+    if over > 0:
+        smaller = min(bits(left), bits(right), ROOM // 2)
+        left, right = (fitted(ctx, side, ROOM - smaller) for side in (left, right))
+    ends = [x * y for x in (left.lo, left.hi) for y in (right.lo, right.hi)]
+    lo, hi = min(ends), max(ends)
+    if square:
+        lo = 0 if left.lo <= 0 <= left.hi else min(left.lo**2, left.hi**2)
+    narrow = left.narrow and right.narrow and fits_int32(lo, hi)
+    names = [side.name if narrow else int64(ctx, side) for side in (left, right)]
+    error = left.error * reach(right) + right.error * reach(left) + left.error * right.error
+    error *= 1.0 + left.relative + right.relative
+    relative = left.relative + right.relative + left.relative * right.relative
+    if not exact_product(left.scale, right.scale):
+        relative += 2 * ULP
+    name, typed = ctx.builder.node("Mul", names), left.typed or right.typed
+    return Wide(name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
+
+
+def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdims: int = 1) -> Wide:
+    """Write the sum over `axes`, which together have `count` elements; `axes` are of the tensor itself."""
+    value = single_scale(ctx, unmasked(value))
+    value = fitted(ctx, value, SUM_ROOM - count.bit_length())
+    lo, hi = value.lo * count, value.hi * count
+    narrow = value.narrow and fits_int32(lo, hi)
+    name = value.name if narrow else int64(ctx, value)
+    summed = ctx.builder.node("ReduceSum", [name, constant64(ctx, np.asarray(axes))], keepdims=keepdims)
+    error, relative = value.error, value.relative
+    if lo < 0 and relative:
+        error, relative = spread(value), 0.0
+    error *= count
+    return Wide(summed, value.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=value.typed)
+
+
+def gathered(ctx: Context, table: Array, index: str, shape_of: str, dtype: type = np.int32) -> str:
+    """Write `table[index]` for an int32 index tensor."""
+    b = ctx.builder
+    flat = b.node("Reshape", [index, constant64(ctx, np.asarray([-1]))])
+    found = b.node("GatherElements", [b.constant(table, dtype, "table"), flat], axis=0)
+    return b.node("Reshape", [found, b.node("Shape", [shape_of])])
+
+
+def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -> Linear:
+    """Bring a value to one int32 term, for the requantization.
+
+    Args:
+        ctx: where nodes are written.
+        value: the value.
+        reals: what is outside these real bounds may be clipped to them.
+        finest: unit that the clipped values need not be finer than; where int32 holds the whole range in such units,
+            nothing is clipped.
+
+    Raises:
+        Refused: an infinity is in the value and the bounds do not clip what stands for it.
+    """
+    if value.infinite and value.infinite < max(abs(real) for real in reals):
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
+    value = _floored(ctx, value, reals)
+    if not value.narrow:
+        if math.ldexp(float(largest(value.scale)), bits(value) - 29) > finest:
+            value = clipped_integers(ctx, value, *_integer_bounds(value, reals))
+        excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles what can be negative
+        lift = 0
+        if excess:
+            name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)
+            lo, hi = (round_half_up(bound, excess) for bound in (value.lo, value.hi))
+            error = math.ldexp(value.error, -excess) + 0.5 * (1.0 + value.relative)
+            scale = np.ldexp(value.scale, excess)
+            value = replace(value, name=name, lo=lo, hi=hi, error=error, scale=scale)
+        else:
+            value = replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32))
+        if lift:
+            return _linear(value, lift)
+    return _linear(value, 0)
+
+
+def _linear(value: Wide, lift: int) -> Linear:
+    zero, lo, hi = (np.asarray(v, np.int64) for v in (lift, value.lo + lift, value.hi + lift))
+    terms = (Term(value.name, value.scale, zero, lo, hi),)
+    return Linear(
+        terms, constant=value.constant, source=value.source, error=raised(spread(value)) * largest(value.scale)
+    )
+
+
+def _integer_bounds(value: Wide, reals: tuple[float, float]) -> tuple[int, int]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ends = [(bound - value.constant) / value.scale for bound in reals]
+    finite = [end[np.isfinite(end)] for end in ends]
+    if not all(end.size for end in finite):
+        return value.lo, value.hi
+    lows, highs = (function(*(f(end) for end in finite)) for function, f in ((min, np.min), (max, np.max)))
+    return math.floor(float(lows)) - 1, math.ceil(float(highs)) + 1
+
+
+def _floored(ctx: Context, value: Wide, reals: tuple[float, float]) -> Wide:
+    if not value.masked:
+        return value
+    if value.floor > reals[0]:
+        raise Refused(f"a mask of {value.floor} is inside the range of its quantizer", "use minus infinity as mask")
+    value = single_scale(ctx, value)
+    lowest = min(value.lo, math.floor(reals[0] / float(value.scale)) - 1)
+    b = ctx.builder
+    if lowest.bit_length() > ROOM:
+        raise Refused("its quantizer's range is far wider than its input", "recalibrate")
+    name = b.node("Where", [value.masked, constant64(ctx, lowest), int64(ctx, value)])
+    return replace(value, name=name, lo=lowest, hi=max(value.hi, lowest), narrow=False, masked="")

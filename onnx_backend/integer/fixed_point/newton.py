@@ -1,0 +1,238 @@
+"""Integer methods on fixed point: square root, reciprocal and logarithm of positive tensors, right up to a last bit.
+
+Each first shifts every element left until its top bit stands at a fixed place, so that the result keeps about 30 bits
+of relative precision over the whole static range. They suit reduced tensors (means, variances, sums).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    constant64,
+    gathered,
+    int64,
+    made,
+    narrowed,
+    single_scale,
+    unmasked,
+)
+from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.values import Array, Refused, Wide
+
+_SEED_BITS = 8
+_LOG_BITS = 12
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """A positive int64 tensor shifted left: `name = integers * 2**shift`, in [2**(62 - step), 2**62).
+
+    Attributes:
+        name: the shifted tensor, int64.
+        shift: how far, an int32 tensor, a multiple of `step`.
+        least: smallest shift within the static bounds.
+        most: largest shift within the static bounds.
+    """
+
+    name: str
+    shift: str
+    least: int
+    most: int
+
+
+def normalized(ctx: Context, value: Wide, step: int) -> Normalized:
+    """Shift a tensor whose integers are within 1..2**62-1 (0 is shifted as 1 is)."""
+    b = ctx.builder
+    least = (ROOM - max(value.hi, 1).bit_length()) // step * step
+    most = (ROOM - max(value.lo, 1).bit_length()) // step * step
+    # an element below 2**(62 - s) can be shifted by s
+    limits = np.asarray([1 << (ROOM - s) for s in range(least + step, most + 1, step)], np.int64)
+    name = int64(ctx, value)
+    if limits.size:
+        apart = b.node("Unsqueeze", [name, constant64(ctx, np.asarray([-1]))])
+        below = b.cast(b.node("Less", [apart, constant64(ctx, limits)]), TensorProto.INT32)
+        count = b.node("ReduceSum", [below, constant64(ctx, np.asarray([-1]))], keepdims=0)
+        shift = b.node("Mul", [count, b.constant(step, np.int32)])
+        shift = b.node("Add", [shift, b.constant(least, np.int32)])
+    else:
+        shift = b.node("Expand", [b.constant(least, np.int32), b.node("Shape", [name])])
+    unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
+    raised = b.node("BitShift", unsigned, direction="LEFT")
+    return Normalized(b.cast(raised, TensorProto.INT64), shift, least, most)
+
+
+def _shifted_right(ctx: Context, name: str, by: int) -> str:
+    b = ctx.builder
+    unsigned = b.node("BitShift", [b.cast(name, TensorProto.UINT64), b.constant(by, np.uint64)], direction="RIGHT")
+    return b.cast(unsigned, TensorProto.INT64)
+
+
+def _raised(ctx: Context, name: str, shift: str) -> str:
+    b = ctx.builder
+    unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
+    return b.cast(b.node("BitShift", unsigned, direction="LEFT"), TensorProto.INT64)
+
+
+def integer_root(ctx: Context, name: str) -> str:
+    """Write `floor(sqrt(x))` of an int64 tensor in [2**60, 2**62), or of 0.
+
+    A table of the top bits gives the root to 2**-8, each step of Newton's method (that is Heron's) doubles the number
+    of right digits, and a last comparison takes back what the final division rounded up.
+    """
+    b = ctx.builder
+    top = b.cast(_shifted_right(ctx, name, ROOM - _SEED_BITS), TensorProto.INT32)
+    middle = (np.arange(1 << _SEED_BITS) + 0.5) * 2.0 ** (ROOM - _SEED_BITS)
+    seeds = np.floor(np.sqrt(middle)).astype(np.int64)
+    root = gathered(ctx, seeds, top, name, np.int64)
+    for _ in range(2):
+        mean = b.node("Add", [root, b.node("Div", [name, root])])
+        root = _shifted_right(ctx, mean, 1)
+    large = b.node("Greater", [b.node("Mul", [root, root]), name])
+    return b.node("Sub", [root, b.cast(large, TensorProto.INT64)])
+
+
+def square_root(ctx: Context, value: Wide) -> Wide:
+    """Write the square root of a value that is not negative.
+
+    Raises:
+        Refused: the value can be negative.
+    """
+    value = _positive(ctx, value, least=0)
+    shifted = normalized(ctx, value, 2)
+    root = integer_root(ctx, shifted.name)
+    if value.lo == 0:  # 0 cannot be shifted to where the root is taken
+        some = ctx.builder.cast(ctx.builder.node("Greater", [int64(ctx, value), constant64(ctx, 0)]), TensorProto.INT64)
+        root = ctx.builder.node("Mul", [root, some])
+    b = ctx.builder
+    rest = b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift])
+    half = b.node("BitShift", [b.cast(rest, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
+    name = _raised(ctx, root, half)
+    unit = math.sqrt(float(value.scale)) * 2.0 ** (-shifted.most / 2)
+    lo, hi = (math.isqrt(bound << shifted.most) for bound in (value.lo, value.hi))
+    lo = max(lo - (lo >> 29) - 1, 0)
+    off = value.error / value.lo if value.lo > value.error else 1.0
+    own = 2.0**-29  # the root is rounded down to 31 bits
+    if off < 0.25:
+        return made(name, unit, lo, hi, relative=own + 0.5 * (off + value.relative) * (1.0 + off + value.relative))
+    error = math.sqrt(value.error * float(value.scale)) / unit
+    return made(name, unit, lo, hi, error=error, relative=own + value.relative)
+
+
+def reciprocal_root(ctx: Context, value: Wide) -> Wide:
+    """Write `1 / sqrt(value)` of a value whose static bounds are positive.
+
+    Raises:
+        Refused: the value can be 0 or negative.
+    """
+    value = _positive(ctx, value, least=1)
+    shifted = normalized(ctx, value, 2)
+    spare = (shifted.most - shifted.least) // 2
+    if spare > ROOM - 33:
+        return reciprocal(ctx, square_root(ctx, value))
+    b = ctx.builder
+    quotient = b.node("Div", [constant64(ctx, 1 << ROOM), integer_root(ctx, shifted.name)])  # (2**31, 2**32]
+    above = b.node("Sub", [shifted.shift, b.constant(shifted.least, np.int32)])
+    half = b.node("BitShift", [b.cast(above, TensorProto.UINT32), b.constant(1, np.uint32)], direction="RIGHT")
+    name = _raised(ctx, quotient, half)
+    # integers = 2**62 / sqrt(value * 2**shift) * 2**((shift - least) / 2) = 2**(62 - least / 2) / sqrt(value)
+    power = ROOM - shifted.least // 2
+    unit = 2.0**-power / math.sqrt(float(value.scale))
+    lo, hi = (math.isqrt((1 << (2 * power)) // bound) for bound in (value.hi, value.lo))
+    lo, hi = max(lo - (lo >> 28) - 2, 0), min(hi + (hi >> 28) + 2, (1 << ROOM) - 1)
+    off = value.error / value.lo + value.relative
+    if off >= 0.5:
+        raise Refused("it divides by a tensor that can be 0 within its error", "add an epsilon")
+    return made(name, unit, lo, hi, relative=off / (1.0 - off) + 2.0**-28)
+
+
+def reciprocal(ctx: Context, value: Wide) -> Wide:
+    """Write the reciprocal of a value whose static bounds exclude 0.
+
+    Raises:
+        Refused: the value can be 0.
+    """
+    value = single_scale(ctx, unmasked(value))
+    if value.lo < 0 and value.hi < 0:
+        flipped = ctx.builder.node("Sub", [constant64(ctx, 0), int64(ctx, value)])
+        value = made(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
+    if value.lo <= 0:
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
+    value = narrowed(ctx, value, ROOM)
+    shifted = normalized(ctx, value, 1)
+    b = ctx.builder
+    mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
+    quotient = b.node("Div", [constant64(ctx, 1 << ROOM), mantissa])  # (2**31, 2**32]
+    span = shifted.most - shifted.least
+    over = max(0, span - (ROOM - 33))
+    if over:  # more range than 62 bits hold: the smallest reciprocals lose their last bits
+        quotient = b.node("Mul", [quotient, constant64(ctx, 1 << (ROOM - 33))])
+        down = b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift])
+        unsigned = [b.cast(quotient, TensorProto.UINT64), b.cast(down, TensorProto.UINT64)]
+        name = b.cast(b.node("BitShift", unsigned, direction="RIGHT"), TensorProto.INT64)
+        power = shifted.most - (ROOM - 33)
+    else:
+        up = b.node("Sub", [shifted.shift, b.constant(shifted.least, np.int32)])
+        name = _raised(ctx, quotient, up)
+        power = shifted.least
+    # integers = 2**62 / (value * 2**shift / 2**31) * 2**(shift - power) = 2**(93 - power) / value
+    unit = 2.0 ** (power - 93) / float(value.scale)
+    ends = [(1 << max(93 - power, 0)) // bound for bound in (value.hi, value.lo)]
+    lo, hi = max(ends[0] - (ends[0] >> 28) - 2, 0), min(ends[1] + (ends[1] >> 28) + 2, (1 << ROOM) - 1)
+    off = value.error / value.lo + value.relative
+    if off >= 0.5:
+        raise Refused("it divides by a tensor that can be 0 within its error", "clip the divisor away from 0")
+    return made(name, unit, lo, hi, error=1.0 if over else 0.0, relative=off / (1.0 - off) + 2.0**-28)
+
+
+def logarithm(ctx: Context, value: Wide) -> Wide:
+    """Write the natural logarithm of a value whose static bounds are positive: a table, straight between its entries.
+
+    Raises:
+        Refused: the value can be 0 or negative.
+    """
+    value = _positive(ctx, value, least=1)
+    shifted = normalized(ctx, value, 1)
+    b = ctx.builder
+    steps, rest_bits = 1 << _LOG_BITS, 30
+    head = b.cast(_shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS), TensorProto.INT32)
+    index = b.node("Sub", [head, b.constant(steps, np.int32)])
+    tail = _shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS - rest_bits)
+    mask = b.constant((1 << rest_bits) - 1, np.uint64)
+    rest = b.cast(b.node("BitwiseAnd", [b.cast(tail, TensorProto.UINT64), mask]), TensorProto.INT64)
+    unit = 2.0**-40
+    knots = np.rint(np.log(1.0 + np.arange(steps + 1) / steps) / unit).astype(np.int64)
+    base = gathered(ctx, knots[:-1], index, shifted.name, np.int64)
+    slope = gathered(ctx, np.diff(knots), index, shifted.name, np.int64)
+    bend = _shifted_right(ctx, b.node("Mul", [slope, rest]), rest_bits)
+    turns = b.node("Mul", [b.cast(shifted.shift, TensorProto.INT64), constant64(ctx, round(math.log(2.0) / unit))])
+    name = b.node("Sub", [b.node("Add", [base, bend]), turns])
+    constant = np.asarray((ROOM - 1) * math.log(2.0) + math.log(float(value.scale)))
+    off = value.error / value.lo + value.relative
+    if off >= 0.5:
+        raise Refused("it takes the logarithm of a tensor that can be 0 within its error", "add an epsilon")
+    # the chord of a logarithm is at most h**2 / 8 below it; knots, slope, shift and ln 2 are rounded
+    error = (2.0 ** (-2 * _LOG_BITS) / 8 + 2 * off) / unit + 4 + ROOM
+    turn = round(math.log(2.0) / unit)
+    found = made(name, unit, -shifted.most * turn - 2, turn + 2 - shifted.least * turn, error=error)
+    return replace(found, constant=constant)
+
+
+def _positive(ctx: Context, value: Wide, least: int) -> Wide:
+    value = single_scale(ctx, unmasked(value))
+    if float(value.scale) < 0:
+        raise Refused("its input is negative", "clip its input to positive numbers")
+    if value.lo < least:
+        raise Refused(
+            "its input can be negative or 0" if least else "its input can be negative",
+            "clip its input, or add an epsilon",
+        )
+    return narrowed(ctx, value, ROOM)
+
+
+def table_of_exponentials(scale: float, count: int, bits: int) -> Array:
+    """Give `rint(2**bits * exp(-i * scale))` for i in 0..count-1, int64."""
+    return np.rint(np.ldexp(np.exp(-scale * np.arange(count, dtype=np.float64)), bits)).astype(np.int64)

@@ -1,0 +1,321 @@
+"""From any value to fixed point: codes and accumulators exactly, functions of codes by tables."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial, reduce
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    clipped_integers,
+    constant64,
+    fits_int32,
+    gathered,
+    int64,
+    reach,
+    single_scale,
+    spread,
+    unmasked,
+)
+from onnx_backend.integer.fixed_point.sums import add, at_one_scale, whole_steps
+from onnx_backend.integer.ir.context import Context, move
+from onnx_backend.integer.ir.exact_bounds import MASK, ULP, upward
+from onnx_backend.integer.ir.values import (
+    Array,
+    Bent,
+    Constant,
+    Encoding,
+    Joined,
+    Linear,
+    Lookup,
+    Pending,
+    Refused,
+    Selected,
+    Step,
+    Value,
+    Wide,
+)
+
+_FINEST = ROOM - 4  # bits of a table
+_ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+_BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
+
+
+def widened(ctx: Context, value: Value | None, what: str = "its input", *, most: int = 31) -> Wide:
+    """Give a value as fixed point.
+
+    Args:
+        ctx: where nodes are written.
+        value: codes, a function of codes, an accumulator, a constant, a Concat of these, or fixed point already.
+        what: how the value is called in a refusal.
+        most: bits of the table where the value is no exact multiple of anything.
+
+    Raises:
+        Refused: the value has no integers: a graph input, or a function that is not finite.
+    """
+    if isinstance(value, Wide):
+        return value
+    if isinstance(value, Lookup):
+        return _of_lookup(ctx, value, most)
+    if isinstance(value, Linear):
+        return _of_linear(ctx, value)
+    if isinstance(value, Constant):
+        return _of_constant(ctx, value, most)
+    if isinstance(value, Bent):
+        return reduce(partial(add, ctx), (widened(ctx, part) for part in value.parts))
+    if isinstance(value, Joined):
+        return _of_joined(ctx, value, most)
+    if isinstance(value, Selected):
+        return _of_selected(ctx, value, most)
+    if isinstance(value, Pending):
+        return reduce(partial(moved, ctx), value.after, widened(ctx, value.value, most=most))
+    raise Refused(f"{what} is a float tensor", "put a QuantizeLinear/DequantizeLinear pair in front of it")
+
+
+def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
+    b = ctx.builder
+    if value.encoding is not None:
+        encoding = value.encoding
+        codes = b.cast(value.name, TensorProto.INT32)
+        if encoding.zero_point:
+            codes = b.node("Sub", [codes, b.constant(encoding.zero_point, np.int32)])
+        lo, hi = -encoding.zero_point, encoding.hi - encoding.zero_point
+        return Wide(codes, np.asarray(encoding.scale, np.float64), lo, hi, narrow=True)
+    values = value.values.astype(np.float64)
+    masks = values <= MASK
+    finite = values[~masks]
+    if not np.all(np.isfinite(finite)) or finite.size == 0:
+        raise Refused("it is not finite for some value that its input can have", "clip its input away from the pole")
+    # what lies between a mask and the scores is far larger than they are, and has to be as exact
+    table, unit, error, relative = _grid(np.where(masks, 0.0, values), _FINEST if masks.any() else most)
+    lo, hi = int(table.min()), int(table.max())
+    narrow = fits_int32(lo, hi)
+    index = b.cast(value.name, TensorProto.INT32)
+    name = gathered(ctx, table, index, value.name, np.int32 if narrow else np.int64)
+    found = Wide(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
+    if not masks.any():
+        return found
+    places = np.flatnonzero(masks)
+    if places.size == 1:
+        masked = b.node("Equal", [value.name, b.constant(places[0], np.uint8 if values.size <= 256 else np.int32)])
+    else:
+        masked = b.cast(gathered(ctx, masks, index, value.name), TensorProto.BOOL)
+    return replace(found, masked=masked, floor=float(values[masks].max()))
+
+
+def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
+    """Give integers, their unit, error and relative error: the coarsest grid for all values, else `most` bits.
+
+    With `_FINEST` bits the values themselves are wanted, not the even steps of which float32 rounded them.
+    """
+    sizes = np.abs(values[values != 0])
+    if sizes.size == 0:
+        return np.zeros(values.shape, np.int64), 1.0, 0.0, 0.0
+    top = float(sizes.max())
+    least = float(sizes.min())
+    whole = np.rint(values / least)
+    if np.abs(whole).max() < 1 << 24:
+        unit = top / float(np.abs(whole).max())
+        off = float((np.abs(values - whole * unit)[values != 0] / sizes).max())
+        if off <= 2.0**-22 and (
+            not off or most < _FINEST
+        ):  # float32 rounded the values, each in proportion to its size
+            return whole.astype(np.int64), unit, 0.0, off + 2 * ULP if off else 0.0
+    unit = math.ldexp(1.0, math.frexp(top)[1] - most)
+    return np.rint(values / unit).astype(np.int64), unit, 0.5, 0.0
+
+
+def _of_constant(ctx: Context, value: Constant, most: int) -> Wide:
+    values = value.values.astype(np.float64)
+    masks = values <= MASK
+    if not np.all(np.isfinite(values[~masks])):
+        raise Refused("a constant is not finite", "remove it from the model")
+    coded = value.coded
+    if coded is not None and coded.axis is None:
+        integers, unit, error, relative = coded.integers, float(coded.scale[0]), 0.0, 0.0
+    else:
+        integers, unit, error, relative = _grid(np.where(masks, 0.0, values), most)
+        if coded is not None or value.blocks is not None:
+            relative += 2.0**-24  # float32 rounded what is stored as integers
+    lo, hi = int(integers.min(initial=0)), int(integers.max(initial=0))
+    narrow = fits_int32(lo, hi)
+    name = ctx.builder.constant(integers, np.int32 if narrow else np.int64)
+    found = Wide(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
+    if not masks.any():
+        return found
+    return replace(found, masked=ctx.builder.constant(masks), floor=float(values[masks].max()))
+
+
+def _of_linear(ctx: Context, value: Linear) -> Wide:
+    constant, masks = value.constant, value.constant <= MASK
+    if masks.any():
+        value = replace(value, constant=np.where(masks, 0.0, constant))
+    found = _of_one_term(ctx, value) if len(value.terms) == 1 else _of_terms(ctx, value)
+    if value.lo != -np.inf or value.hi != np.inf:
+        found = clip(ctx, found, value.lo, value.hi)
+    found = replace(found, source=value.source)
+    if masks.any():
+        found = replace(found, masked=ctx.builder.constant(masks), floor=float(constant[masks].max()))
+    for step in value.after:
+        found = moved(ctx, found, step)
+    return found
+
+
+def _of_one_term(ctx: Context, value: Linear) -> Wide:
+    (term,) = value.terms
+    lo, hi = int(np.min(term.lo - term.zero)), int(np.max(term.hi - term.zero))
+    b, name, narrow = ctx.builder, term.name, fits_int32(lo, hi)
+    if narrow:
+        name = b.cast(name, TensorProto.INT32)
+        if np.any(term.zero):
+            name = b.node("Sub", [name, b.constant(term.zero, np.int32)])
+    else:
+        name = b.node("Sub", [b.cast(name, TensorProto.INT64), constant64(ctx, term.zero)])
+    least = float(np.min(np.abs(term.scale)))
+    error = upward(value.error / Fraction(least)) if least else 0.0
+    return Wide(name, term.scale, lo, hi, constant=value.constant, narrow=narrow, error=error)
+
+
+def _of_terms(ctx: Context, value: Linear) -> Wide:
+    sums = [_of_one_term(ctx, Linear((term,))) for term in value.terms]
+    found = sums[0]
+    for other in sums[1:]:
+        found = add(ctx, found, other)
+    least = float(np.min(np.abs(found.scale)))
+    error = found.error + (upward(value.error / Fraction(least)) if least else 0.0)
+    return replace(found, constant=found.constant + value.constant, error=error)
+
+
+def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
+    """Write `clip(value, lo, hi)`, both bounds rounded to the value's grid.
+
+    Raises:
+        Refused: a mask of infinities was added to the value and the lower bound would make it finite.
+    """
+    if value.masked and lo > value.floor:
+        raise Refused("it clips a mask of infinities", "clip in front of the mask")
+    value = single_scale(ctx, value)
+    unit = float(value.scale)
+    lowest, highest = sorted((value.lo * unit, value.hi * unit))
+    if lo > highest or hi < lowest:  # one number, which need not lie on the grid
+        number = lo if lo > highest else hi
+        same = clipped_integers(ctx, value, value.lo, value.lo)
+        error = spread(value) + 4 * ULP * (abs(number / unit) + reach(value))
+        return replace(same, constant=np.asarray(number - value.lo * unit), error=error, relative=0.0)
+    if unit < 0:
+        lo, hi = hi, lo
+    # bounds beyond the integers do nothing, and infinity has no integer
+    ends = [
+        value.lo if math.isnan(v) or v < value.lo else value.hi if v > value.hi else round(v)
+        for v in (float(np.clip(bound / unit, -(2.0**62), 2.0**62)) for bound in (lo, hi))
+    ]
+    low, high = ends
+    found = clipped_integers(ctx, value, low, high)
+    if found.name == value.name:
+        return found
+    return replace(found, error=found.error + 0.5 + ULP * reach(found))  # the quotient is rounded to float64 first
+
+
+def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:
+    parts = [single_scale(ctx, widened(ctx, part, most=most)) for part in value.parts]
+    if any(part.masked for part in parts):
+        raise Refused("it joins a mask of infinities", _BETWEEN)
+    parts = at_one_scale(ctx, parts)
+    narrow = all(part.narrow for part in parts)
+    names = [part.name if narrow else int64(ctx, part) for part in parts]
+    found = Wide(
+        ctx.builder.node("Concat", names, axis=value.axis),
+        parts[0].scale,
+        min(part.lo for part in parts),
+        max(part.hi for part in parts),
+        narrow=narrow,
+        error=max(part.error for part in parts),
+        relative=max(part.relative for part in parts),
+        typed=any(part.typed for part in parts),
+    )
+    for step in value.after:
+        found = moved(ctx, found, step)
+    return found
+
+
+def _of_selected(ctx: Context, value: Selected, most: int) -> Wide:
+    kind = value.node.op_type
+    if kind not in ("Where", "Max", "Min"):
+        raise Refused(f"a {kind} stands between its quantizers", _BETWEEN)
+    if kind == "Where":
+        places = [i for i in value.inputs[1:] if isinstance(i, int)]
+        found = chosen(ctx, str(value.inputs[0]), *(value.parts[i] for i in places), most=most)
+    else:
+        found = widened(ctx, value.parts[0], most=most)
+        for part in value.parts[1:]:
+            left, right = at_one_scale(ctx, [_plain(ctx, side) for side in (found, widened(ctx, part, most=most))])
+            larger = ctx.builder.node("Greater", [int64(ctx, left), int64(ctx, right)])
+            found = _one_of(ctx, larger, *((left, right) if kind == "Max" else (right, left)))
+    for step in value.after:
+        found = moved(ctx, found, step)
+    return found
+
+
+def _plain(ctx: Context, value: Wide) -> Wide:
+    return single_scale(ctx, whole_steps(ctx, unmasked(value)))
+
+
+def chosen(ctx: Context, condition: str, yes: Value | None, no: Value | None, *, most: int = 31) -> Wide:
+    """Write a Where of two values; a number that swallows every score becomes a mask of the other value."""
+    for number, other, inside in ((yes, no, True), (no, yes, False)):
+        if isinstance(number, Constant) and number.values.size == 1 and number.values.item() <= MASK:
+            masked = condition if inside else ctx.builder.node("Not", [condition])
+            value, floor = widened(ctx, other, most=most), float(number.values.item())
+            if value.masked:
+                masked, floor = ctx.builder.node("Or", [value.masked, masked]), max(value.floor, floor)
+            return replace(value, masked=masked, floor=floor)
+    sides = at_one_scale(ctx, [_plain(ctx, widened(ctx, side, most=most)) for side in (yes, no)])
+    return _one_of(ctx, condition, sides[0], sides[1])
+
+
+def _one_of(ctx: Context, condition: str, yes: Wide, no: Wide) -> Wide:
+    narrow = yes.narrow and no.narrow
+    names = [side.name if narrow else int64(ctx, side) for side in (yes, no)]
+    return Wide(
+        ctx.builder.node("Where", [condition, *names]),
+        yes.scale,
+        min(yes.lo, no.lo),
+        max(yes.hi, no.hi),
+        narrow=narrow,
+        error=max(yes.error, no.error),
+        relative=max(yes.relative, no.relative),
+        typed=yes.typed or no.typed,
+    )
+
+
+def moved(ctx: Context, value: Wide, step: Step) -> Wide:
+    """Write a movement of the integers: a Reshape, Transpose, Slice, Expand, Pad, ...
+
+    Raises:
+        Refused: the movement compares values, or the value still has a scale per channel and a mask.
+    """
+    kind = step.node.op_type
+    if kind in ("MaxPool", "ReduceMax", "GlobalMaxPool"):
+        raise Refused("it compares values that are not quantized", _BETWEEN)
+    if value.masked:
+        raise Refused("it moves a mask of infinities", "add the mask behind it")
+    value = single_scale(ctx, value)
+    if step.fill is None:
+        return replace(value, name=move(ctx, step, value.name, _ANY, step.node.output[step.output]))
+    if abs(step.fill) > math.ldexp(abs(float(value.scale)), ROOM - 2):
+        raise Refused(f"its fill value {step.fill} is far outside the range of its input", _BETWEEN)
+    fill = round(step.fill / float(value.scale))
+    b = ctx.builder
+    inputs = (step.inputs[0], b.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])
+    name = move(ctx, Step(step.node, inputs, step.output), value.name, _ANY, step.node.output[step.output])
+    return replace(value, name=name, lo=min(value.lo, fill), hi=max(value.hi, fill), error=max(value.error, 0.5))
+
+
+def integer_scores(ctx: Context, value: Wide) -> Wide:
+    """Give a value whose integers fit in int32 as int32; its mask stays beside it."""
+    if value.narrow:
+        return value
+    return replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32), narrow=True)

@@ -1,0 +1,221 @@
+"""Recording the integer graph: names, constants, nodes, requantizations and tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.integer.ir.exact_bounds import upward
+from onnx_backend.integer.ir.operations import Operation, Requantization, Table
+from onnx_backend.integer.ir.piecewise_linear import segments
+from onnx_backend.integer.ir.requant32 import NarrowPlan, narrow_plan
+from onnx_backend.integer.ir.requantization import Plan, plan
+from onnx_backend.integer.ir.values import Array, Encoding, Linear, Lookup, Refused
+from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT, Rounding
+
+
+class Builder:
+    """Collects the operations and initializers of the integer graph and the rows of its certificate."""
+
+    def __init__(
+        self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64, *, interpolates: bool = False
+    ) -> None:
+        self.nodes: list[Operation] = []
+        self.initializers: list[TensorProto] = []
+        self.certificate: list[dict[str, Any]] = []
+        self.rounding = rounding
+        self.product_bits = product_bits
+        self.interpolates = interpolates  # tables of 16-bit codes are written as straight lines
+        self.label = ""  # the node being lowered
+        self.behind = ""  # the node that made its first input
+        self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
+        self.indices: set[str] = set()  # codes that only tables read, written as int32
+        self.assumed: list[str] = []  # what the certificate says about numbers that only their type bounds
+        self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
+        self._taken = set(reserved)
+        self._constants: dict[tuple[Any, ...], str] = {}
+
+    def fresh(self, stem: str) -> str:
+        """Give a tensor name that nothing has yet, `stem` itself if it is free."""
+        name, count = stem, 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+    def constant(self, array: Any, dtype: Any = None, stem: str = "constant") -> str:
+        """Give the name of an initializer with these values; equal ones are written once."""
+        values = np.asarray(array, dtype)
+        key = (str(values.dtype), values.shape, values.tobytes())
+        if key not in self._constants:
+            name = self.fresh(stem)
+            self.initializers.append(numpy_helper.from_array(values, name))
+            self._constants[key] = name
+        return self._constants[key]
+
+    def packed(self, values: Array, bits: int, stem: str) -> str:
+        """Give the name of a uint8 tensor of small constants that is stored in 8, 4 or 2 bits and widened by a Cast."""
+        raised = values.astype(np.uint8)
+        if bits == 8:
+            return self.constant(raised, stem=stem)
+        kind = ml_dtypes.uint4 if bits == 4 else ml_dtypes.uint2
+        return self.cast(self.constant(raised.astype(kind), stem=stem), TensorProto.UINT8)
+
+    def node(self, op_type: str, inputs: Sequence[str], *, name: str | None = None, **attributes: Any) -> str:
+        """Append a node with one output and give that output's name (`name`, made unique)."""
+        output = self.fresh(name or f"{self.label}.{op_type}")
+        self.nodes.append(helper.make_node(op_type, inputs, [output], name=f"{output}_node", **attributes))
+        return output
+
+    def write(self, op_type: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> None:
+        """Append a node that makes `output`, a name that is taken already."""
+        node = helper.make_node(op_type, inputs, [output], name=f"{output}_node", domain=domain, **attributes)
+        self.nodes.append(node)
+
+    def copy(self, node: NodeProto, inputs: Sequence[str]) -> list[str]:
+        """Append a node of the Q/DQ model with other inputs and give the names of its outputs."""
+        outputs = [self.fresh(name) if name else "" for name in node.output]
+        copied = NodeProto()
+        copied.CopyFrom(node)
+        del copied.input[:], copied.output[:]
+        copied.input.extend(inputs)
+        copied.output.extend(outputs)
+        self.nodes.append(copied)
+        return outputs
+
+    def cast(self, tensor: str, to: int, *, name: str | None = None) -> str:
+        """Append a Cast."""
+        return self.node("Cast", [tensor], name=name, to=to)
+
+
+def requantize(b: Builder, value: Linear, encoding: Encoding, name: str) -> str:
+    """Record the requantization of accumulators to codes and give their name; `value.after` is not applied.
+
+    The clip of a Relu or Clip is folded into the saturation, and ties are rounded up wherever no accumulator within
+    the static bounds can tie, which every rounding then agrees with.
+
+    Raises:
+        Refused: a multiplier is too large for a fixed point.
+    """
+    fixed: Plan | NarrowPlan
+    if b.product_bits == 32:
+        fixed, rounding = narrow_plan(value, encoding), "half_up"
+    else:
+        fixed = plan(value, encoding)
+        rounding = b.rounding if fixed.ties or b.rounding == "gemmlowp" else "half_up"
+    lo, hi = (int(encoding.quantize(bound)) for bound in (value.lo, value.hi))
+    result = b.fresh(name)
+    row = {**_row(b, value, encoding, fixed, rounding, result), "codes": [lo, hi]}
+    b.nodes.append(Requantization(value, encoding, fixed, rounding, (lo, hi), result, b.label, row))
+    return result
+
+
+def _row(
+    b: Builder, value: Linear, encoding: Encoding, fixed: Plan | NarrowPlan, rounding: str, codes: str
+) -> dict[str, Any]:
+    ratios = [(term.scale / encoding.scale).reshape(-1).tolist() for term in value.terms]
+    return {
+        "node": value.source,
+        **b.facts.get(value.source, {}),
+        "quantize_node": b.label,
+        "form": "fixed point",
+        "tensor": codes,
+        "accumulators": [term.name for term in value.terms],
+        "accumulator_bound": fixed.bound,
+        "multipliers": ratios,
+        "mantissas": [np.asarray(m).reshape(-1).tolist() for m in fixed.mantissas],
+        "shifts": fixed.shift.reshape(-1).tolist(),
+        "addends": np.asarray(fixed.addend).reshape(-1).tolist(),
+        "output_zero_point": encoding.zero_point,
+        "rounding": rounding,
+        "ties_possible": fixed.ties if isinstance(fixed, Plan) else None,
+        "error_bound": upward(fixed.error + _first_rounding(fixed, rounding) + _clip_error(value, encoding)),
+        **_pre_shifts(fixed),
+    }
+
+
+def _first_rounding(fixed: Plan | NarrowPlan, rounding: str) -> Fraction:
+    """Bound the first of two roundings, which only `gemmlowp` has: half a unit of the bits that the second takes."""
+    shift = int(np.min(fixed.shift[fixed.shift > HIGH_MUL], initial=MAX_SHIFT + 1))
+    return Fraction(1, 2 << (shift - HIGH_MUL)) if rounding == "gemmlowp" and shift <= MAX_SHIFT else Fraction(0)
+
+
+def _clip_error(value: Linear, to: Encoding) -> Fraction:
+    """Bound what the code of a clip is beyond half a step from the clip itself: float32 may round it across a tie."""
+    worst = Fraction(0)
+    for bound in (value.lo, value.hi):
+        if np.isfinite(bound):
+            exact = min(max(Fraction(bound) / Fraction(to.scale) + to.zero_point, Fraction(0)), Fraction(to.hi))
+            worst = max(worst, abs(int(to.quantize(bound)) - exact) - Fraction(1, 2))
+    return worst
+
+
+def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
+    if isinstance(fixed, Plan):
+        return {}
+    parts = {"pre_shifts": "before", "zeros": "zero", "cuts": "cut"}
+    return {
+        key: [np.asarray(getattr(term, name)).reshape(-1).tolist() for term in fixed.terms]
+        for key, name in parts.items()
+    }
+
+
+def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
+    """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
+
+    The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction. Of 16-bit
+    codes it becomes straight lines, if those are wanted and take less room.
+
+    Raises:
+        Refused: one of the values is not a number.
+    """
+    if np.any(np.isnan(value.values)):
+        raise Refused(
+            "what is quantized is not a number for some value that the input can have (0 / 0, infinity - infinity)",
+            "clip the input to where it is defined",
+        )
+    table = encoding.quantize(value.values)
+    if np.array_equal(table, np.arange(table.size)) and encoding.wide == (table.size > 256):
+        return value.name
+    result = b.fresh(name)
+    row = {
+        "node": b.behind,
+        **b.facts.get(b.behind, {}),
+        "quantize_node": b.label,
+        "form": "table",
+        "input": value.name,
+        "tensor": result,
+        "output_zero_point": encoding.zero_point,
+        "rounding": "half_even",
+        "error_bound": 0.0,
+    }
+    if table.size <= 256:  # those of 16 bits would be most of the certificate
+        row["table"] = table.tolist()
+    made = Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row)
+    if b.interpolates and table.size > 256 and not made.clips:
+        made = _interpolated(made)
+    b.nodes.append(made)
+    return result
+
+
+def _interpolated(made: Table) -> Table:
+    """Give a table its straight lines, unless it jumps so often that they would take more room; its row says which."""
+    lines = segments(made.table, made.encoding.hi)
+    whole = made.table.size * (2 if made.encoding.wide else 1)
+    if lines.bytes >= whole:
+        made.row["kept_exact"] = f"its {lines.base.size} segments would take {lines.bytes} bytes, the table {whole}"
+        return made
+    made.row.update(
+        form="interpolated table",
+        error_bound=float(lines.deviation),
+        segments=int(lines.base.size),
+        table_bytes=lines.bytes,
+        largest_deviation=lines.deviation,
+        codes_differing=lines.differing,
+    )
+    return replace(made, segments=lines)

@@ -1,0 +1,196 @@
+"""What a lowering may ask: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, helper
+
+from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.max_of_slices import largest_of_slices
+from onnx_backend.integer.ir.operations import Softmax
+from onnx_backend.integer.ir.values import (
+    Codes,
+    Constant,
+    Encoding,
+    Integers,
+    Joined,
+    Lookup,
+    Refused,
+    Step,
+    Value,
+    dequantized,
+)
+from onnx_backend.opening.stored_encodings import UNMARKED
+
+Args = Sequence[Value | None]
+#: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
+Lowering = Callable[["Context", NodeProto, Args], Value | tuple[Value, ...]]
+
+FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
+_NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
+
+
+@dataclass(frozen=True)
+class Context:
+    """The surroundings of one conversion.
+
+    Attributes:
+        builder: where nodes are written.
+        shapes: static dimensions of the Q/DQ model's tensors, None for a dynamic one.
+        types: ONNX dtypes of the Q/DQ model's tensors.
+        edges: `float` or `integer`.
+        opset: the default-domain opset of the Q/DQ model.
+        composes: whether a function of a table may be written as one table of what that reads.
+        inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
+        floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
+        sites: the codes of every QuantizeLinear's output (filled on the way).
+        halves: the high and the low byte of codes of 16 bits (filled on the way).
+        softmaxes: the values that are a Softmax of codes, by tensor (filled on the way).
+    """
+
+    builder: Builder
+    shapes: Mapping[str, tuple[int | None, ...]]
+    types: Mapping[str, int]
+    edges: str
+    opset: int
+    composes: bool = True
+    inputs: dict[str, list[Codes]] = field(default_factory=dict)
+    sites: dict[str, Codes] = field(default_factory=dict)
+    halves: dict[str, tuple[str, str]] = field(default_factory=dict)
+    floats: set[str] = field(default_factory=set)
+    softmaxes: dict[str, tuple[Value, Softmax]] = field(default_factory=dict)
+
+    def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
+        """Give static dimensions of a tensor of the Q/DQ model.
+
+        Raises:
+            Refused: the rank or one of the dimensions is not static.
+        """
+        shape = self.shapes.get(tensor)
+        found = [None] if shape is None else [shape[axis] for axis in axes]
+        sizes = [size for size in found if size is not None]
+        if len(sizes) != len(found):
+            raise Refused(f"the sizes of {tensor!r} along axes {list(axes)} are not static", FIXED_SIZES)
+        return sizes
+
+    def rank(self, tensor: str) -> int:
+        """Give the rank of a tensor of the Q/DQ model.
+
+        Raises:
+            Refused: shape inference could not find it.
+        """
+        shape = self.shapes.get(tensor)
+        if shape is None:
+            raise Refused(f"how many axes {tensor!r} has is unknown", FIXED_SIZES)
+        return len(shape)
+
+
+def surroundings(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> Context:
+    """Build the context of a model by ONNX shape inference."""
+    known = inferred(model)
+    graph, shapes = known.graph, static_sizes(known)
+    types = {i.name: i.type.tensor_type.elem_type for i in (*graph.input, *graph.output, *graph.value_info)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    return Context(builder, shapes, types, edges, opset, composes)
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Give a node's attributes as plain values (strings decoded)."""
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return {key: value.decode() if isinstance(value, bytes) else value for key, value in values.items()}
+
+
+def label(node: NodeProto) -> str:
+    """Give the name by which a node is reported: its own, else its first output's."""
+    return (node.name or (node.output[0] if node.output else node.op_type)).removesuffix(UNMARKED)
+
+
+def integer_name(ctx: Context, value: Value | None) -> str:
+    """Give the integer model's name of an integer tensor, writing it first if it is a constant.
+
+    Raises:
+        Refused: the value is not an integer tensor.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, Codes):
+        raise Refused("it computes on quantized codes directly", "put a DequantizeLinear in front of it")
+    if not isinstance(value, Integers):
+        raise Refused("one of its shape or index inputs is a float tensor", "compute it on int64")
+    return value.name if value.array is None else ctx.builder.constant(value.array)
+
+
+def constant_integers(value: Value | None) -> list[int] | None:
+    """Give the values of a constant integer input, None if it is absent or not constant."""
+    if isinstance(value, Integers) and value.array is not None:
+        return [int(v) for v in value.array.reshape(-1)]
+    return None
+
+
+def encoded(value: Value | None, what: str = "its input") -> tuple[str, Encoding]:
+    """Give the codes and encoding of a quantized operand.
+
+    Raises:
+        Refused: the operand does not come straight from a DequantizeLinear.
+    """
+    if isinstance(value, Lookup) and value.encoding is not None:
+        return value.name, value.encoding
+    if isinstance(value, Constant):
+        raise Refused(
+            f"{what} is a constant where an activation is expected",
+            "compute the result of this node once and store it in the model",
+        )
+    raise Refused(f"{what} is a float tensor", _NEEDS_QUANTIZE)
+
+
+def move(ctx: Context, step: Step, codes: str, encoding: Encoding, name: str) -> str:
+    """Emit a node that moves codes without changing them and give its output."""
+    if step.node.op_type == "MaxPool" and encoding.wide:
+        return _largest_of_slices(ctx, step.node, codes, name)
+    node = NodeProto()
+    node.CopyFrom(step.node)
+    b = ctx.builder
+    outputs = [b.fresh(name if i == step.output else f"{name}.unused") for i in range(len(node.output))]
+    inputs = [codes, *step.inputs]
+    if step.fill is not None:
+        inputs.insert(2, b.constant(encoding.quantize(step.fill), encoding.kind))
+    while inputs and not inputs[-1]:
+        inputs.pop()
+    del node.input[:], node.output[:]
+    node.input.extend(inputs)
+    node.output.extend(outputs)
+    node.name = f"{outputs[step.output]}_node"
+    b.nodes.append(node)
+    return outputs[step.output]
+
+
+def settled(ctx: Context, value: Value, name: str) -> Value:
+    """Turn a Concat whose inputs already share one function of their codes into a plain uint8 tensor."""
+    if not isinstance(value, Joined) or value.after:
+        return value
+    parts = [part for part in value.parts if isinstance(part, Lookup)]
+    first = parts[0] if parts else None
+    if first is None or len(parts) != len(value.parts):
+        return value
+    if any(not np.array_equal(part.values, first.values) for part in parts):
+        return value
+    codes = ctx.builder.node("Concat", [part.name for part in parts], axis=value.axis, name=name)
+    return dequantized(codes, first.encoding) if first.encoding else Lookup(codes, first.values, None)
+
+
+def _largest_of_slices(ctx: Context, node: NodeProto, codes: str, name: str) -> str:
+    """Emit MaxPool of int32 codes, for which it has no kernel: the Max of one strided slice per tap, axis by axis.
+
+    Raises:
+        Refused: its sizes are not static, or its padding is given as a rule.
+    """
+    attrs = attributes(node)
+    if attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        raise Refused("a MaxPool of 16 bits with auto_pad", "write its pads as numbers")
+    axes = range(2, 2 + len(attrs["kernel_shape"]))
+    sizes, wanted = (ctx.sizes(tensor, axes) for tensor in (node.input[0], node.output[0]))
+    return largest_of_slices(ctx.builder, codes, attrs, sizes, wanted, name)

@@ -1,0 +1,229 @@
+"""The operations of an integer program above single ONNX nodes: what a target writes in its own way.
+
+A lowering records what is computed (the accumulator of a layer, a requantization, a table); `expand` then writes the
+nodes that the chosen target has for it. Everything that needs no choice is recorded as the ONNX node it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto
+
+from onnx_backend.integer.ir.piecewise_linear import Segments
+from onnx_backend.integer.ir.requant32 import NarrowPlan
+from onnx_backend.integer.ir.requantization import Plan
+from onnx_backend.integer.ir.values import Array, Encoding, Function, Linear
+
+
+class Made:
+    """What every operation has: the one tensor that it makes."""
+
+    result: str
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors it makes."""
+        return (self.result,)
+
+
+class OfCodes(Made):
+    """An operation that reads one tensor of codes."""
+
+    codes: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.codes,)
+
+
+@dataclass(frozen=True)
+class Accumulation(OfCodes):
+    """The int32 sum of products of a layer with a constant weight.
+
+    Attributes:
+        op_type: `Conv` or `MatMul`.
+        codes: the uint8 activation.
+        encoding: of the activation.
+        weight: int64, its zero point subtracted.
+        zero: what is added to the weight to store it unsigned.
+        bits: in which it is stored: 8, 4 or 2.
+        scale: float64, of the weight: shape () or (channels,).
+        attributes: of the Conv.
+        weight_first: whether the weight is the left operand of the MatMul.
+        stem: name of the weight in the Q/DQ model.
+        result: name of the accumulator.
+        label: the node it was made from.
+        rank: of the activation, None if it is not known.
+    """
+
+    op_type: str
+    codes: str
+    encoding: Encoding
+    weight: Array
+    zero: int
+    bits: int
+    scale: Array
+    attributes: Mapping[str, Any]
+    weight_first: bool
+    stem: str
+    result: str
+    label: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A uint8 tensor with `value = (codes - zero) * scale`."""
+
+    codes: str
+    encoding: Encoding
+
+
+@dataclass(frozen=True)
+class Product(Made):
+    """The int32 product of two activations, elementwise (`Mul`) or of matrices (`MatMul`)."""
+
+    op_type: str
+    left: Operand
+    right: Operand
+    result: str
+    label: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return (self.left.codes, self.right.codes)
+
+
+@dataclass(frozen=True)
+class WindowSum(OfCodes):
+    """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes.
+
+    Attributes:
+        op_type: `AveragePool` or `ReduceSum`.
+        codes: the uint8 activation.
+        encoding: of the activation.
+        attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
+        result: name of the sum.
+        label: the node it was made from.
+        rank: of the activation.
+        channels: of the activation, for windows.
+        axes: reduced axes, for whole axes.
+        count: number of summed elements along the axes.
+    """
+
+    op_type: str
+    codes: str
+    encoding: Encoding
+    attributes: Mapping[str, Any]
+    result: str
+    label: str
+    rank: int
+    channels: int = 0
+    axes: tuple[int, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The Softmax of codes along one axis, which some targets compute without its accumulators.
+
+    Attributes:
+        codes: the uint8 scores.
+        encoding: of the scores.
+        axis: along which the exponentials are summed.
+        length: of the axis.
+    """
+
+    codes: str
+    encoding: Encoding
+    axis: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Requantization(Made):
+    """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
+
+    Attributes:
+        value: the accumulators; moves in `value.after` are not part of it.
+        encoding: of the result.
+        plan: the fixed-point constants.
+        rounding: of exact ties; `half_up` wherever none can occur.
+        bounds: smallest and largest code (a Relu or Clip folded in).
+        result: name of the codes.
+        label: the node it was made from.
+        row: its row of the certificate.
+        softmax: what the accumulators hold, if it is just that.
+    """
+
+    value: Linear
+    encoding: Encoding
+    plan: Plan | NarrowPlan
+    rounding: str
+    bounds: tuple[int, int]
+    result: str
+    label: str
+    row: dict[str, Any] = field(compare=False)
+    softmax: Softmax | None = None
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return tuple(term.name for term in self.value.terms)
+
+
+@dataclass(frozen=True)
+class Table(OfCodes):
+    """Codes to codes by a table with one entry per code, or by the straight lines that stand for it.
+
+    Attributes:
+        codes: the uint8 tensor that indexes it.
+        table: int64, one code of the result per code.
+        encoding: of the result.
+        plain: the encoding of the codes where the table only takes them to another encoding, else None.
+        function: the one ONNX op that it computes, else None.
+        result: name of the codes.
+        label: the node it was made from.
+        row: its row of the certificate.
+        segments: what is written instead of the table, None for the table itself.
+    """
+
+    codes: str
+    table: Array
+    encoding: Encoding
+    plain: Encoding | None
+    function: Function | None
+    result: str
+    label: str
+    row: dict[str, Any] = field(compare=False)
+    segments: Segments | None = field(default=None, compare=False)
+
+    @property
+    def clips(self) -> bool:
+        """Whether it only clips its codes."""
+        clip = np.arange(self.table.size).clip(self.table.min(), self.table.max())
+        return np.array_equal(self.table, clip) and self.encoding.wide == (self.table.size > 256)
+
+
+@dataclass(frozen=True)
+class Join(Made):
+    """A Concat of codes in one encoding."""
+
+    parts: tuple[str, ...]
+    encoding: Encoding
+    axis: int
+    result: str
+    label: str
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors it reads."""
+        return self.parts
+
+
+Recorded = Accumulation | Product | WindowSum | Requantization | Table | Join
+Operation = NodeProto | Recorded

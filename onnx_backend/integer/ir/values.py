@@ -1,0 +1,392 @@
+"""What a float tensor of the Q/DQ model is in the integer model: facts, computed without emitting anything.
+
+Inside the integer model every quantized activation is a tensor of *codes* 0..hi: signed dtypes are stored with their
+zero point moved up by half the grid (int8 by 128), which is the same encoding bit for bit and keeps the runtime's
+fast unsigned kernels. Codes of at most 8 bits are uint8; codes of 16 bits are int32, since most operators have no
+kernels for 16 bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.integer.ir.fixed_value import Wide as Wide
+from onnx_backend.integer.ir.quantized_constant import Blocks as Blocks
+from onnx_backend.integer.ir.quantized_constant import CodedConstant as CodedConstant
+from qsdk.core.numerics import affine
+
+Array = NDArray[Any]
+
+
+class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the driver, never seen by users
+    """A node cannot be lowered: why, and what to do about it."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+#: ONNX dtype of a quantized activation -> (what is added to reach codes, largest code).
+GRIDS: dict[int, tuple[int, int]] = {
+    TensorProto.UINT8: (0, 255),
+    TensorProto.INT8: (128, 255),
+    TensorProto.UINT4: (0, 15),
+    TensorProto.INT4: (8, 15),
+    TensorProto.UINT16: (0, 65535),
+    TensorProto.INT16: (32768, 65535),
+}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The encoding of an activation's codes: `value = (code - zero_point) * scale`, code in 0..hi.
+
+    Attributes:
+        scale: the float32 scale, exactly.
+        zero_point: in codes, so already moved by `GRIDS`.
+        dtype: the ONNX dtype the Q/DQ model stores.
+    """
+
+    scale: float
+    zero_point: int
+    dtype: int
+
+    @property
+    def hi(self) -> int:
+        """Largest code."""
+        return GRIDS[self.dtype][1]
+
+    @property
+    def wide(self) -> bool:
+        """Whether the codes need more than 8 bits."""
+        return self.hi > 255
+
+    @property
+    def kind(self) -> type[np.generic]:
+        """NumPy dtype of the codes."""
+        return np.int32 if self.wide else np.uint8
+
+    @property
+    def onnx_kind(self) -> int:
+        """ONNX dtype of the codes."""
+        return int(TensorProto.INT32 if self.wide else TensorProto.UINT8)
+
+    def quantize(self, values: Array | float) -> Array:
+        """Give the codes of float values as QuantizeLinear computes them, int64."""
+        x = np.asarray(values, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes = affine.quantize(x, np.float32(self.scale), np.float32(self.zero_point), 0, self.hi)
+        return np.asarray(codes, np.int64)
+
+    def values(self) -> Array:
+        """Give the float32 value of every code 0..hi."""
+        codes = np.arange(self.hi + 1, dtype=np.float32)
+        return np.asarray(affine.dequantize(codes, np.float32(self.scale), np.float32(self.zero_point)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node that moves values without changing them, to be emitted once the codes exist.
+
+    Attributes:
+        node: the node; its first input is the data.
+        inputs: names of its other inputs in the integer model.
+        output: which of its outputs is meant.
+        fill: the float value it inserts (Pad), or None.
+    """
+
+    node: NodeProto
+    inputs: tuple[str, ...] = ()
+    output: int = 0
+    fill: float | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A tensor behind a node that cannot be converted; its consumers are not reported again."""
+
+
+@dataclass(frozen=True)
+class FloatInput:
+    """A float graph input on its way to its QuantizeLinear."""
+
+    name: str
+    lo: float = -np.inf
+    hi: float = np.inf
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Integers:
+    """An integer or boolean tensor that passes unchanged: shape arithmetic, token ids, stored weights.
+
+    Attributes:
+        name: its name in the integer model; empty for a constant, which is written only where it is used.
+        array: its values if it is constant.
+        dtype: the ONNX dtype, where known.
+    """
+
+    name: str
+    array: Array | None = None
+    dtype: int = TensorProto.UNDEFINED
+
+
+@dataclass(frozen=True)
+class Floating:
+    """A float tensor of the integer model, made by a node that may stay float."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Root:
+    """The codes that other codes are a table of: `codes = table[root codes]`."""
+
+    name: str
+    table: Array
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The output of a QuantizeLinear: a tensor of codes, and what it is a table of, if that may be read instead."""
+
+    name: str
+    encoding: Encoding
+    root: Root | None = None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant float tensor, with its integers if it came from a DequantizeLinear: `coded`, or `blocks` of them."""
+
+    values: Array
+    coded: CodedConstant | None = None
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    """One ONNX op applied to the values of codes in an encoding."""
+
+    op_type: str
+    encoding: Encoding
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Any function of one tensor of codes: `value = values[code]`.
+
+    Attributes:
+        name: the codes.
+        values: float32, one per code.
+        encoding: what the values follow straight behind a DequantizeLinear, else None.
+        function: the one op that made the values from such a tensor, else None.
+        root: what the codes are a table of, if that may be read instead.
+    """
+
+    name: str
+    values: Array
+    encoding: Encoding | None
+    function: Function | None = None
+    root: Root | None = None
+
+    def of(self, name: str) -> "Lookup | None":
+        """Give the same values as a function of the codes `name`, None if they are none."""
+        if self.name == name:
+            return self
+        if self.root is None or self.root.name != name:
+            return None
+        return Lookup(name, self.values[self.root.table], None)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand `(tensor - zero) * scale` with the tensor's static bounds.
+
+    Attributes:
+        name: a uint8 or int32 tensor of the integer model.
+        scale: float64, broadcasts against the tensor.
+        zero: int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias.
+        lo: int64, smallest value the tensor can have.
+        hi: int64, largest value the tensor can have.
+        codes: whether the tensor is a quantized activation.
+    """
+
+    name: str
+    scale: Array
+    zero: Array
+    lo: Array
+    hi: Array
+    codes: bool = False
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A sum of terms and a constant, clipped to lo..hi: an accumulator that still has to be requantized.
+
+    Attributes:
+        terms: the summands.
+        constant: float64 addend that broadcasts against the terms.
+        lo: lower clip of the real value.
+        hi: upper clip of the real value.
+        after: moves to apply to the codes after requantization.
+        source: name of the node that made the accumulator, for the certificate.
+        error: bound of what the sum differs from the real value it stands for, absolute, in real units, exactly.
+    """
+
+    terms: tuple[Term, ...]
+    constant: Array = field(default_factory=lambda: np.zeros(()))
+    lo: float = -np.inf
+    hi: float = np.inf
+    after: tuple[Step, ...] = ()
+    source: str = ""
+    error: Fraction = Fraction(0)
+
+    @property
+    def open(self) -> bool:
+        """Whether more can be added or multiplied: nothing is clipped or moved yet."""
+        return not self.after and self.lo == -np.inf and self.hi == np.inf
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A Concat whose inputs still have to be brought to one encoding, or leave the model each with its own.
+
+    Attributes:
+        parts: the inputs.
+        axis: not negative where the rank is known.
+        sizes: of the parts along the axis, None for a dynamic one.
+        after: moves of the whole.
+    """
+
+    parts: tuple["Value", ...]
+    axis: int
+    sizes: tuple[int | None, ...] = ()
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bent:
+    """A sum that a slope scales where it is negative (LeakyRelu, PRelu), still to be requantized.
+
+    Attributes:
+        parts: the sum clipped below at 0, and slope times the sum clipped to the sign that it then has, for each sign
+            of the slopes; everywhere all but one of them are 0.
+    """
+
+    parts: tuple[Linear, ...]
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A node that gives every element the value of one of its parts (Max, Where, ScatterND), still to be quantized.
+
+    Quantizing is monotone and elementwise, so selecting among the quantized parts is the same.
+
+    Attributes:
+        node: the node.
+        inputs: of the node in the integer model: a name, or the index of a part.
+        parts: the values that are selected from.
+        after: moves of the whole.
+    """
+
+    node: NodeProto
+    inputs: tuple[str | int, ...]
+    parts: tuple["Value", ...]
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A value whose movements wait for its codes, because it has none yet, or none for what a movement fills in.
+
+    Quantizing is elementwise, so moving what is quantized is the same.
+
+    Attributes:
+        value: what is moved.
+        after: moves of it.
+    """
+
+    value: "Value"
+    after: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """The answer of IsNaN about a value, which only a Where that replaces the NaN may read."""
+
+    value: "Value"
+
+
+Value = (
+    Failed
+    | FloatInput
+    | Floating
+    | Integers
+    | Codes
+    | Constant
+    | Lookup
+    | Linear
+    | Joined
+    | Bent
+    | Selected
+    | Pending
+    | Wide
+    | NotANumber
+)
+
+
+def dequantized(name: str, encoding: Encoding, root: Root | None = None) -> Lookup:
+    """Give the value behind a DequantizeLinear of the codes `name`."""
+    return Lookup(name, encoding.values(), encoding, root=root)
+
+
+def linear(value: Value, source: str = "") -> Linear | None:
+    """Give `value` as a sum of terms, or None if it is not one that can still be added to."""
+    if isinstance(value, Linear):
+        return value if value.open else None
+    if isinstance(value, Lookup) and value.encoding is not None:
+        encoding = value.encoding
+        zero, lo, hi = (np.asarray(v, np.int64) for v in (encoding.zero_point, 0, encoding.hi))
+        scale = np.asarray(encoding.scale, np.float64)
+        return Linear((Term(value.name, scale, zero, lo, hi, codes=True),), source=source)
+    return None
+
+
+def clipped(value: Value, lo: float, hi: float) -> Value | None:
+    """Give `clip(value, lo, hi)`, or None where that would need a float tensor."""
+    if isinstance(value, Lookup):
+        return Lookup(value.name, value.values.clip(np.float32(lo), np.float32(hi)), None)
+    if isinstance(value, Constant):
+        return Constant(value.values.clip(np.float32(lo), np.float32(hi)))
+    if isinstance(value, Linear | FloatInput):
+        new_lo, new_hi = (float(np.clip(bound, lo, hi)) for bound in (value.lo, value.hi))
+        return replace(value, lo=new_lo, hi=new_hi, after=_clipped_fills(value.after, lo, hi))
+    if isinstance(value, Joined | Selected):
+        parts = [clipped(part, lo, hi) for part in value.parts]
+        done = tuple(part for part in parts if part is not None)
+        after = _clipped_fills(value.after, lo, hi)
+        return replace(value, parts=done, after=after) if len(done) == len(parts) else None
+    if isinstance(value, Pending):
+        inner = clipped(value.value, lo, hi)
+        return None if inner is None else Pending(inner, _clipped_fills(value.after, lo, hi))
+    return None
+
+
+def _clipped_fills(steps: tuple[Step, ...], lo: float, hi: float) -> tuple[Step, ...]:
+    """Give moves of clipped values: what they fill in is clipped as well."""
+    return tuple(step if step.fill is None else replace(step, fill=float(np.clip(step.fill, lo, hi))) for step in steps)
+
+
+def moved(value: Value, step: Step) -> Value | None:
+    """Give `value` with a move to be applied after requantization, or None if it is not pending."""
+    if isinstance(value, Linear | FloatInput | Joined | Selected | Pending):
+        return replace(value, after=(*value.after, step))
+    return Pending(value, (step,)) if isinstance(value, Bent) else None

@@ -1,0 +1,1 @@
+"""Layers, products, pools and means as integer products with int32 accumulators."""

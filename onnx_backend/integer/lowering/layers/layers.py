@@ -1,0 +1,360 @@
+"""Lowering of Conv, Gemm and MatMul to ConvInteger and MatMulInteger with int32 accumulators.
+
+Weights are stored unsigned: ONNX Runtime's integer kernels have no per-channel weight zero point and are several
+times slower with int8 weights. Weights of 4 bits stay packed and are widened by a Cast.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.integer.ir.context import Args, Context, attributes, label
+from onnx_backend.integer.ir.exact_bounds import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
+from onnx_backend.integer.ir.operations import Accumulation, Operand, Product
+from onnx_backend.integer.ir.values import (
+    Array,
+    CodedConstant,
+    Constant,
+    Encoding,
+    Linear,
+    Lookup,
+    Refused,
+    Term,
+    Value,
+)
+from onnx_backend.integer.lowering.layers.block_weights import folded
+from onnx_backend.integer.lowering.layers.split_int16 import Bytes, bytes_of, reach, together
+
+_INT32 = (1 << 31) - 1
+_STORED_BITS: Mapping[int, int] = MappingProxyType(
+    {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+)
+#: Bits of a weight into which scales per block are multiplied, for activations of one byte and of two.
+_FOLDED_BITS: Mapping[int, int] = MappingProxyType({1: 24, 2: 32})
+_TWO_BITS_OPSET = 25  # the first with 2-bit types
+_QUANTIZE_WEIGHT = (
+    "store it as an integer initializer behind a DequantizeLinear, per tensor, per output channel or per block"
+)
+
+
+def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) -> CodedConstant:
+    """Give the integers of a weight whose channels, if any, lie along `axis`; scales per block are multiplied in.
+
+    Raises:
+        Refused: the weight is float, not constant, or has another granularity.
+    """
+    if not isinstance(value, Constant):
+        raise Refused("its weight is not a constant", _QUANTIZE_WEIGHT)
+    if value.blocks is not None:
+        require_positive(value.blocks.scale)
+        return folded(value.blocks, axis, _FOLDED_BITS[len(activation)])
+    if value.coded is None:
+        raise Refused("its weight is float", _QUANTIZE_WEIGHT)
+    if value.coded.axis is not None and value.coded.axis != axis:
+        raise Refused(f"its weight has one scale per index of axis {value.coded.axis}", _QUANTIZE_WEIGHT)
+    return value.coded
+
+
+def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple[int, int]:
+    """Give what is added to a weight to store it unsigned, and the bits it is stored in.
+
+    Raises:
+        Refused: its values, zero points subtracted, need more than 8 bits.
+    """
+    low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
+    bits = _STORED_BITS.get(coded.dtype, 8)
+    if bits == 2 and ctx.opset < _TWO_BITS_OPSET:
+        bits = 4
+    bits = bits if high - low < 1 << bits else 8
+    top = (1 << bits) - 1
+    if high - low > top:
+        raise Refused(
+            f"its weight, zero points subtracted, reaches from {low} to {high}",
+            "quantize it to 8 bits with a zero point of 0",
+        )
+    zero = min(max((top + 1) // 2, -low), top - high)
+    b = ctx.builder
+    b.facts[b.label].update(weight_bits=bits, weight_zero_point=zero)
+    return zero, bits
+
+
+def weight_parts(coded: CodedConstant, integers: Array) -> list[CodedConstant]:
+    """Give a weight as summands of 8 bits: itself, or its bytes.
+
+    Zero points per channel, scales per block and 16 bits need more than the 8 bits that kernels take; `256 * high +
+    low` is exact. Lower bytes are signed, which halves their sums, except where the highest would then need 9 bits.
+    """
+    parts = min((_bytes_from(integers, least) for least in (-128, 0)), key=len)
+    return [replace(coded, integers=part, scale=coded.scale * 256.0**i) for i, part in enumerate(parts)][::-1]
+
+
+def _bytes_from(integers: Array, least: int) -> list[Array]:
+    """Split integers into bytes, the lowest first; all but the last one are `least` and above."""
+    parts = []
+    while int(integers.max(initial=0)) - int(integers.min(initial=0)) > 255:
+        parts.append(((integers - least) & 255) + least)
+        integers = (integers - least) >> 8
+    return [*parts, integers]
+
+
+def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Give the smallest and largest sum of products over `axes` for any input on the grid, without bias."""
+    below, above = -encoding.zero_point, encoding.hi - encoding.zero_point
+    low = np.minimum(integers * below, integers * above).sum(axes)
+    high = np.maximum(integers * below, integers * above).sum(axes)
+    return np.asarray(low, np.int64), np.asarray(high, np.int64)
+
+
+def require_int32(low: Array, high: Array, what: str = "its accumulator") -> None:
+    """Refuse an accumulator that can leave int32.
+
+    Raises:
+        Refused: with the bound.
+    """
+    bound = max(int(np.max(high, initial=0)), -int(np.min(low, initial=0)))
+    if bound > _INT32:
+        raise Refused(f"{what} can reach {bound}, beyond int32", "use fewer weight bits or split the layer")
+
+
+def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Conv: ConvInteger pads with the input's zero point, which is real zero."""
+    activation = bytes_of(ctx, args[0])
+    coded = coded_weight(args[1], 0, activation)
+    require_positive(coded.scale)
+    rank = coded.integers.ndim
+    channels = (-1, *(1 for _ in range(rank - 2)))
+    parts = []
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
+        low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, rank)))
+        result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attributes(node))
+        scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
+        ends = low.reshape(channels), high.reshape(channels)
+        parts.append(accumulated(result, scale.reshape(channels), *ends, node))
+    value = together(parts, coded.error * reach(activation), coded.scale)
+    if len(args) > 2 and args[2] is not None:
+        value = plus_constant(value, args[2], channels)
+    return value
+
+
+def _recorded(
+    ctx: Context,
+    node: NodeProto,
+    coded: CodedConstant,
+    integers: Array,
+    index: int,
+    activation: tuple[str, Encoding],
+    attrs: dict[str, object] | None = None,
+) -> str:
+    """Record the sum of products of a layer whose weight is input `index` of its node; give the accumulator."""
+    zero, bits = weight_storage(ctx, coded, integers)
+    b = ctx.builder
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    op_type = "MatMul" if attrs is None else "Conv"
+    stem, first = node.input[index], attrs is None and index == 0
+    shape = ctx.shapes.get(node.input[1 - index])
+    rank = None if shape is None else len(shape)
+    layer = (*activation, integers, zero, bits, coded.scale, attrs or {}, first, stem, result, b.label, rank)
+    b.nodes.append(Accumulation(op_type, *layer))
+    return result
+
+
+def require_positive(scale: Array) -> None:
+    """Refuse scales that are not positive.
+
+    Raises:
+        Refused: naming the value.
+    """
+    if not np.all(np.isfinite(scale) & (scale > 0)):
+        raise Refused(f"a scale is {np.min(scale)}", "recalibrate: scales are positive and finite")
+
+
+def accumulated(name: str, scale: Array, low: Array, high: Array, node: NodeProto) -> Linear:
+    """Give an int32 accumulator without bias as a value.
+
+    Raises:
+        Refused: it can leave int32.
+    """
+    require_int32(low, high)
+    return Linear((Term(name, scale, np.zeros((), np.int64), low, high),), source=label(node))
+
+
+def plus_constant(value: Linear, bias: Value, shape: Sequence[int] | None = None) -> Linear:
+    """Add a constant: as int32 where it is stored in the accumulator's own scale, else in the fixed point.
+
+    Raises:
+        Refused: it is not a constant, or the sum can leave int32.
+    """
+    if not isinstance(bias, Constant):
+        raise Refused("its bias is not a constant", "store the bias as an initializer")
+    values = stored_values(bias)
+    values = values if shape is None else values.reshape(tuple(shape))
+    term, coded = value.terms[0], bias.coded
+    if len(value.terms) == 1 and coded is not None and coded.dtype == TensorProto.INT32:
+        integers = coded.integers if shape is None else coded.integers.reshape(tuple(shape))
+        scale = aligned_scale(coded) if shape is None else _reshaped(coded.scale, shape)
+        if _same_scale(scale, term.scale):
+            zero = term.zero - integers
+            require_int32(term.lo - zero, term.hi - zero, "its accumulator with the bias")
+            error = value.error + _scale_error(integers, scale, term.scale)
+            return replace(value, terms=(replace(term, zero=zero),), error=error)
+    error = value.error + one_sum(value.constant, values)
+    if coded is not None:  # a product in float64
+        error += one_rounding((), values)
+    return replace(value, constant=value.constant + values, error=error)
+
+
+def _scale_error(integers: Array, stored: Array, scale: Array) -> Fraction:
+    """Give how far integers of a stored scale are from the same integers of the accumulator's, exactly: the largest."""
+    rows = distinct_rows(integers, np.asarray(stored, np.float64), np.asarray(scale, np.float64))
+    return max((abs(q * (Fraction(s) - Fraction(real))) for q, s, real in rows), default=Fraction(0))
+
+
+def stored_values(constant: Constant) -> Array:
+    """Give a constant in float64: what DequantizeLinear means for stored integers, before float32 rounds it."""
+    if constant.coded is not None and not constant.coded.error:
+        return np.asarray(constant.coded.integers * aligned_scale(constant.coded))
+    return constant.values.astype(np.float64)
+
+
+def scaled(value: Linear, factor: Array, roundings: int = 1) -> Linear:
+    """Multiply a sum by a constant, of which `roundings` of float64 and the product itself are counted as error."""
+    terms = tuple(replace(term, scale=term.scale * factor) for term in value.terms)
+    constant, error = value.constant * factor, value.error * largest(factor)
+    if roundings > 1 or not is_power_of_two(factor):
+        error += roundings * one_rounding(terms, constant)
+    return replace(value, terms=terms, constant=constant, error=error)
+
+
+def _reshaped(scale: Array, shape: Sequence[int]) -> Array:
+    return scale.reshape(tuple(shape)) if scale.size > 1 else scale.reshape(())
+
+
+def aligned_scale(coded: CodedConstant) -> Array:
+    """Give a constant's scale in a shape that broadcasts against its integers."""
+    if coded.axis is None:
+        return coded.scale.reshape(())
+    shape = [1] * coded.integers.ndim
+    shape[coded.axis] = -1
+    return coded.scale.reshape(shape)
+
+
+def _same_scale(bias: Array, accumulator: Array) -> bool:
+    # the stored bias scale is a float32 product of two float32 scales: one rounding apart at most
+    try:
+        pair = np.broadcast_arrays(bias, accumulator)
+    except ValueError:
+        return False
+    return bool(np.all(np.abs(pair[0] - pair[1]) <= 2.0**-22 * pair[1]))
+
+
+def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Gemm with a constant second operand."""
+    attrs = attributes(node)
+    transposed = bool(attrs.get("transB", 0))
+    activation = bytes_of(ctx, args[0])
+    if attrs.get("transA", 0):
+        activation = [(ctx.builder.node("Transpose", [codes], perm=[1, 0]), e) for codes, e in activation]
+    coded = coded_weight(args[1], 0 if transposed else 1, activation)
+    integers = coded.integers.T if transposed else coded.integers
+    value = _matmul(ctx, node, activation, coded, integers)
+    alpha, beta = (float(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
+    if alpha != 1.0:
+        value = scaled(value, np.asarray(alpha))
+    if len(args) > 2 and args[2] is not None:
+        bias = args[2]
+        if beta != 1.0 and isinstance(bias, Constant):
+            bias = Constant(stored_values(bias) * beta)
+        value = plus_constant(value, bias)
+    return value
+
+
+def matmul(ctx: Context, node: NodeProto, args: Args) -> Linear:
+    """Lower MatMul of an activation with a constant (either side) or with another activation."""
+    left, right = args
+    for place, weight in enumerate(args):
+        if isinstance(weight, Constant) and weight.values.ndim == 1:
+            return _matmul_vector(ctx, node, args, place, weight)
+    if isinstance(left, Lookup) and isinstance(right, Lookup):
+        return _matmul_activations(ctx, node, left, right)
+    if isinstance(left, Constant):
+        return _matmul_constant_left(ctx, node, left, right)
+    activation = bytes_of(ctx, left)
+    axis = right.values.ndim - 1 if isinstance(right, Constant) else 0
+    coded = coded_weight(right, axis, activation)
+    return _matmul(ctx, node, activation, coded, coded.integers)
+
+
+def _matmul_vector(ctx: Context, node: NodeProto, args: Args, place: int, weight: Constant) -> Linear:
+    """Lower MatMul with a vector as one with a matrix of one row or column, which the accumulator then loses."""
+    matrix, coded = np.expand_dims(weight.values, place), weight.coded
+    if coded is not None:
+        axis = None if coded.axis is None else 1 - place  # the one that is summed over
+        coded = replace(coded, integers=coded.integers.reshape(matrix.shape), axis=axis)
+    value = matmul(ctx, node, [Constant(matrix, coded) if index == place else arg for index, arg in enumerate(args)])
+    lost = ctx.builder.constant([-1 if place else -2], np.int64)
+    return replace(value, terms=tuple(_without_axis(ctx, term, lost) for term in value.terms))
+
+
+def _without_axis(ctx: Context, term: Term, axis: str) -> Term:
+    scale, zero, lo, hi = (part.reshape(()) for part in (term.scale, term.zero, term.lo, term.hi))
+    return Term(ctx.builder.node("Squeeze", [term.name, axis]), scale, zero, lo, hi, term.codes)
+
+
+def _matmul(
+    ctx: Context, node: NodeProto, activation: Sequence[Bytes], coded: CodedConstant, integers: Array
+) -> Linear:
+    require_positive(coded.scale)
+    parts = []
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, integers)):
+        low, high = accumulator_bounds(part.integers, encoding, (integers.ndim - 2,))
+        leading = tuple(range(low.ndim - 1))
+        low, high = low.min(axis=leading), high.max(axis=leading)
+        accumulator = _recorded(ctx, node, part, part.integers, 1, (codes, encoding))
+        scale = encoding.scale * (part.scale if part.axis is not None else part.scale.reshape(()))
+        parts.append(accumulated(accumulator, scale, low, high, node))
+    return together(parts, coded.error * reach(activation), coded.scale)
+
+
+def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
+    first, second = bytes_of(ctx, left, "its first input"), bytes_of(ctx, right, "its second input")
+    return products(ctx, node, "MatMul", first, second, ctx.sizes(node.input[0], [-1])[0])
+
+
+def products(
+    ctx: Context, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
+) -> Linear:
+    """Record the product of two activations, each of one or two bytes, summed over `depth`; give the accumulators."""
+    b = ctx.builder
+    parts = []
+    for one, other in itertools.product(left, right):
+        result = b.fresh(f"{node.output[0]}.accumulator")
+        b.nodes.append(Product(op_type, Operand(*one), Operand(*other), result, b.label))
+        low, high = product_bounds(one[1], other[1])
+        scale = np.asarray(one[1].scale * other[1].scale, np.float64)
+        parts.append(accumulated(result, scale, low * depth, high * depth, node))
+    return together(parts)
+
+
+def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
+    """Give the smallest and largest product of two activations in units of their scales' product."""
+    ends = [(a - first.zero_point) * (b - second.zero_point) for a in (0, first.hi) for b in (0, second.hi)]
+    return np.asarray(min(ends), np.int64), np.asarray(max(ends), np.int64)
+
+
+def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: Value | None) -> Linear:
+    activation = bytes_of(ctx, right, "its second input")
+    coded = coded_weight(left, left.values.ndim - 2, activation)
+    require_positive(coded.scale)
+    rows = (-1, 1) if coded.axis is not None else ()
+    parts = []
+    for (codes, encoding), part in itertools.product(activation, weight_parts(coded, coded.integers)):
+        low, high = accumulator_bounds(part.integers, encoding, (coded.integers.ndim - 1,))
+        accumulator = _recorded(ctx, node, part, part.integers, 0, (codes, encoding))
+        scale = np.asarray(encoding.scale * part.scale.reshape(rows), np.float64)
+        parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
+    return together(parts, coded.error * reach(activation), coded.scale)

@@ -1,0 +1,164 @@
+"""Lowering of pooling and reductions: sums in int32, the division folded into the requantization."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+from onnx import NodeProto
+
+from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer.ir.exact_bounds import one_rounding
+from onnx_backend.integer.ir.operations import WindowSum
+from onnx_backend.integer.ir.values import Array, Refused, Value
+from onnx_backend.integer.lowering.layers.layers import accumulated
+from onnx_backend.integer.lowering.layers.mean import mean_of_any_size
+from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, together
+
+
+def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower GlobalAveragePool."""
+    axes = list(range(2, ctx.rank(node.input[0])))
+    return _reduced(ctx, node, args, axes, keepdims=1, mean=True)
+
+
+def reduce_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower ReduceMean (torch writes a mean over height and width like this)."""
+    return _reduce(ctx, node, args, mean=True)
+
+
+def reduce_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower ReduceSum over static sizes."""
+    return _reduce(ctx, node, args, mean=False)
+
+
+def _reduce(ctx: Context, node: NodeProto, args: Args, *, mean: bool) -> Value:
+    attrs = attributes(node)
+    axes = attrs.get("axes")
+    if axes is None and len(args) > 1 and args[1] is not None:
+        axes = constant_integers(args[1])
+        if axes is None:
+            raise Refused("its axes are not constant", "store the axes as an initializer")
+    if not axes and attrs.get("noop_with_empty_axes", 0):
+        return encoded_value(args)
+    rank = ctx.rank(node.input[0])
+    chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
+    return _reduced(ctx, node, args, chosen, keepdims=int(attrs.get("keepdims", 1)), mean=mean)
+
+
+def encoded_value(args: Args) -> Value:
+    """Give the first argument if it is a quantized activation.
+
+    Raises:
+        Refused: it is not.
+    """
+    encoded(args[0])
+    value = args[0]
+    assert value is not None  # encoded() refuses None
+    return value
+
+
+def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, keepdims: int, mean: bool) -> Value:
+    codes, encoding = encoded(args[0])
+    shape = ctx.shapes.get(node.input[0])
+    sizes = [None if shape is None else shape[axis] for axis in axes]
+    if mean and (None in sizes or math.prod(size or 1 for size in sizes) * encoding.hi >= 1 << 31):
+        return mean_of_any_size(ctx, node, (codes, encoding), axes, keepdims)
+    count = math.prod(ctx.sizes(node.input[0], axes))
+    if count == 0:
+        raise Refused("it reduces over an axis of size 0", "remove the node")
+    b = ctx.builder
+    result = b.fresh(f"{node.output[0]}.accumulator")
+    along = tuple(axes)
+    whole = WindowSum(
+        "ReduceSum",
+        codes,
+        encoding,
+        {"keepdims": keepdims},
+        result,
+        b.label,
+        ctx.rank(node.input[0]),
+        axes=along,
+        count=count,
+    )
+    b.nodes.append(whole)
+    low, high = count * -encoding.zero_point, count * (encoding.hi - encoding.zero_point)
+    scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
+    if count * encoding.hi >= 1 << 31:
+        raise Refused(f"the sum of {count} codes can leave int32", "split the reduction")
+    found = accumulated(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    return replace(found, error=one_rounding(found.terms) if mean else Fraction(0))
+
+
+def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower AveragePool to a depthwise ConvInteger with ones; the divisor may vary at the borders."""
+    activation = bytes_of(ctx, args[0])
+    attrs = attributes(node)
+    kernel = list(attrs["kernel_shape"])
+    spatial = len(kernel)
+    strides, dilations = (list(attrs.get(key, [1] * spatial)) for key in ("strides", "dilations"))
+    auto = attrs.get("auto_pad", "NOTSET")
+    if auto == "VALID":
+        attrs["pads"] = [0] * 2 * spatial
+    elif auto != "NOTSET":
+        attrs["pads"] = _same_pads(ctx, node, kernel, strides, dilations, upper=auto == "SAME_UPPER")
+    pads = list(attrs.get("pads", [0] * 2 * spatial))
+    window = tuple(zip(kernel, strides, dilations, pads[:spatial], pads[spatial:], strict=True))
+    overhang = _overhang(ctx, node, window) if attrs.get("ceil_mode", 0) else [0] * spatial
+    divisor = _divisor(ctx, node, window, overhang, padded=bool(attrs.get("count_include_pad", 0)))
+    pads[spatial:] = [end + more for end, more in zip(pads[spatial:], overhang, strict=True)]
+    geometry = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
+    channels, size, b = ctx.sizes(node.input[0], [1])[0], math.prod(kernel), ctx.builder
+    parts = []
+    for codes, encoding in activation:
+        result = b.fresh(f"{node.output[0]}.accumulator")
+        pooled = WindowSum("AveragePool", codes, encoding, geometry, result, b.label, 2 + spatial, channels)
+        b.nodes.append(pooled)
+        ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
+        low, high = (np.asarray(end, np.int64) for end in ends)
+        parts.append(accumulated(result, encoding.scale / divisor, low, high, node))
+    found = together(parts)
+    return replace(found, error=one_rounding(found.terms))
+
+
+Window = tuple[tuple[int, int, int, int, int], ...]
+
+
+def _same_pads(
+    ctx: Context, node: NodeProto, kernel: list[int], strides: list[int], dilations: list[int], *, upper: bool
+) -> list[int]:
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(kernel))))
+    totals = [
+        max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
+        for size, k, s, d in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return [*small, *large] if upper else [*large, *small]
+
+
+def _overhang(ctx: Context, node: NodeProto, window: Window) -> list[int]:
+    """Give by how much the last window of ceil_mode reaches beyond the padding; one that starts there is dropped."""
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
+    found = []
+    for size, (k, s, d, begin, end) in zip(sizes, window, strict=True):
+        room = size + begin + end - (k - 1) * d - 1
+        last = -(-room // s) * s
+        found.append(max(last - room, 0) if last < size + begin else 0)
+    return found
+
+
+def _divisor(ctx: Context, node: NodeProto, window: Window, overhang: Sequence[int], *, padded: bool) -> Array:
+    """Give what each window's sum is divided by: scalar, or one number per output position."""
+    size = math.prod(k for k, *_ in window)
+    if not any(overhang) and (padded or not any(begin or end for *_, begin, end in window)):
+        return np.asarray(float(size))
+    sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
+    counts = np.ones(())
+    for length, (k, s, d, begin, end), more in zip(sizes, window, overhang, strict=True):
+        starts = np.arange((length + begin + end + more - (k - 1) * d - 1) // s + 1) * s - begin
+        taps = starts[:, None] + np.arange(k) * d
+        # padding counts where it is asked for, what overhangs it never does
+        low, high = (-begin, length + end) if padded else (0, length)
+        counts = counts[..., None] * ((taps >= low) & (taps < high)).sum(1)
+    return counts

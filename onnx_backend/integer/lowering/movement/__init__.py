@@ -1,0 +1,1 @@
+"""Ops that move, copy or interpolate codes."""

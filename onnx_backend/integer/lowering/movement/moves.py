@@ -1,0 +1,279 @@
+"""Lowering of ops that move, copy or select values without changing them: they work on codes as they are."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.integer.fixed_point.to_fixed import moved as move_wide
+from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, integer_name, move
+from onnx_backend.integer.ir.values import (
+    GRIDS,
+    CodedConstant,
+    Codes,
+    Constant,
+    Encoding,
+    FloatInput,
+    Integers,
+    Linear,
+    Lookup,
+    Pending,
+    Refused,
+    Step,
+    Value,
+    Wide,
+    moved,
+)
+
+_BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
+_FEW = 256  # numbers that codes of 8 bits tell apart
+_ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+
+
+def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args], Value | tuple[Value, ...]]:
+    """Make the lowering of a movement; `monotone` ops compare values, so codes must be in the order of values."""
+
+    def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+        value = args[0]
+        if isinstance(value, Constant):
+            if all(arg is None or constant_integers(arg) is not None for arg in args[1:]):
+                return _folded(node, value, args)
+            value = movable(ctx, value)  # to where only a run knows, as a class token to the size of the batch
+        if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
+            raise Refused("a decreasing function stands directly in front of it", _BEFORE)
+        rest = tuple(integer_name(ctx, arg) for arg in args[1:])
+        found = tuple(applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
+        return found[0] if len(found) == 1 else found
+
+    return lower
+
+
+def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
+    """Apply a movement to codes now, to a pending value once its codes exist.
+
+    Raises:
+        Refused: the value is neither.
+    """
+    if isinstance(value, Lookup):
+        return Lookup(move(ctx, step, value.name, value.encoding or _ANY, name), value.values, value.encoding)
+    if isinstance(value, Wide):
+        return move_wide(ctx, value, step)
+    pending = None if value is None else moved(value, step)
+    if pending is None:
+        raise Refused("its input is not quantized", _BEFORE)
+    return pending
+
+
+def movable(ctx: Context, value: Constant) -> Lookup | Pending:
+    """Give a constant as a value that nodes can move: as its own codes, as indices of few numbers, or one that waits.
+
+    What waits is quantized at conversion time, as the QuantizeLinear behind the movement says.
+    """
+    codes = _own_codes(ctx, value)
+    if codes is not None:
+        return codes
+    numbers, places = np.unique(value.values, return_inverse=True)
+    if numbers.size > _FEW:
+        return Pending(value)
+    table = np.pad(numbers, (0, _FEW - numbers.size), mode="edge") if numbers.size else np.zeros(_FEW, np.float32)
+    name = ctx.builder.constant(places.reshape(value.values.shape), np.uint8)
+    return Lookup(name, table.astype(np.float32), None)
+
+
+def _own_codes(ctx: Context, value: Constant, name: str = "constant") -> Lookup | None:
+    """Give a constant that is stored per tensor as its codes, None where it has none of at most 16 bits."""
+    coded = value.coded
+    if coded is None or coded.axis is not None or coded.error:
+        return None
+    low, high = int(coded.integers.min(initial=0)), int(coded.integers.max(initial=0))
+    kind = TensorProto.UINT8 if high - low <= 255 else TensorProto.UINT16
+    if high - low > GRIDS[kind][1]:
+        return None
+    zero = 128 if -128 <= low < 0 and high <= 127 else -low
+    encoding = Encoding(float(coded.scale[0]), zero, kind)
+    return Lookup(ctx.builder.constant(coded.integers + zero, encoding.kind, name), encoding.values(), encoding)
+
+
+def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
+    """Apply a movement to a constant at conversion time (a weight that is transposed behind its DequantizeLinear)."""
+    coded, attrs = value.coded, attributes(node)
+    if node.op_type == "Identity":
+        return value
+    if node.op_type == "Transpose":
+        order = list(attrs.get("perm", range(value.values.ndim)[::-1]))
+        if coded is not None:
+            axis = None if coded.axis is None else order.index(coded.axis)
+            coded = CodedConstant(coded.integers.transpose(order), coded.scale, axis, coded.dtype)
+        return Constant(value.values.transpose(order), coded, value.blocks and value.blocks.transposed(order))
+    wanted = _constant_shape(node, value, args)
+    if wanted is not None:
+        if coded is not None and coded.axis is None:
+            integers = coded.integers.reshape(wanted)
+            return Constant(value.values.reshape(wanted), CodedConstant(integers, coded.scale, None, coded.dtype))
+        return Constant(value.values.reshape(wanted))
+    raise Refused("it computes on a constant", "compute its result once and store it in the model")
+
+
+def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, ...] | None:
+    """Give the shape that a reshaping node gives a constant, None if it is no reshaping or not known."""
+    old = value.values.shape
+    given = constant_integers(args[1]) if len(args) > 1 else None
+    if node.op_type == "Reshape" and given is not None:
+        sizes = [
+            old[i] if size == 0 and not attributes(node).get("allowzero", 0) else size for i, size in enumerate(given)
+        ]
+        return np.empty(old, bool).reshape(sizes).shape
+    if node.op_type == "Unsqueeze" and given is not None:
+        return np.expand_dims(np.empty(old, bool), tuple(given)).shape
+    if node.op_type == "Squeeze":
+        return np.squeeze(np.empty(old, bool), None if given is None else tuple(given)).shape
+    return None
+
+
+def filled(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...] | None:
+    """Lower ConstantOfShape of a float: its number, expanded to where only a run knows; None if it is an integer."""
+    given = attributes(node).get("value")
+    number = np.zeros((), np.float32) if given is None else numpy_helper.to_array(given).reshape(())
+    if number.dtype != np.float32:
+        return None
+    expand = helper.make_node("Expand", ["", *node.input], list(node.output), name=node.name)
+    return _movement()(ctx, expand, [Constant(np.asarray(number)), *args])
+
+
+def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed.
+
+    Raises:
+        Refused: there are no codes yet, or more than 8 bits, and the sizes are not static.
+    """
+    value, attrs = args[0], attributes(node)
+    if isinstance(value, Lookup) and (value.encoding is None or not value.encoding.wide) and value.values.size <= 256:
+        return _movement()(ctx, node, args)
+    (c, h, w), size = ctx.sizes(node.input[0], [1, 2, 3]), int(attrs["blocksize"])
+    if node.op_type == "SpaceToDepth":
+        split, order = [0, c, h // size, size, w // size, size], [0, 3, 5, 1, 2, 4]
+        whole = [0, c * size**2, h // size, w // size]
+    else:
+        first = attrs.get("mode", "DCR") == "DCR"
+        depth = c // size**2
+        split = [0, size, size, depth, h, w] if first else [0, depth, size, size, h, w]
+        order = [0, 3, 4, 1, 5, 2] if first else [0, 1, 4, 2, 5, 3]
+        whole = [0, depth, h * size, w * size]
+    b = ctx.builder
+    reshape, transpose = (helper.make_node(kind, ["x"], ["y"]) for kind in ("Reshape", "Transpose"))
+    transpose.attribute.append(helper.make_attribute("perm", order))
+    steps = [
+        Step(reshape, (b.constant(split, np.int64),)),
+        Step(transpose),
+        Step(reshape, (b.constant(whole, np.int64),)),
+    ]
+    for step in steps:
+        value = applied(ctx, value, step, node.output[0])
+    assert value is not None  # the steps make one
+    return value
+
+
+def max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower MaxPool: the largest code is the code of the largest value, and padding never wins."""
+    if len(node.output) > 1 and node.output[1]:
+        raise Refused("its second output, the indices, is read", "write what reads them without indices")
+    return _movement(monotone=True)(ctx, node, args)
+
+
+def global_max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower GlobalMaxPool to ReduceMax, which has a uint8 kernel."""
+    axes = list(range(2, ctx.rank(node.input[0])))
+    name = ctx.builder.constant(axes, np.int64)
+    reduced = helper.make_node("ReduceMax", [node.input[0], name], list(node.output), name=node.name, keepdims=1)
+    return _movement(monotone=True)(ctx, reduced, [args[0], Integers(name)])
+
+
+def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower Gather, also of rows of a stored table (an embedding)."""
+    table = args[0]
+    if not isinstance(table, Constant):
+        return _movement()(ctx, node, args)
+    rows = _own_codes(ctx, table, node.input[0]) or movable(ctx, table)
+    return _movement()(ctx, node, [rows, *args[1:]])
+
+
+def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Shape: a constant where all sizes are static; else the codes have the shape of the values."""
+    value = args[0]
+    sizes = ctx.shapes.get(node.input[0])
+    if sizes is not None and None not in sizes:
+        attrs = attributes(node)
+        return Integers("", np.asarray(sizes, np.int64)[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
+    if isinstance(value, Lookup | Codes | Integers):
+        name = integer_name(ctx, value) if isinstance(value, Integers) else value.name
+    elif isinstance(value, FloatInput) and not value.after:
+        name = value.name
+    elif isinstance(value, Linear) and not value.after and len(value.terms) == 1:
+        name = value.terms[0].name
+    elif isinstance(value, Wide):
+        name = value.name
+    elif isinstance(value, Constant):
+        whole = np.asarray(value.values.shape, np.int64)
+        attrs = attributes(node)
+        return Integers("", whole[attrs.get("start", 0) : attrs.get("end")], TensorProto.INT64)
+    else:
+        raise Refused(
+            "the tensor it measures is computed together with the next ones", "take the Shape of a quantized tensor"
+        )
+    return Integers(ctx.builder.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
+
+
+def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Drop Identity and inference-time Dropout."""
+    if len(node.output) > 1 and node.output[1]:
+        raise Refused("its second output, the mask, is read", "export the model in evaluation mode, without Dropout")
+    value = args[0]
+    assert value is not None  # the input is required by the standard
+    return value
+
+
+def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    """Lower Pad: a constant is filled in as its code, which must be exact."""
+    value, pads = args[0], args[1] if len(args) > 1 else None
+    mode = attributes(node).get("mode", "constant")
+    axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
+    if mode != "constant":
+        return applied(ctx, value, Step(node, (integer_name(ctx, pads), "", axes)), node.output[0])
+    given = args[2] if len(args) > 2 else None
+    if given is not None and not isinstance(given, Constant):
+        raise Refused("its fill value is not a constant", "store the fill value as an initializer")
+    fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
+    step = Step(node, (integer_name(ctx, pads), axes), fill=fill)
+    if isinstance(value, Lookup) and not _has_code(value, fill):
+        return Pending(value, (step,))
+    return applied(ctx, value, step, node.output[0])
+
+
+def _has_code(value: Lookup, number: float) -> bool:
+    """Whether a number is the value of the code that stands for it."""
+    if value.encoding is None:
+        return False
+    code = int(value.encoding.quantize(number))
+    return abs(float(value.values[code]) - number) <= 1e-6 * value.encoding.scale
+
+
+#: Movements by op type; the data is the first input, all others are integers.
+MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
+    {
+        **{name: _movement() for name in ("Expand", "Flatten", "GatherND", "Reshape", "Slice", "Split", "Squeeze")},
+        "DepthToSpace": blocks,
+        "GatherElements": _movement(),
+        **{name: _movement() for name in ("Tile", "Transpose", "Unsqueeze")},
+        "Dropout": identity,
+        "Gather": gather,
+        "GlobalMaxPool": global_max_pool,
+        "Identity": identity,
+        "MaxPool": max_pool,
+        "ReduceMax": _movement(monotone=True),
+        "ReduceMin": _movement(monotone=True),
+        "Shape": shape,
+        "SpaceToDepth": blocks,
+    }
+)

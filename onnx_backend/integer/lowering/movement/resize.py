@@ -1,0 +1,224 @@
+"""Lowering of Resize: nearest moves codes, linear is a sum of two taps per axis with integer weights.
+
+Linear weights stay exact fractions in int32 sums where their common denominators leave room; the product of the
+codes with a small matrix does the last axis, whole rows are gathered for the others.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper
+
+from onnx_backend.integer.ir.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.ir.exact_bounds import one_rounding
+from onnx_backend.integer.ir.values import Array, Linear, Lookup, Refused, Step, Term, Value
+from onnx_backend.integer.lowering.movement.moves import applied
+from onnx_backend.integer.lowering.movement.resize_geometry import (
+    Geometry,
+    Taps,
+    axis_geometries,
+    linear_taps,
+    nearest_indices,
+    stated_scales,
+)
+
+_FINE = 2.0**-8  # error of int32 sums, in input steps, above which they are taken in int64
+_MATRIX = 512  # input positions up to which the last axis is interpolated by one matrix product
+
+
+def resize(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Resize with mode nearest or linear.
+
+    Raises:
+        Refused: another mode, sizes that are not static, or positions outside of the input.
+    """
+    attrs = attributes(node)
+    mode = attrs.get("mode", "nearest")
+    if mode not in ("nearest", "linear"):
+        raise Refused(f"mode={mode!r} has no integer form", 'use mode="linear" or "nearest"')
+    if attrs.get("antialias", 0):
+        raise Refused("antialias=1 has no integer form", "resize without antialias, or pool first")
+    repeated = _repeated(ctx, node, args) if mode == "nearest" else None
+    if repeated is not None:
+        return repeated
+    whole = axis_geometries(ctx, node, args)
+    # ONNX Runtime copies a tensor whose sizes all stay, whatever the scales say
+    geometries = [] if all(g.inputs == g.outputs for g in whole) else [g for g in whole if not _unchanged(g)]
+    if any(g.outputs < 1 or g.inputs < 1 for g in geometries):
+        raise Refused("it resizes from or to nothing", "remove the node")
+    if mode == "linear":
+        return _interpolated(ctx, node, args, geometries)
+    return _moved(ctx, node, args[0], geometries)
+
+
+def _unchanged(geometry: Geometry) -> bool:
+    return geometry.inputs == geometry.outputs and geometry.scale == 1 and geometry.mode != "tf_crop_and_resize"
+
+
+_KERNEL = MappingProxyType({"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"})
+
+
+def _moved(ctx: Context, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> Value:
+    """Move codes by the integer kernel of Resize where it takes the same indices, else by a Gather per axis."""
+    b, name = ctx.builder, node.output[0]
+    chosen = attributes(node).get("nearest_mode", "round_prefer_floor")
+    indices = {g.axis: nearest_indices(g, chosen) for g in geometries}
+    if geometries and all(np.array_equal(_kernel_indices(g), indices[g.axis]) for g in geometries):
+        sizes = _every_size(ctx, node, value, geometries)
+        if sizes:
+            kernel = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **_KERNEL)
+            return applied(ctx, value, Step(kernel, ("", "", sizes)), name)
+    for geometry in geometries:
+        gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=geometry.axis)
+        step = Step(gather, (b.constant(indices[geometry.axis], np.int64),))
+        value = applied(ctx, value, step, name)
+    if value is None:
+        raise Refused("it has no input", "remove the node")
+    return value
+
+
+def _every_size(ctx: Context, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> str:
+    """Give all sizes of the result; nothing where they are known only once the codes of a pending sum exist.
+
+    All of them, not those of some `axes`: where ONNX Runtime moves a Transpose across a Resize with that attribute, it
+    loses the sizes and refuses the model.
+    """
+    b, shape = ctx.builder, ctx.shapes.get(node.input[0])
+    wanted = {g.axis: g.outputs for g in geometries}
+    if shape is None or (None in shape and not isinstance(value, Lookup)):
+        return ""
+    known = [wanted.get(axis, size) for axis, size in enumerate(shape)]
+    if None not in known:
+        return b.constant(known, np.int64)
+    assert isinstance(value, Lookup)  # checked above
+    given = b.node("Shape", [value.name])
+    fixed = [-1 if size is None else size for size in known]
+    free = b.constant(np.asarray(fixed) < 0)
+    return b.node("Where", [free, given, b.constant(fixed, np.int64)])
+
+
+def _kernel_indices(g: Geometry) -> Array:
+    """Give the indices that the kernel takes for these sizes, none where float32 and exact arithmetic disagree."""
+    exact = np.arange(g.outputs) * g.inputs // g.outputs
+    plain = Geometry(g.axis, g.inputs, g.outputs, Fraction(g.outputs, g.inputs), "asymmetric")
+    return exact if np.array_equal(nearest_indices(plain, "floor"), exact) else exact[:0]
+
+
+def _repeated(ctx: Context, node: NodeProto, args: Args) -> Value | None:
+    """Repeat codes a whole number of times along axes of dynamic sizes, with the integer kernel of Resize."""
+    value, attrs = args[0], attributes(node)
+    factors = _factors(ctx, node, args)
+    if factors is None or not isinstance(value, Lookup):
+        return None
+    mode = attrs.get("coordinate_transformation_mode", "half_pixel")
+    for factor in factors:
+        # the roundings that pass here do so by a margin: an index is off by one in the first periods or never
+        geometry = Geometry(0, 4, 4 * factor, Fraction(factor), mode)
+        found = nearest_indices(geometry, attrs.get("nearest_mode", "round_prefer_floor"))
+        if not np.array_equal(found, np.arange(4 * factor) // factor):
+            return None
+    b = ctx.builder
+    sizes = b.node("Mul", [b.node("Shape", [value.name]), b.constant(factors, np.int64)])
+    return Lookup(
+        b.node("Resize", [value.name, "", "", sizes], name=node.output[0], **_KERNEL), value.values, value.encoding
+    )
+
+
+def _factors(ctx: Context, node: NodeProto, args: Args) -> list[int] | None:
+    """Give the whole number by which every axis grows; None if one does not, or if all sizes are static."""
+    attrs, scales = attributes(node), stated_scales(args)
+    mode = attrs.get("coordinate_transformation_mode", "half_pixel")
+    if mode not in ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "asymmetric") or scales is None:
+        return None
+    shape = ctx.shapes.get(node.input[0])
+    rank = ctx.rank(node.input[0])
+    axes = [axis % rank for axis in attrs.get("axes", range(rank))]
+    resized = [axis for axis, scale in zip(axes, scales, strict=True) if scale != 1]
+    if any(scale.denominator != 1 for scale in scales) or (shape and all(shape[axis] is not None for axis in resized)):
+        return None
+    factors = [1] * rank
+    for axis, scale in zip(axes, scales, strict=True):
+        factors[axis] = int(scale)
+    return factors
+
+
+def _interpolated(ctx: Context, node: NodeProto, args: Args, geometries: Sequence[Geometry]) -> Value:
+    codes, encoding = encoded(args[0])
+    if not geometries:
+        assert args[0] is not None  # encoded() refuses None
+        return args[0]
+    taps = _shared(geometries, ((1 << 31) - 1) // encoding.hi)
+    wide = encoding.hi * sum(along.error for along in taps) > _FINE
+    if wide:
+        taps = _shared(geometries, (1 << 62) // encoding.hi)
+    rank, tensor, is_codes = ctx.rank(node.input[0]), codes, True
+    # the last axis first: there it is a product of codes with a matrix, and the others then copy whole rows
+    for geometry, along in sorted(zip(geometries, taps, strict=True), key=lambda pair: -pair[0].axis):
+        last = geometry.axis == rank - 1
+        if is_codes and last and not encoding.wide and along.whole <= 255 and geometry.inputs <= _MATRIX:
+            tensor = _by_matrix(ctx, tensor, geometry, along)
+        else:
+            tensor = _by_gather(ctx, tensor, geometry, along, rank, np.int64 if wide else np.int32)
+        is_codes = False
+    whole = math.prod(along.whole for along in taps)
+    # both weights of an axis err by the same amount in opposite directions, so the span of the codes counts once
+    error = Fraction(encoding.scale) * encoding.hi * sum(along.error for along in taps)
+    shift = max((encoding.hi * whole).bit_length() - 31, 0) if wide else 0
+    if wide:
+        tensor = _narrowed(ctx, tensor, shift)
+        error += Fraction(encoding.scale) * 2**shift / (2 * whole) if shift else 0
+    unit = whole / 2**shift
+    zero, low, high = (np.asarray(v, np.int64) for v in (round(encoding.zero_point * unit), 0, encoding.hi * unit + 1))
+    rest = encoding.zero_point * unit - float(zero)  # of the zero point, where the unit is no whole number
+    scale = np.asarray(encoding.scale / unit, np.float64)
+    constant = np.asarray(-rest * encoding.scale / unit, np.float64)
+    terms = (Term(tensor, scale, zero, low, high),)
+    # the unit, what is left of the zero point and the scale are quotients and products in float64
+    error += 4 * one_rounding(terms, encoding.zero_point * encoding.scale)
+    return Linear(terms, constant, source=label(node), error=error)
+
+
+def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:
+    """Share the room of the sum between the axes: what the exact fractions of one do not need goes to the others."""
+    found: dict[int, Taps] = {}
+    left = sorted(geometries, key=lambda g: linear_taps(g, room).whole)
+    for i, geometry in enumerate(left):
+        share = math.floor(room ** (1 / (len(left) - i)) * (1 - 1e-12))
+        found[geometry.axis] = linear_taps(geometry, max(share, 1))
+        room //= found[geometry.axis].whole
+    return [found[geometry.axis] for geometry in geometries]
+
+
+def _narrowed(ctx: Context, tensor: str, shift: int) -> str:
+    b = ctx.builder
+    if shift:
+        raised = b.node("Add", [tensor, b.constant(1 << (shift - 1), np.int64)])
+        tensor = b.node(
+            "BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(shift, np.uint64)], direction="RIGHT"
+        )
+    return b.cast(tensor, TensorProto.INT32)
+
+
+def _by_matrix(ctx: Context, codes: str, geometry: Geometry, taps: Taps) -> str:
+    matrix = np.zeros((geometry.inputs, geometry.outputs), np.int64)
+    columns = np.arange(geometry.outputs)
+    np.add.at(matrix, (taps.left, columns), taps.whole - taps.weight)
+    np.add.at(matrix, (taps.right, columns), taps.weight)
+    return ctx.builder.node("MatMulInteger", [codes, ctx.builder.constant(matrix, np.uint8)])
+
+
+def _by_gather(ctx: Context, tensor: str, geometry: Geometry, taps: Taps, rank: int, kind: Any) -> str:
+    b, shape = ctx.builder, [1] * rank
+    shape[geometry.axis] = -1
+    sides = []
+    for indices, weight in ((taps.left, taps.whole - taps.weight), (taps.right, taps.weight)):
+        if not np.any(weight):
+            continue
+        picked = b.node("Gather", [tensor, b.constant(indices, np.int64)], axis=geometry.axis)
+        wide = b.cast(picked, TensorProto.INT64 if kind == np.int64 else TensorProto.INT32)
+        sides.append(b.node("Mul", [wide, b.constant(weight.reshape(shape), kind)]))
+    return sides[0] if len(sides) == 1 else b.node("Add", sides)

@@ -1,0 +1,1 @@
+"""Functions of values: tables, straight lines, softmax, norms, comparisons."""

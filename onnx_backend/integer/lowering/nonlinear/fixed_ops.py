@@ -1,0 +1,353 @@
+"""Lowerings of arithmetic on values that no quantizer stands behind: where the short forms for codes do not apply.
+
+Each lowering first asks for the short form (a table, a scale, an int32 accumulator); only where an operand is a
+function, a clipped accumulator or fixed point already, the operation itself is written in fixed point.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper
+
+from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    bits,
+    constant64,
+    fits_int32,
+    fitted,
+    gathered,
+    inexact,
+    int64,
+    made,
+    multiply,
+    narrowed,
+    negated,
+    reach,
+    scaled,
+    shifted,
+    single_scale,
+    spread,
+    total,
+    unmasked,
+)
+from onnx_backend.integer.fixed_point.newton import (
+    logarithm,
+    reciprocal,
+    reciprocal_root,
+    square_root,
+    table_of_exponentials,
+)
+from onnx_backend.integer.fixed_point.sums import add
+from onnx_backend.integer.fixed_point.to_fixed import widened
+from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, label
+from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
+from onnx_backend.integer.ir.values import (
+    Array,
+    Bent,
+    Constant,
+    Integers,
+    Joined,
+    Linear,
+    Lookup,
+    Pending,
+    Refused,
+    Selected,
+    Value,
+    Wide,
+)
+from onnx_backend.integer.lowering.movement.moves import MOVES
+from onnx_backend.integer.lowering.nonlinear.straight_lines import STRAIGHT
+from onnx_backend.integer.lowering.nonlinear.tables import SELU, TABLES
+
+Lowering = Callable[[Context, NodeProto, Args], Any]
+_PENDING = (Wide, Linear, Joined, Bent, Selected, Pending)
+_BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
+
+
+def either(short: Lowering, wide: Lowering) -> Lowering:
+    """Make a lowering that takes the short form where there is one, and fixed point where it would be refused."""
+
+    def lower(ctx: Context, node: NodeProto, args: Args) -> Any:
+        if not any(isinstance(arg, Wide) for arg in args):
+            try:
+                return short(ctx, node, args)
+            except Refused:
+                if not _is_wide(args):
+                    raise
+        found = wide(ctx, node, args)
+        return replace(found, source=label(node)) if isinstance(found, Wide) else found
+
+    return lower
+
+
+def _is_wide(args: Args) -> bool:
+    given = [arg for arg in args if arg is not None]
+    pending = [arg for arg in given if isinstance(arg, _PENDING) or (isinstance(arg, Lookup) and arg.encoding is None)]
+    activations = [arg for arg in given if not isinstance(arg, Constant | Integers)]
+    return bool(pending) or len(activations) > 1
+
+
+def wide_add(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Add two values, or a constant to one."""
+    return _added(ctx, args, 1)
+
+
+def wide_sub(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Subtract two values, or a value and a constant."""
+    return _added(ctx, args, -1)
+
+
+def _added(ctx: Context, args: Args, sign: int) -> Wide:
+    left, right = args
+    for side, other in ((left, right), (right, left)):
+        if isinstance(side, Constant) and np.all(np.isfinite(side.values)) and np.all(side.values > MASK):
+            number = side.values.astype(np.float64)
+            if side is right:
+                return shifted(widened(ctx, other), sign * number)
+            value = widened(ctx, other)
+            return shifted(value if sign > 0 else negated(value), number)
+    second = widened(ctx, right, "its second input")
+    return add(ctx, widened(ctx, left, "its first input"), second if sign > 0 else negated(second))
+
+
+def wide_mul(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply two values, or a value and a constant."""
+    left, right = args
+    if isinstance(left, Constant):
+        left, right = right, left
+    if isinstance(right, Constant):
+        if not np.all(np.isfinite(right.values)):
+            raise Refused("it multiplies by infinity", "replace the constant by a finite one")
+        return _times(widened(ctx, left), right, right.values.astype(np.float64))
+    if left is right:
+        value = widened(ctx, left)
+        return multiply(ctx, value, value)
+    return multiply(ctx, widened(ctx, left, "its first input"), widened(ctx, right, "its second input"))
+
+
+def _times(value: Wide, constant: Constant, numbers: Array, off: float = 0.0) -> Wide:
+    """Multiply by the numbers of a constant, `off` as a share; float32 rounded those that are stored as integers."""
+    found = scaled(value, numbers)
+    if constant.coded is not None or constant.blocks is not None:
+        off += 2.0**-23
+    magnitude = float(largest(found.constant)) / (float(largest(found.scale)) or 1.0)
+    return replace(found, relative=found.relative + off, error=found.error + off * magnitude)
+
+
+def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Divide by a value whose static bounds exclude 0: by a table of reciprocals, or by an integer division."""
+    left, right = args
+    if isinstance(right, Constant):
+        return _times(widened(ctx, left), right, 1.0 / right.values.astype(np.float64), ULP)
+    if isinstance(left, Constant):
+        return _times(inverse(ctx, right, ROOM - 9), left, left.values.astype(np.float64))
+    numerator = widened(ctx, left, "its first input")
+    divisor = inverse(ctx, right, max(ROOM - bits(numerator), 31))
+    if not divisor.infinite:
+        return multiply(ctx, numerator, divisor)
+    if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
+    least = divisor.infinite * abs(float(numerator.scale))  # of any quotient by 0, except 0 / 0, which is 0 here
+    return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
+
+
+def inverse(ctx: Context, value: Value | None, most: int) -> Wide:
+    """Give `1 / value`; of codes by a table with up to `most` bits, in which a large number stands for infinity."""
+    if not isinstance(value, Lookup):
+        return reciprocal(ctx, widened(ctx, value, "its second input"))
+    with np.errstate(divide="ignore"):
+        inverted = 1.0 / value.values.astype(np.float64)
+    zero = np.isinf(inverted)
+    top = float(np.abs(inverted[~zero]).max(initial=0.0)) * 2.0**16 if zero.any() else 0.0
+    return replace(widened(ctx, Lookup(value.name, np.where(zero, top, inverted), None), most=most), infinite=top)
+
+
+def wide_pow(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Raise a value to a small whole power, to 1/2 or to -1/2."""
+    base, exponent = args
+    if not isinstance(exponent, Constant) or exponent.values.size != 1:
+        raise Refused("its exponent is not one stored number", "store the exponent as a scalar")
+    power = float(exponent.values.reshape(-1)[0])
+    value = widened(ctx, base)
+    if power in (0.5, -0.5):
+        return square_root(ctx, value) if power > 0 else reciprocal_root(ctx, value)
+    if power not in (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0, 4.0):
+        raise Refused(f"its exponent is {power}", _BETWEEN)
+    found = value
+    for _ in range(int(abs(power)) - 1):
+        found = multiply(ctx, found, value)
+    return found if power > 0 else reciprocal(ctx, found)
+
+
+def wide_sqrt(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take the square root of a value that is not negative."""
+    return square_root(ctx, widened(ctx, args[0]))
+
+
+def wide_reciprocal(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take the reciprocal of a value whose static bounds exclude 0."""
+    return reciprocal(ctx, widened(ctx, args[0]))
+
+
+def wide_log(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take the logarithm of a positive value."""
+    return logarithm(ctx, widened(ctx, args[0]))
+
+
+def wide_neg(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Change the sign of a value."""
+    return negated(widened(ctx, args[0]))
+
+
+def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take the exponential of a value: two tables for a high and a low part, in units of the largest possible result.
+
+    Raises:
+        Refused: the static bounds let the result reach 2**40.
+    """
+    value = narrowed(ctx, single_scale(ctx, unmasked(widened(ctx, args[0]))), 30)
+    step = abs(float(value.scale))
+    highest = max(value.lo * float(value.scale), value.hi * float(value.scale))
+    if highest > 28.0:
+        raise Refused(
+            f"its input can reach {highest:.4g}",
+            "clip its input, or put a QuantizeLinear/DequantizeLinear pair before it",
+        )
+    last = min(value.hi - value.lo, math.ceil((highest + 22.0) / step))
+    b = ctx.builder
+    rising = float(value.scale) > 0
+    ends = [constant64(ctx, value.hi), int64(ctx, value)] if rising else [int64(ctx, value), constant64(ctx, value.lo)]
+    below = b.cast(b.node("Sub", ends), TensorProto.INT32)
+    below = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
+    low = max((last.bit_length() + 1) // 2, 1)
+    unsigned = b.cast(below, TensorProto.UINT32)
+    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
+    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
+    tables = table_of_exponentials(step * (1 << low), (last >> low) + 1, 30), table_of_exponentials(step, 1 << low, 30)
+    parts = [gathered(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
+    unit = math.exp(highest) * 2.0**-60
+    # half a unit of both tables and what float64 adds to it; beyond the last entry, the smallest result stands
+    error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
+    relative = math.expm1(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
+    return made(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
+
+
+def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
+    """Make the lowering of a function of `curves.CURVES`."""
+
+    def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
+        attrs = attributes(node)
+        with np.errstate(all="ignore"):
+            return bent(ctx, widened(ctx, args[0]), lambda x: function(x, attrs), CURVES[op_type](attrs))
+
+    return lower
+
+
+def wide_selu(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Take an Elu `gamma` times: the line of a curve must have a slope that is exact, as 1 is."""
+    attrs = {**SELU, **attributes(node)}
+    with np.errstate(all="ignore"):
+        elu = bent(ctx, widened(ctx, args[0]), lambda x: TABLES["Elu"](x, attrs), CURVES["Elu"](attrs))
+    return scaled(elu, float(attrs["gamma"]))
+
+
+def wide_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Sum over axes of static sizes."""
+    return _reduced(ctx, node, args)[0]
+
+
+def wide_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Average over axes of static sizes: the sum with another scale."""
+    found, count = _reduced(ctx, node, args)
+    return scaled(found, 1.0 / count)
+
+
+def _reduced(ctx: Context, node: NodeProto, args: Args) -> tuple[Wide, int]:
+    attrs = attributes(node)
+    axes: Sequence[int] | None = attrs.get("axes")
+    if len(args) > 1 and args[1] is not None:
+        axes = constant_integers(args[1])
+        if axes is None:
+            raise Refused("its axes are not constant", "store the axes as an initializer")
+    rank = ctx.rank(node.input[0])
+    if node.op_type.startswith("Global"):
+        axes = list(range(2, rank))
+    if not axes and attrs.get("noop_with_empty_axes", 0):
+        return widened(ctx, args[0]), 1
+    chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
+    count = math.prod(ctx.sizes(node.input[0], chosen))
+    if count == 0:
+        raise Refused("it reduces over an axis of size 0", "remove the node")
+    return total(ctx, widened(ctx, args[0]), chosen, count, keepdims=int(attrs.get("keepdims", 1))), count
+
+
+def wide_matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply matrices of which at least one is neither codes nor a stored weight, in int32 or int64."""
+    depth = ctx.sizes(node.input[0], [-1])[0]
+    sides = [
+        unmasked(widened(ctx, arg, what))
+        for arg, what in zip(args, ("its first input", "its second input"), strict=True)
+    ]
+    left, right = sides
+    if left.scale.size > 1 or np.any(left.constant):
+        left = single_scale(ctx, left)
+    per_column = right.scale.ndim == 1 or (right.scale.ndim > 1 and right.scale.size == right.scale.shape[-1])
+    if np.any(right.constant) or (right.scale.size > 1 and not per_column):
+        right = single_scale(ctx, right)
+    room = ROOM - depth.bit_length()
+    if bits(left) + bits(right) > room:
+        smaller = min(bits(left), bits(right), room // 2)
+        left, right = (fitted(ctx, side, room - smaller) for side in (left, right))
+    most = depth * reach(left) * reach(right)
+    narrow = left.narrow and right.narrow and fits_int32(-most, most)
+    names = [side.name if narrow else int64(ctx, side) for side in (left, right)]
+    error = depth * (spread(left) * reach(right) + spread(right) * reach(left) + spread(left) * spread(right))
+    lo = 0 if left.lo >= 0 and right.lo >= 0 else -most
+    scale = left.scale.reshape(()) * (right.scale.reshape(-1) if right.scale.size > 1 else right.scale.reshape(()))
+    return Wide(ctx.builder.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
+
+
+def wide_gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Multiply matrices as `wide_matmul` does, and add a bias."""
+    attrs = attributes(node)
+    if attrs.get("transA", 0):
+        raise Refused("it transposes an input that is not quantized", _BETWEEN)
+    turn = helper.make_node("Transpose", [node.input[1]], [node.input[1]], perm=[1, 0])
+    right = MOVES["Transpose"](ctx, turn, [args[1]]) if attrs.get("transB", 0) else args[1]
+    value = wide_matmul(ctx, node, [args[0], right])
+    alpha, beta = (np.float32(attrs.get(key, 1.0)) for key in ("alpha", "beta"))
+    if alpha != 1.0:
+        value = wide_mul(ctx, node, [value, Constant(np.asarray(alpha))])
+    if len(args) < 3 or args[2] is None:
+        return value
+    bias = args[2] if beta == 1.0 else wide_mul(ctx, node, [args[2], Constant(np.asarray(beta))])
+    return wide_add(ctx, node, [value, bias])
+
+
+#: What an op does with operands that have no short form.
+WIDE: Mapping[str, Lowering] = MappingProxyType(
+    {
+        **STRAIGHT,
+        "Add": wide_add,
+        "Div": wide_div,
+        "Exp": wide_exp,
+        "Gemm": wide_gemm,
+        "GlobalAveragePool": wide_mean,
+        "Log": wide_log,
+        "MatMul": wide_matmul,
+        "Mul": wide_mul,
+        "Neg": wide_neg,
+        "Pow": wide_pow,
+        "Reciprocal": wide_reciprocal,
+        "ReduceMean": wide_mean,
+        "ReduceSum": wide_sum,
+        "Selu": wide_selu,
+        "Sqrt": wide_sqrt,
+        "Sub": wide_sub,
+    }
+)

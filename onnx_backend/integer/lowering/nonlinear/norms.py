@@ -1,0 +1,227 @@
+"""Lowering of norms: integer sums of a row and of its squares, one reciprocal square root per row.
+
+With x = integers * scale and n elements per row, `n * sum(x**2) - sum(x)**2` is the variance in units of
+`(scale / n)**2`, exactly; epsilon is added in that unit, made fine enough that it never vanishes. A row without any
+variance has only zeros left of it, so the root is never taken of less than one unit.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    SUM_ROOM,
+    constant64,
+    fits_int32,
+    fitted,
+    inexact,
+    int64,
+    multiply,
+    narrowed,
+    reach,
+    scaled,
+    shifted,
+    single_scale,
+    spread,
+    total,
+    unmasked,
+)
+from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
+from onnx_backend.integer.fixed_point.sums import add
+from onnx_backend.integer.fixed_point.to_fixed import widened
+from onnx_backend.integer.ir.context import Args, Context, attributes, label
+from onnx_backend.integer.ir.values import Constant, Refused, Value, Wide
+
+_BETWEEN = "put a QuantizeLinear/DequantizeLinear pair in front of it"
+
+
+def normalized_rows(
+    ctx: Context, value: Wide, axes: Sequence[int], count: int, epsilon: float, *, centred: bool
+) -> Wide:
+    """Write `(x - mean) / sqrt(variance + epsilon)`, or without `centred` `x / sqrt(mean of squares + epsilon)`.
+
+    Args:
+        ctx: where nodes are written.
+        value: x.
+        axes: of a row.
+        count: number of elements of a row.
+        epsilon: not negative.
+        centred: whether the mean is subtracted.
+    """
+    value = single_scale(ctx, unmasked(value))
+    # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
+    length = count.bit_length()
+    value = fitted(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
+    scale = float(value.scale)
+    sign = math.copysign(1.0, scale)
+    power = total(ctx, multiply(ctx, value, value), axes, count)
+    if not centred:
+        epsilon *= count / scale**2
+        inverse = _inverse(ctx, int64(ctx, power), power.hi, epsilon)
+        rows = replace(value, scale=np.asarray(sign))
+        return scaled(
+            _sized(ctx, rows, inverse, 1.0, _unrest(value, 1.0 + math.sqrt(count), epsilon)),
+            math.sqrt(count),
+        )
+    epsilon *= count**2 / scale**2
+    sums = total(ctx, value, axes, count)
+    b, whole = ctx.builder, int64(ctx, sums)
+    variance = b.node(
+        "Sub", [b.node("Mul", [int64(ctx, power), constant64(ctx, count)]), b.node("Mul", [whole, whole])]
+    )
+    inverse = _inverse(ctx, variance, (count * (value.hi - value.lo)) ** 2 // 4 + 1, epsilon)
+    lo, hi = count * value.lo - sums.hi, count * value.hi - sums.lo
+    narrow = value.narrow and sums.narrow and fits_int32(lo, hi) and fits_int32(count * value.lo, count * value.hi)
+    kind = np.int32 if narrow else np.int64
+    names = [side.name if narrow else int64(ctx, side) for side in (value, sums)]
+    above = b.node("Sub", [b.node("Mul", [names[0], b.constant(count, kind)]), names[1]])
+    rows = Wide(above, np.asarray(sign), lo, hi, narrow=narrow)
+    root = math.sqrt(count)
+    return _sized(ctx, rows, inverse, root, _unrest(value, 2.0 * count * (1.0 + root), epsilon))
+
+
+def _inverse(ctx: Context, name: str, high: int, epsilon: float) -> Wide:
+    """Write `1 / sqrt(v + epsilon)` for an int64 tensor in 0..high, of which 0 is taken as 1."""
+    b = ctx.builder
+    empty = b.cast(b.node("Equal", [name, constant64(ctx, 0)]), TensorProto.INT64)
+    filled = Wide(b.node("Add", [name, empty]), np.ones(()), 1, max(high, 1))
+    return reciprocal_root(ctx, shifted(filled, epsilon))
+
+
+def _unrest(value: Wide, times: float, epsilon: float) -> float:
+    """Bound what an error of the elements does to the quotient: the smallest size of a row is that of epsilon alone.
+
+    A rounding of the scale alone leaves rows of zeros as they are; any other row has a size of at least 1.
+
+    Raises:
+        Refused: there is no epsilon.
+    """
+    if inexact(value) and not epsilon:
+        raise Refused("its input is not exact and it has no epsilon", _BETWEEN)
+    return times * spread(value) / math.sqrt(epsilon if inexact(value) else max(epsilon, 1.0))
+
+
+def _sized(ctx: Context, rows: Wide, inverse: Wide, most: float, unrest: float) -> Wide:
+    """Multiply rows by the inverse of their size; no quotient is larger than `most`, whatever the bounds say."""
+    found = multiply(ctx, replace(rows, error=0.0, relative=0.0), inverse)
+    unit = abs(float(found.scale))
+    top = math.ceil(most / unit * (1.0 + 2.0**-16)) + 2
+    return replace(found, lo=max(found.lo, -top), hi=min(found.hi, top), error=found.error + unrest / unit)
+
+
+def layer_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower LayerNormalization over the last axes; gain and bias may be float, quantized, or activations."""
+    return _last_axes(ctx, node, args, centred=True)
+
+
+def rms_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower RMSNormalization over the last axes."""
+    return _last_axes(ctx, node, args, centred=False)
+
+
+def _last_axes(ctx: Context, node: NodeProto, args: Args, *, centred: bool) -> Value:
+    if any(node.output[1:]):
+        raise Refused("its mean or deviation is used", "remove the further outputs")
+    attrs, rank = attributes(node), ctx.rank(node.input[0])
+    axes = list(range(int(attrs.get("axis", -1)) % rank, rank))
+    count = math.prod(ctx.sizes(node.input[0], axes))
+    epsilon = float(attrs.get("epsilon", 1e-5))
+    found = normalized_rows(ctx, widened(ctx, args[0]), axes, count, epsilon, centred=centred)
+    return replace(_affine(ctx, found, args[1:]), source=label(node))
+
+
+def _affine(ctx: Context, value: Wide, parameters: Args, shape: Sequence[int] | None = None) -> Wide:
+    """Apply a gain and a bias."""
+    for index, parameter in enumerate(parameters):
+        if parameter is None:
+            continue
+        if isinstance(parameter, Constant):
+            array = parameter.values.astype(np.float64)
+            array = array if shape is None else array.reshape(tuple(shape))
+            value = scaled(value, array) if index == 0 else shifted(value, array)
+        elif shape is None:
+            other = widened(ctx, parameter)
+            value = multiply(ctx, value, other) if index == 0 else add(ctx, value, other)
+        else:
+            raise Refused("its gain or bias is an activation", "store it as an initializer")
+    return value
+
+
+def instance_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower InstanceNormalization over the spatial axes."""
+    rank = ctx.rank(node.input[0])
+    axes = list(range(2, rank))
+    count = math.prod(ctx.sizes(node.input[0], axes))
+    epsilon = float(attributes(node).get("epsilon", 1e-5))
+    found = normalized_rows(ctx, widened(ctx, args[0]), axes, count, epsilon, centred=True)
+    return replace(_affine(ctx, found, args[1:], (-1, *(1 for _ in axes))), source=label(node))
+
+
+def group_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower GroupNormalization: every group is one row; gain and bias are per channel (per group before opset 21)."""
+    attrs, rank = attributes(node), ctx.rank(node.input[0])
+    groups = int(attrs["num_groups"])
+    channels, *spatial = ctx.sizes(node.input[0], list(range(1, rank)))
+    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
+    b = ctx.builder
+    apart = replace(value, name=b.node("Reshape", [value.name, constant64(ctx, np.asarray([0, groups, -1]))]))
+    count = channels // groups * math.prod(spatial)
+    found = normalized_rows(ctx, apart, [2], count, float(attrs.get("epsilon", 1e-5)), centred=True)
+    found = replace(found, name=b.node("Reshape", [found.name, constant64(ctx, np.asarray([0, channels, *spatial]))]))
+    parameters = [_per_channel(arg, channels) for arg in args[1:]]
+    return replace(_affine(ctx, found, parameters, (-1, *(1 for _ in spatial))), source=label(node))
+
+
+def _per_channel(parameter: Value | None, channels: int) -> Value | None:
+    if isinstance(parameter, Constant) and parameter.values.size < channels:
+        return Constant(parameter.values.repeat(channels // parameter.values.size))
+    return parameter
+
+
+def mean_variance_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower MeanVarianceNormalization; the standard's 1e-9 beside the deviation is left out, as an error."""
+    axes = [int(axis) % ctx.rank(node.input[0]) for axis in attributes(node).get("axes", [0, 2, 3])]
+    count = math.prod(ctx.sizes(node.input[0], axes))
+    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
+    found = normalized_rows(ctx, value, axes, count, 0.0, centred=True)
+    least = abs(float(value.scale)) / count  # of a deviation that is not 0
+    return replace(found, relative=found.relative + 1e-9 / least, source=label(node))
+
+
+def lp_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower LpNormalization: a row over its sum of magnitudes (p=1) or over the root of its sum of squares (p=2)."""
+    attrs = attributes(node)
+    axis = int(attrs.get("axis", -1))
+    count = ctx.sizes(node.input[0], [axis])[0]
+    value = widened(ctx, args[0])
+    if int(attrs.get("p", 2)) == 2:
+        found = normalized_rows(ctx, value, [axis], count, 0.0, centred=False)
+        return replace(scaled(found, 1.0 / math.sqrt(count)), source=label(node))
+    value = narrowed(ctx, single_scale(ctx, unmasked(value)), 31)
+    if inexact(value):
+        raise Refused("its input is not exact", _BETWEEN)
+    b = ctx.builder
+    size = replace(value, name=b.node("Abs", [int64(ctx, value)]), lo=0, hi=reach(value), narrow=False)
+    sums = total(ctx, size, [axis], count)
+    empty = b.cast(b.node("Equal", [sums.name, constant64(ctx, 0)]), TensorProto.INT64)
+    sums = replace(sums, name=b.node("Add", [sums.name, empty]), lo=1, hi=max(sums.hi, 1), scale=np.ones(()))
+    rows = replace(value, scale=np.asarray(math.copysign(1.0, float(value.scale))))
+    return replace(_sized(ctx, rows, reciprocal(ctx, sums), 1.0, 0.0), source=label(node))
+
+
+#: Norms by op type.
+NORMS: Mapping[str, Callable[[Context, NodeProto, Args], Value]] = MappingProxyType(
+    {
+        "GroupNormalization": group_normalization,
+        "InstanceNormalization": instance_normalization,
+        "LayerNormalization": layer_normalization,
+        "LpNormalization": lp_normalization,
+        "MeanVarianceNormalization": mean_variance_normalization,
+        "RMSNormalization": rms_normalization,
+    }
+)

@@ -1,0 +1,238 @@
+"""Lowering of Softmax and LogSoftmax: exponentials by tables, one integer sum, one division per row.
+
+The largest score of a row is subtracted first, so the exponentials are at most 1 and the largest is exactly 1. Scores
+on a coarse grid (codes, with or without a mask) have one table entry per difference; scores on a fine grid are split
+into a high and a low part, whose two exponentials are multiplied.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    ROOM,
+    bits,
+    constant64,
+    gathered,
+    int64,
+    made,
+    narrowed,
+    negated,
+    single_scale,
+    spread,
+)
+from onnx_backend.integer.fixed_point.newton import logarithm, table_of_exponentials
+from onnx_backend.integer.fixed_point.sums import add
+from onnx_backend.integer.fixed_point.to_fixed import chosen, integer_scores, widened
+from onnx_backend.integer.ir.context import Args, Context, attributes, integer_name, label
+from onnx_backend.integer.ir.operations import Softmax
+from onnx_backend.integer.ir.values import Constant, Integers, Lookup, NotANumber, Refused, Value, Wide
+from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
+
+_BITS = 30
+#: exp(-_FAR) is below half a unit of 2**-_BITS.
+_FAR = 22.0
+#: What float64 adds to the rounding of an entry of a table, in units.
+_FLOAT64 = 2.0**-16
+_LARGEST_TABLE = 1 << 14
+#: The fine grid has steps of at most this size.
+_FINE = 2.0**-20
+#: A row of dynamic length is taken to have at most this many elements.
+_DYNAMIC = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Scores below their row's largest, and what follows from them.
+
+    Attributes:
+        below: the largest score of the row minus the score, in the dtype of the scores.
+        exponentials: int32, in units of 2**-_BITS.
+        sums: int64, of the exponentials of a row.
+        missing: a bool tensor that is true for rows that are masked altogether by minus infinity, or empty.
+        error: bound of the error of an exponential, absolute, in its unit.
+        relative: bound of its further error, as a share.
+        scores: the scores, with their scale.
+        length: the number of elements of a row.
+    """
+
+    below: str
+    exponentials: str
+    sums: str
+    missing: str
+    error: float
+    relative: float
+    scores: Wide
+    length: int
+
+
+def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Softmax over one axis; scores may be codes, accumulators or sums with a mask of minus infinity."""
+    rows = _rows(ctx, node, args)
+    b = ctx.builder
+    share = b.node("Div", [constant64(ctx, 1 << ROOM), rows.sums])
+    if rows.missing:  # 0, where the standard has NaN
+        share = b.node("Where", [rows.missing, constant64(ctx, 0), share])
+    name = b.node("Mul", [b.cast(rows.exponentials, TensorProto.INT64), share])
+    # e / s against the true e' / s': an error d of each exponential moves it by (1 + length) * d / s, and s >= 2**_BITS
+    off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
+    moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
+    found = made(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
+    value = replace(narrowed(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
+    scores = args[0]
+    if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
+        whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), rows.length)
+        ctx.softmaxes[value.name] = value, whole
+    return value
+
+
+def log_softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower LogSoftmax over one axis as the scores below the largest, minus the logarithm of the sum."""
+    rows = _rows(ctx, node, args)
+    if rows.scores.masked:
+        raise Refused("minus infinity was added to its input", "use Softmax, or a finite mask")
+    scale = abs(float(rows.scores.scale))
+    most = rows.scores.hi - rows.scores.lo
+    below = Wide(rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * spread(rows.scores))
+    high = rows.length << _BITS
+    error = rows.length * rows.error
+    logs = logarithm(ctx, made(rows.sums, 2.0**-_BITS, 1 << _BITS, high, error=error, relative=rows.relative))
+    return replace(negated(add(ctx, below, logs)), source=label(node))
+
+
+def _rows(ctx: Context, node: NodeProto, args: Args) -> _Rows:
+    axis = int(attributes(node).get("axis", -1))
+    shape = ctx.shapes.get(node.input[0])
+    length = shape[axis] if shape is not None else None
+    scores = _scores(ctx, args[0])
+    scale = float(scores.scale)
+    b, step = ctx.builder, abs(scale)
+    most = scores.hi - scores.lo  # the largest difference between two scores that are not masked
+    tensor, lowest = scores.name, scores.lo
+    kind = np.int32 if scores.narrow else np.int64
+    if scale < 0:
+        tensor, lowest = b.node("Sub", [b.constant(0, kind), tensor]), -scores.hi
+    last = min(most, math.ceil(_FAR / step)) + 1
+    if scores.masked:
+        floor = lowest - last - 1
+        tensor, lowest = b.node("Where", [scores.masked, b.constant(floor, kind), tensor]), floor
+    largest = _largest(ctx, tensor, axis, None if scores.narrow else lowest)
+    missing = ""
+    if scores.masked and scores.floor == -np.inf:
+        missing = b.node("Equal", [largest, b.constant(floor, kind)])
+    below = b.node("Sub", [largest, tensor])
+    near = below
+    if not scores.narrow:
+        limit = constant64(ctx, last)
+        near = b.node("Where", [b.node("Greater", [below, limit]), limit, below])
+        near = b.cast(near, TensorProto.INT32)
+    elif scores.masked or last <= most:
+        near = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
+    exponentials, error = _exponentials(ctx, near, step, last, empty=bool(scores.masked) or last <= most)
+    wide = b.cast(exponentials, TensorProto.INT64)
+    sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([axis]))], keepdims=1)
+    relative = math.expm1(2.0 * spread(scores) * step)
+    return _Rows(below, exponentials, sums, missing, error, relative, scores, length or _DYNAMIC)
+
+
+def _scores(ctx: Context, value: Value | None) -> Wide:
+    """Give scores with one scale: codes as they are, everything else on a grid that is fine enough."""
+    if isinstance(value, Lookup) and value.encoding is not None:
+        encoding = value.encoding  # the zero point cancels in every difference
+        name = ctx.builder.cast(value.name, TensorProto.INT32)
+        return Wide(name, np.asarray(encoding.scale, np.float64), 0, encoding.hi, narrow=True)
+    found = single_scale(ctx, widened(ctx, value))
+    excess = math.floor(math.log2(_FINE / 2 / abs(float(found.scale)))) if float(found.scale) else 0
+    if excess > 0 and bits(found) > 24:
+        found = narrowed(ctx, found, max(bits(found) - excess, 24))
+    found = narrowed(ctx, found, 58)  # both halves of a difference fit in int32
+    return integer_scores(ctx, found) if bits(found) < 30 else replace(found, name=int64(ctx, found), narrow=False)
+
+
+def _largest(ctx: Context, tensor: str, axis: int, lowest: int | None) -> str:
+    """Write the largest element along an axis, of int64 (at least `lowest`) by halves: its ReduceMax is wrong."""
+    b, along = ctx.builder, constant64(ctx, np.asarray([axis]))
+    if lowest is None:
+        return b.node("ReduceMax", [tensor, along], keepdims=1)
+    half = 30
+    unsigned = b.cast(b.node("Sub", [tensor, constant64(ctx, lowest)]), TensorProto.UINT64)
+    high = b.cast(b.node("BitShift", [unsigned, b.constant(half, np.uint64)], direction="RIGHT"), TensorProto.INT32)
+    low = b.node("BitwiseAnd", [unsigned, b.constant((1 << half) - 1, np.uint64)])
+    top = b.node("ReduceMax", [high, along], keepdims=1)
+    among = b.node("Where", [b.node("Equal", [high, top]), b.cast(low, TensorProto.INT32), b.constant(-1, np.int32)])
+    rest = b.node("ReduceMax", [among, along], keepdims=1)
+    raised = b.node("Mul", [b.cast(top, TensorProto.INT64), constant64(ctx, 1 << half)])
+    found = b.node("Add", [raised, b.cast(rest, TensorProto.INT64)])
+    return b.node("Add", [found, constant64(ctx, lowest)])
+
+
+def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bool) -> tuple[str, float]:
+    """Write exp(-below * step) in units of 2**-_BITS for 0..last, where `last` stands for 0 if `empty`."""
+    b = ctx.builder
+    if last < _LARGEST_TABLE:
+        table = table_of_exponentials(step, last + 1, _BITS)
+        if empty:
+            table[-1] = 0
+        return gathered(ctx, table, below, below), 0.5 + _FLOAT64
+    low = (last.bit_length() + 1) // 2
+    if low > 14:
+        raise Refused(
+            "its input has steps too fine for a table", "put a QuantizeLinear/DequantizeLinear pair before it"
+        )
+    unsigned = b.cast(below, TensorProto.UINT32)
+    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
+    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
+    coarse = table_of_exponentials(step * (1 << low), (last >> low) + 1, _BITS)
+    fine = table_of_exponentials(step, 1 << low, _BITS)
+    parts = [gathered(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]
+    product = b.node("Add", [b.node("Mul", parts), constant64(ctx, 1 << (_BITS - 1))])
+    shifted = b.node("BitShift", [b.cast(product, TensorProto.UINT64), b.constant(_BITS, np.uint64)], direction="RIGHT")
+    found = b.cast(shifted, TensorProto.INT32)
+    if empty:  # the last place holds less than half a unit, or a mask, which must be exactly 0
+        some = b.node("Less", [below, b.constant(last, np.int32)])
+        found = b.node("Mul", [found, b.cast(some, TensorProto.INT32)])
+    return found, 1.5 + 3 * _FLOAT64
+
+
+def is_nan(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Note the question; only a Where that replaces the NaN of fully masked rows may ask it."""
+    value = args[0]
+    if value is None or isinstance(value, Integers | NotANumber):
+        raise Refused("its input is no activation", "remove the node")
+    return NotANumber(value)
+
+
+def where(ctx: Context, node: NodeProto, args: Args) -> Value:
+    """Lower Where that makes a mask of two numbers, replaces the NaN of fully masked rows, or chooses fixed point.
+
+    Everything else chooses among codes.
+
+    Raises:
+        Refused: the condition is no boolean tensor of the model.
+    """
+    condition, first, second = args
+    if isinstance(condition, NotANumber):
+        return _replaced(condition, first, second)
+    known = isinstance(condition, Integers) and condition.array is not None
+    numbers = [
+        float(arg.values.item()) for arg in (first, second) if isinstance(arg, Constant) and arg.values.size == 1
+    ]
+    if len(numbers) == 2 and not known:
+        codes = ctx.builder.cast(integer_name(ctx, condition), TensorProto.UINT8)
+        return Lookup(codes, np.asarray(numbers[::-1], np.float32), None)
+    if any(isinstance(arg, Wide) for arg in (first, second)):
+        return chosen(ctx, integer_name(ctx, condition), first, second)
+    return choose_codes(ctx, node, args)
+
+
+def _replaced(condition: NotANumber, first: Value | None, second: Value | None) -> Value:
+    value = condition.value
+    if second is not value or not isinstance(first, Constant):
+        raise Refused("it does not simply replace NaN by a constant", "replace NaN in the tensor that was tested")
+    if isinstance(value, Wide) and value.missing:
+        if np.any(first.values):
+            raise Refused("it replaces NaN by another number than 0", "replace NaN by 0")
+        return replace(value, missing=False)
+    return value

@@ -1,0 +1,1 @@
+"""LSTM and GRU, unrolled in fixed point."""

@@ -1,0 +1,1 @@
+"""From a file or a trace to a marked model, its graph and its plan."""

@@ -1,0 +1,228 @@
+"""Q/DQ pairs that another tool wrote, in the form that `qdq.insert` writes: one pair per site, named after it.
+
+Tools quantize stored floats at run time, put a pair in front of every reader, several DequantizeLinears behind one
+QuantizeLinear, or a Clip of the codes in between. What comes out here computes the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.opening.read_graph import read_graph, with_sites
+from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.dead_code import read_at_last
+from onnx_backend.proto.model import (
+    array,
+    drop_unused_initializers,
+    initializers,
+    metadata,
+    names_in,
+    producers,
+    rename_inputs,
+    replace_nodes,
+    set_metadata,
+    unique,
+)
+from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from onnx_backend.qdq.marks import exact_floats, open_qdq
+from onnx_backend.qdq.read import LITERAL_KEY, SCALES_KEY, encoding_of_pair
+from qsdk.core.errors import FileFormatError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.planning.from_encodings import kinds_of
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A foreign DequantizeLinear, the QuantizeLinear in front and the Clip of codes in between, if any."""
+
+    dequantize: NodeProto
+    quantize: NodeProto | None
+    source: str  # the tensor that is quantized, or stored as codes
+    encoding: Encoding
+
+
+_OURS = frozenset({"qsdk.site", COPY_KEY, LITERAL_KEY, SCALES_KEY})
+
+
+def is_foreign(node: NodeProto) -> bool:
+    """Whether a node is a DequantizeLinear that says no site."""
+    return node.op_type == "DequantizeLinear" and not _OURS & set(metadata(node))
+
+
+def canonical(model: ModelProto) -> None:
+    """Bring foreign pairs into the form of `qdq.insert`, in place, under the site names of the float model.
+
+    Args:
+        model: sorted, at opset 21 or above, with stored parameters.
+
+    Raises:
+        FileFormatError: an encoding cannot be read; names the node.
+    """
+    graph = model.graph
+    pairs = list(_pairs(model))
+    taken = names_in(graph)
+    homes: dict[str, list[_Pair]] = {}  # tensor -> the first pair of each encoding
+    made: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> what stands in its place
+    renamed: dict[str, str] = {}
+    outputs = {value.name for value in graph.output}
+    for index, pair in enumerate(pairs):
+        output = pair.dequantize.output[0]
+        known = homes.setdefault(pair.source, [])
+        home = next((other for other in known if other.encoding == pair.encoding), None)
+        if home is None:
+            known.append(pair)
+            made[output] = _written(model, pair, f"#{index}", taken)
+        elif output in outputs:
+            made[output] = [helper.make_node("Identity", [home.dequantize.output[0]], [output], named(pair.dequantize))]
+        else:
+            made[output] = []
+            renamed[output] = home.dequantize.output[0]
+    nodes = []
+    for node in graph.node:
+        for fresh in made.get(next(iter(node.output), ""), [node]):
+            rename_inputs([fresh], renamed)
+            nodes.append(fresh)
+    replace_nodes(graph, read_at_last(nodes, outputs))
+    drop_unused_initializers(graph)
+    made_still = {name for node in graph.node for name in node.output}
+    declared = [value for value in graph.value_info if value.name in made_still]  # not of codes that are floats next
+    del graph.value_info[:]
+    graph.value_info.extend(declared)
+    _name_sites(model)
+
+
+def _pairs(model: ModelProto) -> Iterator[_Pair]:
+    stored, makers = initializers(model.graph), producers(model.graph.node)
+    for node in model.graph.node:
+        if not is_foreign(node):
+            continue
+        quantize, clip = makers.get(node.input[0]), None
+        if quantize is not None and quantize.op_type == "Clip" and quantize.input[0] in makers:
+            quantize, clip = makers[quantize.input[0]], quantize
+        if quantize is not None and quantize.op_type != "QuantizeLinear":
+            quantize = None
+        if quantize is None and node.input[0] not in stored:
+            continue  # a tensor that arrives quantized has no site of its own
+        encoding = encoding_of_pair(node, quantize, stored, makers)
+        if clip is not None:
+            encoding = replace(encoding, dtype=_clipped(clip, encoding, stored))
+        source = node.input[0] if quantize is None else quantize.input[0]
+        if source in stored:
+            rank = len(stored[source].dims)
+            encoding = encoding if encoding.axis is None else replace(encoding, axis=encoding.axis % rank)
+        yield _Pair(node, quantize, source, encoding)
+
+
+def _clipped(clip: NodeProto, encoding: Encoding, stored: Mapping[str, TensorProto]) -> DType:
+    """The dtype whose grid a Clip of codes leaves."""
+    if all(name in stored for name in clip.input[1:3]) and len(clip.input) == 3:
+        low, high = (float(array(stored[name]).reshape(())) for name in clip.input[1:3])
+        wide = encoding.dtype
+        signed = [d for d in DTYPES.values() if d.is_integer and d.signed == wide.signed]
+        for dtype in (*signed, *(found.strict for found in signed if found.signed)):
+            if (dtype.lo, dtype.hi) == (max(low, wide.lo), min(high, wide.hi)):
+                return dtype
+    raise FileFormatError(
+        f"node {named(clip)!r} clips codes to a grid that no dtype has; quantize the model again with the full grid of "
+        "an integer dtype, or its strict symmetric one"
+    )
+
+
+def _written(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
+    """The nodes of `qdq.insert` for a pair, under a site name that is replaced at the end."""
+    stored, encoding = initializers(model.graph), pair.encoding
+    if pair.source not in stored:
+        return _activation(model, pair, site, taken)
+    codes = array(stored[pair.source])
+    if pair.quantize is not None:
+        codes = encoding.quantize(codes)
+    values = encoding.dequantize(codes)
+    again = encoding.quantize(exact_floats(encoding, codes))
+    if not np.array_equal(encoding.dequantize(again), values, equal_nan=True):
+        # an int32 beyond 2^24 that no float32 stands for: it is kept as it is, and its tensor has no site
+        set_metadata(pair.dequantize, kept="its codes have no float32")
+        return [pair.dequantize]
+    name = unique(f"{pair.source.removesuffix('_quantized')}_quantized", taken)
+    model.graph.initializer.append(numpy_helper.from_array(again.astype(storage_type(encoding.dtype)), name))
+    return [_node(model, pair, "DequantizeLinear", name, pair.dequantize.output[0], site, taken)]
+
+
+def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
+    encoding, source, nodes = pair.encoding, pair.source, []
+    if encoding.dtype.narrows_container and encoding.axis is not None:
+        raise FileFormatError(
+            f"node {named(pair.dequantize)!r} narrows the grid of an activation per channel, which cannot be written "
+            "again; make it per tensor"
+        )
+    if encoding.dtype.narrows_container:
+        bounds = [unique(f"{source}/{end}", taken) for end in ("low", "high")]
+        for name, value in zip(bounds, (encoding.low, encoding.high), strict=True):
+            model.graph.initializer.append(numpy_helper.from_array(value.reshape(()), name))
+        held = unique(f"{source}/clipped", taken)
+        nodes.append(helper.make_node("Clip", [source, *bounds], [held], unique(f"{held}/clip", taken)))
+        set_metadata(nodes[0], site=site)
+        source = held
+    codes = unique(f"{pair.source}/codes", taken)
+    nodes.append(_node(model, pair, "QuantizeLinear", source, codes, site, taken))
+    nodes.append(_node(model, pair, "DequantizeLinear", codes, pair.dequantize.output[0], site, taken))
+    return nodes
+
+
+def _node(
+    model: ModelProto, pair: _Pair, op_type: str, source: str, output: str, site: str, taken: set[str]
+) -> NodeProto:
+    encoding, old = pair.encoding, pair.dequantize if op_type == "DequantizeLinear" else pair.quantize
+    assert old is not None
+    shape = () if encoding.axis is None else encoding.scale.shape
+    typed = encoding.zero_point.astype(storage_type(encoding.dtype))
+    inputs = [source]
+    for name, value in (("scale", encoding.scale), ("zero_point", typed)):
+        inputs.append(unique(f"{output}/{name}", taken))
+        model.graph.initializer.append(numpy_helper.from_array(value.reshape(shape), inputs[-1]))
+    options: dict[str, Any] = {} if encoding.axis is None else {"axis": encoding.axis}
+    options |= {} if encoding.block_size is None else {"block_size": encoding.block_size}
+    node = helper.make_node(op_type, inputs, [output], old.name or unique(f"{output}/{op_type}", taken), **options)
+    set_metadata(node, site=site, dtype=encoding.dtype.name)
+    return node
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def _name_sites(model: ModelProto) -> None:
+    """Give foreign pairs the site names that the float model has at the ONNX door, and their kinds."""
+    graph = read_graph(open_qdq(model).model)
+    plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
+    kinds = kinds_of(graph)
+    names: dict[str, str] = {}
+    taken = {site for site in graph.sites if not site.startswith("#")}
+    for site, tensor in graph.sites.items():
+        if site.startswith("#"):
+            facts, twice = plain.tensors[tensor], _quantized_before(graph, tensor)
+            names[site] = unique(names.get(twice) or facts.site or facts.name, taken)
+    kept = {value.name for value in model.graph.output}
+    stored = initializers(model.graph)
+    renamed: dict[str, str] = {}
+    for node in model.graph.node:
+        rename_inputs([node], renamed)
+        for entry in (entry for entry in node.metadata_props if entry.key == "qsdk.site" and entry.value in names):
+            kind, entry.value = kinds[entry.value], names[entry.value]
+            if node.op_type != "Clip":
+                set_metadata(node, kind=kind)
+            if node.op_type == "DequantizeLinear" and node.input[0] not in stored and node.output[0] not in kept:
+                renamed[node.output[0]] = node.output[0] = f"{entry.value}/dequantized"
+
+
+def _quantized_before(graph: Graph, tensor: int) -> str:
+    """The site of the same tensor under another encoding, which a second pair quantizes again; "" where there is none.
+
+    Such a pair is read as an Identity behind the first one, named after its mark.
+    """
+    maker = graph.ops[graph.producer[tensor]] if tensor in graph.producer else None
+    source = None if maker is None or not maker.name.startswith("#") else maker.inputs[0]
+    return "" if source is None else graph.tensors[source].site or ""

@@ -1,0 +1,285 @@
+"""Opening a float ONNX model: everything between a user's file and what planning reads."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from onnx_backend.opening.read_graph import inlined, read_graph
+from onnx_backend.passes.canonicalize import named, tidy
+from onnx_backend.passes.control_flow_bodies import captured_only, decisions_inside
+from onnx_backend.passes.convert_opset import raised, require_known_opset
+from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
+from onnx_backend.passes.simplify import simplify
+from onnx_backend.proto.example_sizes import note_example
+from onnx_backend.proto.external_data import require_no_external_data
+from onnx_backend.proto.model import array, lift_constants, load
+from onnx_backend.proto.subgraphs import all_nodes
+from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
+from onnx_backend.runtime.compare_runs import session, unloadable
+from onnx_backend.runtime.feeds import as_feeds
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.errors import FileFormatError, ModelError, QsdkError
+from qsdk.core.graph.graph import Graph, Tensor
+from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.numerics.dtypes import DTYPES
+from qsdk.core.numerics.spec import float_spec
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
+
+Source = str | os.PathLike[str] | bytes | ModelProto
+_QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger"}) | {
+    "MatMulInteger",
+    "DynamicQuantizeLinear",
+}
+_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+class QuantizedAlreadyError(ModelError):
+    """The model holds quantized ops."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What was done to a model on its way in, and why some of its tensors cannot be quantized.
+
+    Attributes:
+        folded: owners of the BatchNorms that went into a layer.
+        unfolded: owner of a BatchNorm that stays -> why.
+        reasons: name of a tensor without a site -> why.
+        inside: the float tensors in the bodies of control flow.
+        remarks: on conversions, in sentences.
+        norms: owner of a layer -> what the BatchNorm that went into it said.
+    """
+
+    folded: tuple[str, ...] = ()
+    unfolded: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    inside: tuple[Decision, ...] = ()
+    remarks: tuple[str, ...] = ()
+    norms: Mapping[str, FoldedNorm] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """For the coverage report: how many BatchNorms were folded, why others were not, and the remarks."""
+        kept = {f"{owner} (BatchNorm) not folded": reason for owner, reason in self.unfolded.items()}
+        said = {"opened": "; ".join(self.remarks)} if self.remarks else {}
+        return {"folded": len(self.folded), **kept, **said}
+
+
+@dataclass(frozen=True)
+class OpenedFloat:
+    """A float model that is ready to be marked: its own copy, the graph read from it, its plan, and notes."""
+
+    model: ModelProto
+    graph: Graph
+    plan: Plan
+    notes: Notes
+
+
+def open_float(
+    source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+) -> OpenedFloat:
+    """Open, put in order, raise, simplify, fold, read and plan a float ONNX model; inputs and outputs keep their names.
+
+    Args:
+        source: a path (with external data beside it), bytes or a model, which is not changed.
+        config: what is wanted where.
+        example: inputs on which a raised model is compared with the original; None for random ones.
+        fold_batch_norm: fold every BatchNormalization that stands beside a linear layer and that no rule names.
+
+    Raises:
+        FileFormatError: the file cannot be read, or the runtime refuses it.
+        ModelError: the model is quantized already, is float16 throughout, or cannot be raised.
+        ConfigError: a rule matches nothing.
+    """
+    model, graph, notes = open_unplanned(source, config, example, fold_batch_norm=fold_batch_norm)
+    plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
+    return OpenedFloat(model, graph, explained(plan, graph, notes), notes)
+
+
+def open_unplanned(
+    source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+) -> tuple[ModelProto, Graph, Notes]:
+    """Do all of `open_float` except the plan: the config says no more than which BatchNorms stay."""
+    model = load(source)
+    where = "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
+    try:
+        return _opened(model, where, config, example, fold_batch_norm)
+    except QsdkError:
+        raise
+    except Exception:
+        _require_loadable(model, where)  # a broken file can be broken in any way: the runtime says in which
+        raise
+
+
+def _opened(
+    model: ModelProto, where: str, config: QuantConfig, example: Any, fold_batch_norm: bool
+) -> tuple[ModelProto, Graph, Notes]:
+    require_no_external_data(model)
+    require_known_opset(model)
+    model = inlined(model)
+    _require_float(model)
+    _require_whole(model)
+    lift_constants(model)
+    tidy(model)
+    _require_loadable(model, where)  # before anything else looks at it: onnx's own tools crash on damaged nodes
+    feeds = _feeds(model, example)
+    model, remarks = raised(model, feeds)
+    note_example(model, feeds)
+    model = simplify(model, types_of(model, trust_declared=False))
+    types = types_of(model, trust_declared=False)
+    _require_float32(model, types)
+    folds = fold_batch_norms(model, types, config) if fold_batch_norm else Folds()
+    if folds.folded:
+        types = types_of(model, trust_declared=False)
+    _forget_shapes(model)
+    _declare_outputs(model, types)
+    graph = read_graph(model, types)
+    inside = decisions_inside(model, types)
+    notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
+    return model, graph, notes
+
+
+def explained(plan: Plan, graph: Graph, notes: Notes) -> Plan:
+    """The plan with the reasons that only the file knows, and with the tensors inside bodies."""
+    facts = {f"({tensor.name})": tensor for tensor in graph.tensors if tensor.name in notes.reasons}
+
+    def said(decision: Decision) -> Decision:
+        tensor = facts.get(decision.site)
+        if tensor is None:
+            return decision
+        narrow = DTYPES.get(tensor.dtype)
+        spec = None if narrow is None else float_spec(narrow)
+        return replace(decision, reason=notes.reasons[tensor.name], spec=spec)
+
+    return Plan(plan.decisions, (*(said(decision) for decision in plan.inside), *notes.inside))
+
+
+def _reasons(model: ModelProto, graph: Graph) -> dict[str, str]:
+    """Why tensors have no site although they are float."""
+    bodies_read = captured_only(model.graph.node)
+    found = {}
+    for tensor in graph.tensors:
+        if tensor.site is None and tensor.is_float:
+            reason = _reason(tensor, bodies_read)
+            if reason:
+                found[tensor.name] = reason
+    return found
+
+
+def _reason(tensor: Tensor, bodies_read: Mapping[str, str]) -> str:
+    if tensor.dtype != "float32":
+        return f"{tensor.dtype} in the file: only float32 tensors are quantized"
+    if tensor.constant and tensor.name in bodies_read:
+        return f"read only inside the {bodies_read[tensor.name]}"
+    return ""
+
+
+def _feeds(model: ModelProto, example: Any) -> Mapping[str, npt.NDArray[Any]] | None:
+    if example is None:
+        return None
+    return as_feeds(example, [_Input(value) for value in model.graph.input], "the example")
+
+
+class _Input:
+    """A graph input as a session describes it."""
+
+    def __init__(self, value: onnx.ValueInfoProto) -> None:
+        self.name = value.name
+        dtype = dtype_name(value.type.tensor_type.elem_type)
+        self.type = f"tensor({'float' if dtype == 'float32' else dtype})"
+
+
+def _require_float(model: ModelProto) -> None:
+    for node in all_nodes(model.graph.node):
+        if node.op_type in _QUANTIZED_OPS:
+            raise QuantizedAlreadyError(
+                f"the model is quantized already (node {named(node)!r} is {node.op_type}); pass config=None to adopt "
+                "its encodings, or quantize the float model it came from"
+            )
+
+
+def _require_float32(model: ModelProto, types: Types) -> None:
+    """Refuse a model that computes in float16 or double throughout: nothing of it could be quantized."""
+    made = _dtypes(model.graph.node, types)
+    if "float32" in made or not made:
+        return
+    kinds = " and ".join(sorted(made))
+    raise ModelError(
+        f"the model computes in {kinds} throughout (for example the tensor {next(iter(made.values()))!r}), and only "
+        "float32 tensors can be quantized; export it in float32, then choose float16 where you want it with "
+        "config.skip(pattern, dtype=qsdk.float16)"
+    )
+
+
+def _dtypes(nodes: Iterable[NodeProto], types: Types) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in nodes:
+        for name in node.output:
+            dtype = types.get(name, ("", None))[0]
+            if dtype in _FLOATS:
+                found.setdefault(dtype, name)
+    return found
+
+
+def _require_whole(model: ModelProto) -> None:
+    """Refuse a stored tensor that holds fewer values than its shape asks for.
+
+    Raises:
+        FileFormatError: names the tensor.
+    """
+    for tensor in model.graph.initializer:
+        if any(dim < 0 for dim in tensor.dims):
+            raise FileFormatError(f"the stored tensor {tensor.name!r} has a negative size; the file is damaged")
+        try:
+            if tensor.HasField("raw_data"):
+                _require_bytes(tensor)
+            else:
+                array(tensor)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise FileFormatError(
+                f"the stored tensor {tensor.name!r} cannot be read ({error}); the file is damaged, export it again"
+            ) from error
+
+
+def _require_bytes(tensor: TensorProto) -> None:
+    bits = _BITS.get(dtype_name(tensor.data_type)) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    wanted = -(-math.prod(tensor.dims) * bits // 8)
+    if len(tensor.raw_data) != wanted:
+        raise ValueError(f"{len(tensor.raw_data)} bytes where its shape {list(tensor.dims)} needs {wanted}")
+
+
+def _require_loadable(model: ModelProto, where: str) -> None:
+    """Refuse what the runtime refuses; its large weights are not shown to it.
+
+    Raises:
+        FileFormatError: with what the runtime says.
+    """
+    try:
+        session(skeleton(model))
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(unloadable(where, error)) from error
+
+
+def _declare_outputs(model: ModelProto, types: Types) -> None:
+    """Give outputs that declare no shape the one that was inferred: a checked file needs it."""
+    for value in model.graph.output:
+        shape = types.get(value.name, ("", None))[1]
+        tensor = value.type.tensor_type
+        if value.type.HasField("tensor_type") and not tensor.HasField("shape") and shape is not None:
+            declared = helper.make_tensor_type_proto(tensor.elem_type, shape)
+            tensor.shape.CopyFrom(declared.tensor_type.shape)
+
+
+def _forget_shapes(model: ModelProto) -> None:
+    """Drop what the file declares of inner tensors, which may be wrong, except where nothing else says their type."""
+    foreign = {name for node in model.graph.node if node.domain not in ("", "ai.onnx") for name in node.output}
+    kept = [value for value in model.graph.value_info if value.name in foreign]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)

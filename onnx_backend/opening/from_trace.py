@@ -1,0 +1,62 @@
+"""A traced module on the ONNX side: a simplified model, whose large weights stay where they live, and its graph."""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.passes.simplify import simplify
+from onnx_backend.proto.lazy_tensors import as_stub
+from onnx_backend.proto.model import load
+from onnx_backend.proto.weightless import is_large
+from qsdk.core.graph.graph import Graph
+from qsdk.core.lazy_arrays import LazyArrays
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced module.
+
+    Attributes:
+        model: simplified, with marks; it has only stubs of the stored tensors in `weights`.
+        weights: by name; asked for one at a time, each is a view of the module's own or made then.
+        graph: what planning reads.
+    """
+
+    model: ModelProto
+    weights: Mapping[str, Array]
+    graph: Graph
+
+
+def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
+    """Simplify and read what was traced.
+
+    Args:
+        data: the ONNX bytes, with marks.
+        weights: name -> value of the stored tensors that the bytes hold nothing of; small ones are put into the model.
+
+    Raises:
+        ModelError: see `read_graph`.
+    """
+    model = load(data)
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            _put(tensor, weights[tensor.name])
+    large = [tensor.name for tensor in model.graph.initializer if tensor.name in weights and is_large(tensor.dims)]
+    apart = LazyArrays(large, weights.__getitem__)
+    held: ChainMap[str, Array] = ChainMap({}, apart)  # type: ignore[arg-type]  # only the first is written to
+    simplified = simplify(model, weights=held)
+    return TracedModel(simplified, held, read_graph(simplified, weights=held))
+
+
+def _put(tensor: TensorProto, value: Array) -> None:
+    if is_large(value.shape):
+        tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, value.shape))
+    else:
+        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))

@@ -1,0 +1,95 @@
+"""Adopting a Q/DQ file: the plan it must have come from."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from onnx import ModelProto
+
+from onnx_backend.export import ENCODINGS_KEY, HASH_KEY
+from onnx_backend.opening.read_graph import with_sites
+from onnx_backend.proto.model import metadata
+from onnx_backend.qdq.marks import Opened
+from onnx_backend.qdq.read import LITERAL_KEY
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.encodings.provenance import GRAPH
+from qsdk.core.encodings.qsdk_format import loads
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Kind
+from qsdk.core.planning.from_encodings import plan_as_given
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.report import Report
+
+FLOAT_IN_FILE = "float in the file"
+_ORIGIN = ("config", "patterns", "network", GRAPH)  # parts of a provenance that outlive being opened and exported
+
+
+def adopted_plan(graph: Graph, opened: Opened) -> Plan:
+    """The plan that a Q/DQ file must have come from: its encodings, and which biases are derived."""
+    casts = {site: dtype_named(name) for site, name in opened.casts.items()}
+    kinds = {site: cast(Kind, kind) for site, kind in opened.kinds.items() if kind}
+    plan = plan_as_given(graph, opened.encodings, casts, kinds=kinds, dynamic=opened.dynamic)
+    kept = [node for node in opened.model.graph.node if LITERAL_KEY in metadata(node)]
+    reason = "int32 codes that no float32 stands for: they stay as the file has them"
+    inside = (Decision(f"({node.output[0]})", node.op_type, "bias", None, reason) for node in kept)
+    return Plan(plan.decisions, tuple(inside))
+
+
+def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
+    """The tensors that a Q/DQ file leaves float: why a plan would as well, or that it is the file's choice.
+
+    Args:
+        graph: of the file; its sites are those that the file quantizes.
+        plan: of the file.
+    """
+    plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
+    said = {decision.site for decision in plan.inside}
+    for index, tensor in enumerate(graph.tensors):
+        root = graph.constant_root(index)
+        if root not in (None, index) and graph.tensors[root].site is not None:
+            said.add(f"({tensor.name})")  # a weight of the file that is stored transposed
+    sites = [
+        tensor.site or (None if other.site is None or f"({tensor.name})" in said else f"({other.site})")
+        for tensor, other in zip(graph.tensors, plain.tensors, strict=True)
+    ]
+    tensors = [replace(tensor, site=site) for tensor, site in zip(graph.tensors, sites, strict=True)]
+    wanted = make_plan(replace(graph, tensors=tensors), QuantConfig())
+    return tuple(
+        Decision(d.site, d.op_type, d.kind, None, d.reason if d.spec is None else FLOAT_IN_FILE, shape=d.shape)
+        for d in (*wanted.decisions.values(), *wanted.inside)
+        if d.site not in plan.decisions and d.site not in said
+    )
+
+
+def provenance_kept(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, Any]:
+    """The provenance of an opened file that is exported again: config and network are still those it was made of.
+
+    Args:
+        fresh: of this export.
+        model: marked; it has what its file said in its properties.
+
+    Raises:
+        FileFormatError: the text in the model cannot be read.
+    """
+    text = {entry.key: entry.value for entry in model.metadata_props}.get(ENCODINGS_KEY)
+    said = {} if text is None else loads(text, "the encodings in the model").provenance
+    kept = {name: said[name] if name in _ORIGIN else fresh[name] for name in said if name in _ORIGIN or name in fresh}
+    return {**kept, **{name: value for name, value in fresh.items() if name not in kept}}
+
+
+def with_replaced(report: Report, adopted: Mapping[str, Encoding], found: Mapping[str, Encoding]) -> Report:
+    """A report of calibration that says which encodings of the file are no more: a note by site, and their number."""
+    moved = {site for site, encoding in adopted.items() if site in found and found[site] != encoding}
+    note = "the file's own encoding was replaced; call sim.freeze(match) before calibrate to keep it"
+    rows = [{**row, "note": note} if row["site"] in moved else row for row in report.rows]
+    return Report(report.title, rows, {**report.summary, "adopted encodings replaced": len(moved)})
+
+
+def without_origin(model: ModelProto) -> None:
+    """Drop what a file said of its encodings, in place: it is the start of something else now."""
+    kept = [entry for entry in model.metadata_props if entry.key not in (ENCODINGS_KEY, HASH_KEY)]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)

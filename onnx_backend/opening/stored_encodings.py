@@ -1,0 +1,76 @@
+"""What an ONNX file says of encodings: its Q/DQ nodes and casts, and the flags of the text that export embedded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from onnx import ModelProto, NodeProto
+
+from onnx_backend.export import ENCODINGS_KEY
+from onnx_backend.proto.model import metadata, producers
+from onnx_backend.qdq.frozen import digest, frozen_digests
+from onnx_backend.qdq.read import Place, places, read_casts
+from qsdk.core.encodings.qsdk_format import StoredEncodings, loads
+from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+
+UNMARKED = "/unmarked"  # what `marks.mark` adds to the name of a tensor whose readers read its mark
+
+
+def stored_encodings(model: ModelProto) -> StoredEncodings:
+    """Read the encodings of a Q/DQ model from its nodes, frozen where the embedded text says so.
+
+    Raises:
+        FileFormatError: a node or the embedded text cannot be read.
+    """
+    casts = {site: dtype_named(name) for site, name in read_casts(model).items()}
+    found = places(model)
+    text = _embedded(model)
+    said = StoredEncodings({}) if text is None else text
+    made_by = producers(model.graph.node)
+    names = {place.site: _float_name(place, made_by) for place in found}
+    kinds = {place.site: place.kind or ("weight" if place.quantize is None else "activation") for place in found}
+    return StoredEncodings(
+        with_flags(model, {place.site: place.encoding for place in found}),
+        casts,
+        said.provenance,
+        {**{site: said.tensors[site] for site in casts if site in said.tensors}, **names},
+        {**{site: said.kinds[site] for site in casts if site in said.kinds}, **kinds},
+    )
+
+
+def _float_name(place: Place, made_by: Mapping[str, NodeProto]) -> str:
+    """What the tensor of a site is called in the float model."""
+    if place.quantize is None:
+        return (place.stored or place.site).removesuffix("_quantized")
+    name = str(place.quantize.input[0])
+    while name in made_by and metadata(made_by[name]).get("qsdk.site") == place.site:
+        name = str(made_by[name].input[0])  # what holds the values inside a narrow grid
+    return name.removesuffix(UNMARKED)
+
+
+def float_facts(graph: Graph, plan: Plan) -> list[TensorFacts]:
+    """What encodings files need to know of a sim's tensors, under the names that they have in the float model."""
+    return [replace(found, name=found.name.removesuffix(UNMARKED)) for found in tensor_facts(graph, plan)]
+
+
+def _embedded(model: ModelProto) -> StoredEncodings | None:
+    text = {entry.key: entry.value for entry in model.metadata_props}.get(ENCODINGS_KEY)
+    return None if text is None else loads(text, "the encodings in the model")
+
+
+def with_flags(model: ModelProto, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """The encodings that nodes gave, frozen where the embedded text has the same one frozen.
+
+    Raises:
+        FileFormatError: the embedded text cannot be read.
+    """
+    text = _embedded(model)  # earlier files list every encoding there
+    said = {} if text is None else text.encodings
+    frozen = frozen_digests(model) | {site: digest(found) for site, found in said.items() if found.frozen}
+    return {
+        site: replace(encoding, frozen=True) if frozen.get(site) == digest(encoding) else encoding
+        for site, encoding in encodings.items()
+    }

@@ -1,0 +1,1 @@
+"""A file held against its sim: sites, stored numbers, nodes and outputs."""

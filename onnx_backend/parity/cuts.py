@@ -1,0 +1,116 @@
+"""Where a Q/DQ model can be cut, and the model that is cut there: each site's readers read a new input."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import onnxruntime as ort
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from onnx_backend.proto.model import load, metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.subgraphs import reads
+from onnx_backend.qdq.dynamic import dynamic_places
+from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.qdq.read import places
+from onnx_backend.runtime.session import simulation_session
+
+#: what the runtime hands out as NumPy arrays
+_HANDED_OUT = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": TensorProto.FLOAT16} | {
+    "uint16": TensorProto.UINT16,
+    "int16": TensorProto.INT16,
+}
+_COMPUTED = (TensorProto.FLOAT, TensorProto.UINT8)  # what DynamicQuantizeLinear gives besides codes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where an activation site can be cut.
+
+    Attributes:
+        site: its name.
+        kind: activation, input or output.
+        compared: the tensor that holds its codes (or its float16 values).
+        read: the tensor that its readers read.
+        dtype: of `compared`: a container, `float16` or `bfloat16`.
+        computed: the tensors that hold its scale and zero point, if they are found while the model runs.
+    """
+
+    site: str
+    kind: str
+    compared: str
+    read: str
+    dtype: str
+    computed: tuple[str, ...] = ()
+
+
+def find_cuts(model: ModelProto) -> list[Cut]:
+    """List the activation sites of a Q/DQ model, float16 and bfloat16 ones included, in graph order."""
+    cuts = []
+    for place in places(model):
+        if place.quantize is not None:
+            kind = place.kind or "activation"
+            output = place.dequantize.output[0]
+            cuts.append(Cut(place.site, kind, place.quantize.output[0], output, place.encoding.dtype.container))
+    for dynamic in dynamic_places(model):
+        codes, *computed = dynamic.quantize.output
+        cuts.append(Cut(dynamic.site, dynamic.kind, codes, dynamic.dequantize.output[0], "uint8", tuple(computed)))
+    first: dict[str, NodeProto] = {}
+    for node in model.graph.node:
+        facts = metadata(node)
+        if node.op_type != "Cast" or "qsdk.site" not in facts:
+            continue
+        site = facts["qsdk.site"]
+        if site not in first:
+            first[site] = node
+        if node.name.endswith("/cast_back") and first[site] is not node:
+            cuts.append(Cut(site, facts["qsdk.kind"], first[site].output[0], node.output[0], facts["qsdk.dtype"]))
+    return cuts
+
+
+def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()) -> tuple[ModelProto, dict[str, str]]:
+    """Build the model in which every cut's tensor is an output, in order, and its readers read a new input.
+
+    What cuts compute of scales and zero points follows, in the same order, then the outputs that are to stay.
+
+    Args:
+        model: it is not changed.
+        cuts: where.
+        free: outputs of the model that stay, which are no cut's.
+
+    Returns:
+        The model, and site -> name of its new input, for every site that something reads.
+    """
+    cut = load(model)
+    feeds = {item.read: f"{item.site}/fed" for item in cuts}
+    replace_nodes(cut.graph, [node for node in cut.graph.node if node.output[0] not in feeds])
+    rename_inputs(cut.graph.node, feeds)
+    kept = {value.name: value for value in model.graph.output if value.name in free}
+    del cut.graph.output[:]
+    for item in cuts:
+        name, code = item.compared, _HANDED_OUT.get(item.dtype)
+        if code is None:
+            # the runtime's Python face knows no such arrays; both casts are exact
+            signed = item.dtype.startswith("int")
+            code = TensorProto.FLOAT if "float" in item.dtype else TensorProto.INT8 if signed else TensorProto.UINT8
+            name = f"{item.site}/compared"
+            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
+        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
+    for name, code in zip((name for item in cuts for name in item.computed), cycle(_COMPUTED), strict=False):
+        cut.graph.output.append(helper.make_tensor_value_info(name, code, []))
+    cut.graph.output.extend(kept[name] for name in free)
+    read = {name for node in cut.graph.node for name in reads(node)}
+    fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
+    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
+    del cut.graph.value_info[:]
+    return cut, fed
+
+
+def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[str, str]]:
+    """Give a session that also gives what the readers of each site read; and site -> name of that tensor."""
+    exposed = load(model)
+    reads = {cut.site: cut.read for cut in find_cuts(exposed)}
+    known = {value.name for value in exposed.graph.output}
+    wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
+    exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
+    keep_apart(exposed)
+    return simulation_session(exposed), reads

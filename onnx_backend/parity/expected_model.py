@@ -1,0 +1,133 @@
+"""What a sim would write now, held against a file: nodes, wiring, attributes and every stored number of both.
+
+The sites say where a file computes other codes than its simulation on the given data. What the data does not reach, and
+what moves no code (a float bias, an epsilon, a bound that is never met), is told from the nodes themselves.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import ModelProto, TensorProto
+
+from onnx_backend.calibration.calibrate import stored_names
+from onnx_backend.opening.from_trace import TracedModel
+from onnx_backend.parity.same_function import Difference, differences, stored_at_sites
+from onnx_backend.parity.tally import Tally, lsb
+from onnx_backend.proto.lazy_tensors import Lowered, is_stub
+from onnx_backend.proto.model import array, opset_of
+from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.runtime_table import Dialect
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+
+_OPSETS = range(21, 26)  # that `lower` writes
+_DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx")
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a file is held against.
+
+    Attributes:
+        forms: make the sim's Q/DQ model in each form in which it may have been written.
+        sites: name of a stored tensor of the float model -> its site and kind.
+    """
+
+    forms: tuple[Callable[[], Lowered], ...]
+    sites: Mapping[str, tuple[str, str]]
+
+
+def expected_of(
+    traced: TracedModel,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    model: ModelProto,
+    opened: ModelProto | None = None,
+) -> Expected:
+    """Say what a sim would write.
+
+    Args:
+        traced: the float model with marks.
+        plan: of the sim.
+        encodings: of the sim.
+        model: what it is to be held against; it is written at the same opset.
+        opened: the Q/DQ model that an adopted sim runs as it stands, or None.
+    """
+    version = opset_of(model)
+    opset = version if version in _OPSETS else _OPSETS[0]
+
+    def form(dialect: Dialect) -> Callable[[], Lowered]:
+        return lambda: lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)
+
+    as_opened = () if opened is None else (lambda: Lowered(opened, {}, []),)
+    decisions = plan.decisions
+    names = stored_names(traced.model, plan)
+    sites = {name: (site, str(decisions[site].kind)) for site, name in names.items()}
+    return Expected((*as_opened, *(form(dialect) for dialect in _DIALECTS)), sites)
+
+
+def compare_written(model: ModelProto, expected: Expected, tallies: dict[str, Tally]) -> int:
+    """Fill the tallies with what a file stores or computes otherwise than the sim that it was made of.
+
+    Returns:
+        How many nodes are written in another way, as a tool does that simplifies or fuses: whether they compute the
+        same is left to the sites and the outputs.
+    """
+    best: tuple[list[Difference], dict[str, Tally]] | None = None
+    for make in expected.forms:
+        wanted = make()
+        kept, same = _kept_floats(model, wanted, expected.sites)
+        found = differences(model, wanted, same)
+        if best is None or len(found) < len(best[0]):
+            best = found, kept
+        if not found:
+            break
+    if best is None:
+        return 0
+    found, kept = best
+    for site, tally in kept.items():
+        tallies.setdefault(site, tally)
+    for difference in found:
+        if difference.altered:
+            site = difference.site or difference.node
+            note = f"node {difference.node!r}: {difference.problem}" if difference.node else difference.problem
+            tallies.setdefault(site or "the model", Tally("node")).fail(note)
+    return sum(not difference.altered for difference in found)
+
+
+def _kept_floats(
+    model: ModelProto, wanted: Lowered, sites: Mapping[str, tuple[str, str]]
+) -> tuple[dict[str, Tally], dict[str, str]]:
+    """The float tensors that both store under one name: a tally for each that has a site or differs, and the names."""
+    ours = {tensor.name: tensor for tensor in wanted.model.graph.initializer}
+    of_pairs = set(_parameters(model)) | set(stored_at_sites(model))
+    tallies: dict[str, Tally] = {}
+    same: dict[str, str] = {}
+    for tensor in model.graph.initializer:
+        other = ours.get(tensor.name)
+        if other is None or tensor.name in of_pairs or tensor.data_type not in _FLOATS:
+            continue
+        if other.data_type != tensor.data_type or list(other.dims) != list(tensor.dims):
+            continue
+        value = array(tensor)
+        right = wanted.large[tensor.name].value() if is_stub(other) else array(other)
+        steps = lsb(value, right.astype(value.dtype, copy=False))
+        site, kind = sites.get(tensor.name, (tensor.name, "constant"))
+        if steps.any():
+            same[tensor.name] = tensor.name
+        if steps.any() or tensor.name in sites:
+            tally = tallies[site] = Tally(kind)
+            tally.add(steps)
+            if not np.isfinite(value).all() and np.isfinite(right).all():
+                tally.fail(f"the model stores NaN or infinity in {tensor.name!r}, the simulation finite numbers")
+            elif steps.any():
+                tally.note = f"the model stores other numbers in {tensor.name!r} than the simulation"
+    return tallies, same
+
+
+def _parameters(model: ModelProto) -> Iterator[str]:
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            yield from node.input[1:]

@@ -1,0 +1,122 @@
+"""Putting a user's file in order: sorted, each node named once, nothing undefined; inputs and outputs stay."""
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
+
+from onnx_backend.proto.model import array, replace_nodes, unique
+from onnx_backend.proto.subgraphs import bodies, reads
+from qsdk.core.errors import ModelError
+
+
+def tidy(model: ModelProto) -> None:
+    """Sort nodes, make node names unique, and make stored tensors no inputs, in place.
+
+    Raises:
+        ModelError: a tensor is made twice or never, or the graph has a circle; names the node.
+    """
+    graph = model.graph
+    densify(graph)
+    _require_single_definitions(graph)
+    stored = {tensor.name for tensor in graph.initializer}
+    for index in reversed([i for i, value in enumerate(graph.input) if value.name in stored]):
+        del graph.input[index]  # before IR 4 every stored tensor was listed as an input
+    known = stored | {value.name for value in graph.input}
+    _sort(graph, known)
+    known |= {name for node in graph.node for name in node.output}
+    for value in graph.output:
+        if value.name not in known:
+            raise ModelError(f"the model's output {value.name!r} is made by no node; export the model again")
+    _name_once(graph)
+
+
+def named(node: NodeProto) -> str:
+    """A node's name for messages, else its first output's, else its type."""
+    return node.name or next((name for name in node.output if name), node.op_type)
+
+
+def densify(graph: GraphProto) -> None:
+    """Store sparse tensors as dense ones."""
+    for sparse in graph.sparse_initializer:
+        values, places = array(sparse.values), array(sparse.indices)
+        dense = np.zeros(tuple(sparse.dims), values.dtype)
+        if places.ndim == 1:
+            dense.reshape(-1)[places] = values
+        else:
+            dense[tuple(places.T)] = values
+        graph.initializer.append(numpy_helper.from_array(dense, sparse.values.name))
+    del graph.sparse_initializer[:]
+
+
+def _require_single_definitions(graph: GraphProto) -> None:
+    seen: set[str] = set()
+    for tensor in graph.initializer:
+        if tensor.name in seen:
+            raise ModelError(f"the model stores two tensors named {tensor.name!r}; export it again")
+        seen.add(tensor.name)
+    given: set[str] = set()
+    for value in graph.input:
+        if value.name in given or not value.name:
+            raise ModelError(f"the model has two inputs named {value.name!r}, or one without a name; export it again")
+        given.add(value.name)
+    seen |= given
+    for node in graph.node:
+        for name in node.output:
+            if name in seen:
+                raise ModelError(
+                    f"the node {named(node)!r} makes {name!r}, which exists already; export the model again"
+                )
+            if name:
+                seen.add(name)
+
+
+def _sort(graph: GraphProto, known: set[str]) -> None:
+    """Order nodes so that every tensor is made before it is read, the given order kept where it can be."""
+    nodes = list(graph.node)
+    made_by = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    needs: list[set[int]] = []
+    for node in nodes:
+        wanted = [name for name in reads(node) if name not in known]
+        missing = next((name for name in wanted if name not in made_by), None)
+        if missing is not None:
+            raise ModelError(f"the node {named(node)!r} reads {missing!r}, which nothing makes; export the model again")
+        needs.append({made_by[name] for name in wanted})
+    if all(max(need, default=-1) < index for index, need in enumerate(needs)):
+        return
+    replace_nodes(graph, [nodes[index] for index in _order(needs, nodes)])
+
+
+def _order(needs: list[set[int]], nodes: list[NodeProto]) -> Iterator[int]:
+    readers: list[list[int]] = [[] for _ in needs]
+    for index, need in enumerate(needs):
+        for other in need:
+            readers[other].append(index)
+    left = [len(need) for need in needs]
+    ready = [index for index, count in enumerate(left) if count == 0]
+    done = 0
+    while ready:
+        index = heapq.heappop(ready)
+        done += 1
+        yield index
+        for reader in readers[index]:
+            left[reader] -= 1
+            if left[reader] == 0:
+                heapq.heappush(ready, reader)
+    if done < len(needs):
+        stuck = next(index for index, count in enumerate(left) if count)
+        raise ModelError(f"the node {named(nodes[stuck])!r} is in a circle: it reads what follows from its own output")
+
+
+def _name_once(graph: GraphProto) -> None:
+    """Number repeated node names: the runtime takes none twice."""
+    given = {node.name for node in graph.node}
+    seen: set[str] = set()
+    for node in graph.node:
+        if node.name and node.name in seen:
+            node.name = unique(node.name, given)
+        if node.name:
+            seen.add(node.name)
+        for _, body in bodies(node):
+            _name_once(body)

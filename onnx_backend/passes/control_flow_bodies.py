@@ -1,0 +1,85 @@
+"""The float tensors inside the bodies of If, Loop and Scan: they stay float, and coverage says so."""
+
+from collections.abc import Iterable, Iterator
+
+from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper
+
+from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.subgraphs import bodies, captured, reads
+from onnx_backend.proto.weightless import Types, dtype_name, types_of
+from qsdk.core.errors import ModelError
+from qsdk.core.planning.plan import Decision
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_CODES = {name: code for name, code in ((dtype_name(code), code) for code in range(1, 24)) if name}
+
+
+def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
+    """Say of every float tensor in a body that it stays float, and in which op.
+
+    Args:
+        model: sorted.
+        types: of the tensors outside the bodies.
+    """
+    return tuple(_inside(model, model.graph.node, types, ""))
+
+
+def captured_only(nodes: Iterable[NodeProto]) -> dict[str, str]:
+    """Tensor -> the op whose body reads it, and what follows, for tensors that are read only inside bodies."""
+    found: dict[str, str] = {}
+    direct: set[str] = set()
+    for node in nodes:
+        direct.update(node.input)
+        for name in captured(node):
+            found.setdefault(name, stays_float(node.op_type, named(node)))
+    return {name: where for name, where in found.items() if name not in direct}
+
+
+def stays_float(op_type: str, owner: str) -> str:
+    """Name an op with bodies, say that they stay float, and what changes it where an input can."""
+    remedy = "; where an input decides it, fix that: quantize(..., inputs={name: value})" if op_type == "If" else ""
+    return f"{op_type} {owner!r}: bodies of control flow stay float{remedy}"
+
+
+def _inside(model: ModelProto, nodes: Iterable[NodeProto], types: Types, prefix: str) -> Iterator[Decision]:
+    for node in nodes:
+        for branch, graph in bodies(node):
+            where = f"{prefix}{named(node)}/{branch}"
+            reason = f"inside the {branch} of the {stays_float(node.op_type, named(node))}"
+            known = {**types, **_types_inside(model, graph, types)}
+            for tensor in graph.initializer:
+                if dtype_name(tensor.data_type) in _FLOATS:
+                    yield _decision(f"{where}/{tensor.name}", "Constant", reason, tuple(tensor.dims))
+            for inner in graph.node:
+                for name in inner.output:
+                    dtype, shape = known.get(name, ("", None))
+                    if not dtype and any(known.get(n, ("", None))[0] in _FLOATS for n in reads(inner)):
+                        dtype = "float32"  # an op without inference: better named than forgotten
+                    if name and dtype in _FLOATS:
+                        yield _decision(f"{where}/{name}", inner.op_type, reason, shape)
+            yield from _inside(model, graph.node, known, f"{where}/")
+
+
+def _decision(name: str, op_type: str, reason: str, shape: tuple[int | str | None, ...] | None) -> Decision:
+    return Decision(f"({name})", op_type, "activation", None, reason, shape=shape)
+
+
+def _types_inside(model: ModelProto, graph: GraphProto, types: Types) -> Types:
+    """What can be inferred of a body's tensors, its outer ones given as inputs."""
+    body = ModelProto(ir_version=model.ir_version)
+    body.opset_import.extend(model.opset_import)
+    body.graph.CopyFrom(graph)
+    body.graph.name = body.graph.name or "body"
+    own = {value.name for value in (*graph.input, *graph.initializer)}
+    own.update(name for node in graph.node for name in node.output)
+    for name in dict.fromkeys(name for node in graph.node for name in reads(node)):
+        if name not in own and name in types:
+            dtype, shape = types[name]
+            if dtype in _CODES:
+                body.graph.input.append(helper.make_tensor_value_info(name, _CODES[dtype], shape))
+            else:
+                body.graph.input.append(helper.make_value_info(name, TypeProto()))
+    try:
+        return types_of(body)
+    except ModelError:
+        return {}

@@ -1,0 +1,183 @@
+"""Raising an old model to the opset that quantization needs: fix-ups, onnx's own converter, and proof by running both.
+
+What the converter gets wrong is repaired here: a linear Resize of opset 10 and below is asymmetric; Hardmax below
+opset 13 flattens; GroupNormalization 18 has one scale per group.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_backend.proto.model import (
+    LARGEST_OPSET,
+    OPSET,
+    array,
+    attributes,
+    constant_tensor,
+    is_constant,
+    names_in,
+    opset_of,
+    replace_nodes,
+    stamp,
+    unique,
+)
+from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
+from onnx_backend.proto.weightless import refilled, skeleton
+from onnx_backend.runtime.compare_runs import compare_runs, fits_one_message
+from qsdk.core.errors import ModelError
+
+_IR = 8
+_RANKS = 16  # no tensor has more dimensions
+_FAILURES = (onnx.version_converter.ConvertError, onnx.shape_inference.InferenceError)
+Fix = Callable[[NodeProto, set[str]], list[NodeProto]]
+
+
+def require_known_opset(model: ModelProto) -> None:
+    """Refuse a model that is newer than the runtime, or that does not say its opset.
+
+    Raises:
+        ModelError: names the opset.
+    """
+    current = opset_of(model)
+    if current > LARGEST_OPSET:
+        raise ModelError(f"the model uses opset {current}; the runtime knows up to {LARGEST_OPSET}, export it lower")
+    if current < 1:
+        raise ModelError("the model does not say which opset of ONNX it uses; export it again")
+    if not 1 <= model.ir_version <= onnx.IR_VERSION:
+        raise ModelError(
+            f"the model has IR version {model.ir_version}, known are 1 to {onnx.IR_VERSION}; export it again"
+        )
+
+
+def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[ModelProto, tuple[str, ...]]:
+    """Give the model at opset 21 or above, changed in place, with remarks on how that was verified.
+
+    Args:
+        model: sorted, with unique node names and without functions.
+        feeds: what both are run on, by input name; None for random values of the declared types and shapes.
+
+    Raises:
+        ModelError: the converter fails (names the node), or the result differs from the original.
+    """
+    current = opset_of(model)
+    if current >= OPSET:
+        stamp(model, current)
+        return model, ()
+    original = None
+    if fits_one_message(model):  # else neither can be run from memory, and a copy is dear
+        original = ModelProto()
+        original.CopyFrom(model)
+    fixes = _fixes(current)
+    if fixes:
+        _rewrite(model.graph, fixes, names_in(model.graph))
+    said = {node.output[0]: node.metadata_props for node in model.graph.node if node.output and node.metadata_props}
+    light = skeleton(model)
+    light.ir_version = _IR  # in older ones the converter wants every stored tensor among the inputs
+    try:
+        light = onnx.version_converter.convert_version(light, OPSET)
+    except (*_FAILURES, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise ModelError(_blamed(model, current, str(error))) from error
+    names = [value.name for value in model.graph.output]
+    if [value.name for value in light.graph.output] != names:
+        raise ModelError(f"raising the model from opset {current} renamed its outputs; export it at opset {OPSET}")
+    model = refilled(light, model)
+    if current < 11:
+        _make_resizes_asymmetric(model.graph)
+    for node in model.graph.node:
+        if node.output and node.output[0] in said and not node.metadata_props:
+            node.metadata_props.extend(said[node.output[0]])
+    stamp(model, OPSET)
+    how = "not compared by running, because the model is larger than 2 GiB"
+    if original is not None:
+        how = compare_runs(original, model, feeds, f"raising the model from opset {current} to {OPSET}")
+    return model, (f"raised from opset {current} to {OPSET}: {how}",)
+
+
+def _blamed(model: ModelProto, current: int, error: str) -> str:
+    """Say at which node the converter fails: each is tried alone."""
+    remedy = f"export the model at opset {OPSET} or above"
+    for node in all_nodes(model.graph.node):
+        if node.domain not in ("", "ai.onnx") or has_bodies(node):
+            continue
+        try:
+            schema = onnx.defs.get_schema(node.op_type, current)
+        except onnx.defs.SchemaError:
+            named = f"{node.name or (node.output[0] if node.output else '')!r} ({node.op_type})"
+            return f"the node {named} is no op of opset {current}, so the model cannot be raised; {remedy}"
+        if schema.deprecated:
+            named = f"{node.name or node.output[0]!r} ({node.op_type})"
+            return f"the node {named} is deprecated at opset {current}, so the model cannot be raised; {remedy}"
+    return f"the model cannot be raised from opset {current} to {OPSET}: {error.strip()}; {remedy}"
+
+
+def _fixes(current: int) -> dict[str, Fix]:
+    found: dict[str, Fix] = {}
+    if current < 13:
+        found["Hardmax"] = _flat_hardmax
+    if 18 <= current < 21:
+        found["GroupNormalization"] = _grouped_instance_norm
+    return found
+
+
+def _rewrite(graph: GraphProto, fixes: Mapping[str, Fix], taken: set[str]) -> None:
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        for _, body in bodies(node):
+            _rewrite(body, fixes, taken)
+        fix = fixes.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        nodes.extend([node] if fix is None else fix(node, taken))
+    replace_nodes(graph, nodes)
+
+
+def _flat_hardmax(node: NodeProto, taken: set[str]) -> list[NodeProto]:
+    """Hardmax over everything from `axis` on, as it was below opset 13."""
+    source, result = node.input[0], node.output[0]
+    shape, flat, hard = (unique(f"{result}/{part}", taken) for part in ("shape", "flat", "hard"))
+    return [
+        helper.make_node("Shape", [source], [shape]),
+        helper.make_node("Flatten", [source], [flat], axis=attributes(node).get("axis", 1)),
+        helper.make_node("Hardmax", [flat], [hard], node.name, axis=1),
+        helper.make_node("Reshape", [hard, shape], [result]),
+    ]
+
+
+def _grouped_instance_norm(node: NodeProto, taken: set[str]) -> list[NodeProto]:
+    """GroupNormalization with one scale per group is InstanceNormalization over the groups."""
+    source, scale, bias = node.input
+    result, facts = node.output[0], attributes(node)
+    shape, groups, grouped, normed = (unique(f"{result}/{p}", taken) for p in ("shape", "groups", "grouped", "normed"))
+    wanted = numpy_helper.from_array(np.array([0, facts["num_groups"], -1], np.int64), groups)
+    return [
+        helper.make_node("Shape", [source], [shape]),
+        helper.make_node("Constant", [], [groups], value=wanted),
+        helper.make_node("Reshape", [source, groups], [grouped]),
+        helper.make_node(
+            "InstanceNormalization", [grouped, scale, bias], [normed], node.name, epsilon=facts.get("epsilon", 1e-5)
+        ),
+        helper.make_node("Reshape", [normed, shape], [result]),
+    ]
+
+
+def _make_resizes_asymmetric(graph: GraphProto) -> None:
+    """Upsample and the first Resize scale their coordinates without a shift, in place."""
+    stored = {tensor.name: array(tensor) for tensor in graph.initializer if math.prod(tensor.dims) <= _RANKS}
+    for node in all_nodes(graph.node):
+        if is_constant(node):
+            stored[node.output[0]] = array(constant_tensor(node))
+        if node.op_type != "Resize":
+            continue
+        scales = stored.get(node.input[2]) if len(node.input) > 2 else None
+        said = {"coordinate_transformation_mode": "asymmetric"}
+        if attributes(node).get("mode", "nearest") == "nearest":
+            # the runtime rounded down where it enlarged and up where it shrank
+            up, down = (True, False) if scales is None else (bool((scales >= 1).all()), bool((scales <= 1).all()))
+            said["nearest_mode"] = "floor" if up else "ceil"
+            if not up and not down:
+                continue
+        kept = [attribute for attribute in node.attribute if attribute.name not in said]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())

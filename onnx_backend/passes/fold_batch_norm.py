@@ -1,0 +1,302 @@
+"""Folding BatchNormalization into the linear layer before or after it (Jacob et al. 2017, section 3.2).
+
+The rules are those of the PyTorch door: into the layer before where nothing else reads its result, else into a layer
+after it that pads nothing; never one that a rule of the config names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+
+from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.model import (
+    array,
+    attributes,
+    consumers,
+    drop_unused_initializers,
+    initializers,
+    names_in,
+    producers,
+    replace_nodes,
+    unique,
+)
+from onnx_backend.proto.weightless import Types
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.layers.folded_norms import FoldedNorm
+
+Array = npt.NDArray[Any]
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+
+
+@dataclass(frozen=True)
+class Folds:
+    """Owners of the BatchNorms that went into a layer, and of those that stay, with the reason.
+
+    Attributes:
+        folded: their owners.
+        unfolded: owner -> why it stays.
+        norms: owner of a layer -> what the BatchNorm that went into it said.
+    """
+
+    folded: tuple[str, ...] = ()
+    unfolded: Mapping[str, str] = field(default_factory=dict)
+    norms: dict[str, FoldedNorm] = field(default_factory=dict)
+
+
+def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Folds:
+    """Fold every BatchNormalization that can be, in place; no graph output changes its name."""
+    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization" and node.domain == ""]
+    if not norms:
+        return Folds()
+    folding = _Folding(model, types)
+    folded, unfolded = [], {}
+    for norm in norms:
+        owner = named(norm)
+        reason = "a rule names it" if config.names(owner) else folding.fold(norm)
+        if reason:
+            unfolded[owner] = reason
+        else:
+            folded.append(owner)
+    folding.finish()
+    return Folds(tuple(folded), unfolded, folding.norms)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear node, and the Add that gives a MatMul its bias."""
+
+    node: NodeProto
+    add: NodeProto | None = None
+
+    @property
+    def last(self) -> NodeProto:
+        return self.add or self.node
+
+
+class _Folding:
+    """The model while BatchNorms are folded into it."""
+
+    def __init__(self, model: ModelProto, types: Types) -> None:
+        self.graph, self.types = model.graph, types
+        self.stored = initializers(self.graph)
+        self.makers, self.readers = producers(self.graph.node), consumers(self.graph.node)
+        self.outputs = {value.name for value in self.graph.output}
+        self.taken = names_in(self.graph)
+        self.dropped: set[str] = set()  # outputs of nodes that are gone
+        self.renamed: dict[str, str] = {}
+        self.norms: dict[str, FoldedNorm] = {}
+
+    def fold(self, norm: NodeProto) -> str:
+        """Fold one BatchNorm; gives the reason where it stays."""
+        facts = attributes(norm)
+        if facts.get("training_mode", 0) or len([name for name in norm.output if name]) > 1:
+            return "it is in training mode"
+        if len(norm.input) != 5 or any(name not in self.stored for name in norm.input[1:]):
+            return "its statistics are computed"
+        scale, bias, mean, var = (array(self.stored[name]).astype(np.float64) for name in norm.input[1:])
+        factor = scale / np.sqrt(var + float(facts.get("epsilon", 1e-5)))
+        shift = bias - mean * factor
+        before = self._layer_before(norm)
+        reason = "no linear layer stands directly before or after it"
+        if before is not None:
+            reason = self._obstacle(before, norm, factor)
+            if not reason:
+                self._into_before(before, norm, factor, shift)
+                self.norms[named(before.node)] = _said(bias, abs(scale))
+                return ""
+        after = self._layer_after(norm)
+        if after is not None:
+            reason = self._obstacle_after(after, norm, factor)
+            if not reason:
+                self._into_after(after, norm, factor, shift)
+                self.norms[named(after.node)] = _said(mean, np.sqrt(var), before=True)
+                return ""
+        return reason
+
+    def finish(self) -> None:
+        """Drop the folded nodes and what only they read."""
+        kept = [node for node in self.graph.node if not node.output or node.output[0] not in self.dropped]
+        replace_nodes(self.graph, kept)
+        drop_unused_initializers(self.graph)
+
+    # --- which layer ------------------------------------------------------------------------------------------
+
+    def _layer_before(self, norm: NodeProto) -> _Layer | None:
+        maker = self.makers.get(norm.input[0])
+        if maker is None:
+            return None
+        if maker.op_type == "Add":
+            head = next((self.makers[n] for n in maker.input if n in self.makers), None)
+            bias = next((n for n in maker.input if n in self.stored), None)
+            if head is None or bias is None or head.op_type != "MatMul" or self._read_elsewhere(head.output[0]):
+                return None
+            return _Layer(head, maker)
+        return _Layer(maker) if maker.op_type in _LAYERS else None
+
+    def _layer_after(self, norm: NodeProto) -> _Layer | None:
+        readers = self.readers.get(norm.output[0], [])
+        is_layer = len(readers) == 1 and readers[0].op_type in _LAYERS and readers[0].input[0] == norm.output[0]
+        return _Layer(readers[0]) if is_layer else None
+
+    def _read_elsewhere(self, tensor: str) -> bool:
+        return tensor in self.outputs or len(self.readers.get(tensor, [])) != 1
+
+    def _obstacle(self, layer: _Layer, norm: NodeProto, factor: Array) -> str:
+        """Why a BatchNorm cannot go into the layer before it, or nothing."""
+        if self._read_elsewhere(norm.input[0]):
+            return f"the result of {named(layer.node)} is also read elsewhere"
+        return self._weight_obstacle(layer, factor, norm.input[0])
+
+    def _obstacle_after(self, layer: _Layer, norm: NodeProto, factor: Array) -> str:
+        if self._read_elsewhere(norm.output[0]):
+            return f"its result is also read elsewhere than by {named(layer.node)}"
+        facts = attributes(layer.node)
+        if layer.node.op_type == "ConvTranspose":
+            return "a transposed convolution after it adds its taps unevenly at the borders"
+        if any(facts.get("pads", [])) or facts.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+            return "the layer after it pads with zeros, which a folded shift would not reach"
+        if layer.node.op_type == "MatMul":
+            return "a MatMul after it has no bias that could take its shift"
+        if layer.node.op_type == "Gemm" and facts.get("transA", 0):
+            return f"its channels are not those of {named(layer.node)}"
+        return self._weight_obstacle(layer, factor, norm.output[0], before=True)
+
+    def _weight_obstacle(self, layer: _Layer, factor: Array, between: str, *, before: bool = False) -> str:
+        node = layer.node
+        weight = node.input[1] if len(node.input) > 1 else ""
+        parameters = [weight, *([node.input[2]] if len(node.input) > 2 and node.input[2] else [])]
+        if layer.add is not None:
+            parameters.append(next(n for n in layer.add.input if n in self.stored))
+        if any(name not in self.stored for name in parameters):
+            return f"the weight of {named(node)} is computed"
+        if self._read_elsewhere(weight):
+            others = [named(reader) for reader in self.readers.get(weight, []) if reader is not node]
+            return f"{named(node)} shares its weight with {others[0] if others else 'an output'}"
+        if any(dtype != TensorProto.FLOAT for dtype in (self.stored[name].data_type for name in parameters)):
+            return f"the weight of {named(node)} is not float32"
+        shape = list(self.stored[weight].dims)
+        if node.op_type in ("Gemm", "MatMul"):
+            known = self.types.get(between, ("", None))[1]
+            # BatchNorm counts channels on axis 1, a MatMul on its last one
+            if node.op_type == "MatMul" and (known is None or len(known) != 2):
+                return f"its channels are not those of {named(node)}"
+            if len(shape) != 2 or float(attributes(node).get("beta", 1.0)) != 1.0:
+                return f"the weight of {named(node)} has a form that cannot be folded"
+        channels = _channels(node, shape, inputs=before)
+        biases = [list(self.stored[name].dims) for name in parameters[1:]]
+        wanted = _channels(node, shape, inputs=False)
+        if channels != factor.size or any(dims != [wanted] for dims in biases):
+            return f"its channels are not those of {named(node)}"
+        return ""
+
+    # --- the fold itself --------------------------------------------------------------------------------------
+
+    def _into_before(self, layer: _Layer, norm: NodeProto, factor: Array, shift: Array) -> None:
+        node = layer.node
+        weight = array(self.stored[node.input[1]]).astype(np.float64)
+        # the bias is added after alpha, so that alpha stays as it is
+        bias = self._bias(layer, factor.size) * factor + shift
+        self._replace_weight(node, weight * _factor_view(node, weight.shape, factor), bias, layer)
+        last = layer.last
+        old = last.output[0]
+        last.name = last.name or old  # its owner stays what it was
+        last.output[0] = norm.output[0]
+        self.makers[last.output[0]] = last
+        self.makers.pop(old, None)
+        self._drop(norm, keep_output=True)
+
+    def _into_after(self, layer: _Layer, norm: NodeProto, factor: Array, shift: Array) -> None:
+        node = layer.node
+        facts = attributes(node)
+        weight = array(self.stored[node.input[1]]).astype(np.float64)
+        scaled, moved = _input_views(node, weight.shape, factor), _input_views(node, weight.shape, shift)
+        axes = _input_axes(node, weight.ndim)
+        alpha = float(facts.get("alpha", 1.0)) if node.op_type == "Gemm" else 1.0
+        added = (weight * moved).sum(axis=axes) * alpha
+        bias = self._bias(layer, _channels(node, weight.shape, inputs=False)) + added.reshape(-1)
+        self._replace_weight(node, weight * scaled, bias, layer)
+        node.input[0] = norm.input[0]
+        self.readers[norm.input[0]] = [node if r is norm else r for r in self.readers[norm.input[0]]]
+        self._drop(norm, keep_output=False)
+
+    def _bias(self, layer: _Layer, channels: int) -> Array:
+        name = next((n for n in layer.add.input if n in self.stored), "") if layer.add is not None else ""
+        if not name and layer.node.op_type != "MatMul" and len(layer.node.input) > 2:
+            name = layer.node.input[2]
+        return array(self.stored[name]).astype(np.float64) if name else np.zeros(channels)
+
+    def _replace_weight(self, node: NodeProto, weight: Array, bias: Array, layer: _Layer) -> None:
+        node.input[1] = self._store(weight, node.input[1], node)
+        if layer.add is not None:
+            position = next(i for i, n in enumerate(layer.add.input) if n in self.stored)
+            layer.add.input[position] = self._store(bias, layer.add.input[position], layer.add)
+        elif node.op_type == "MatMul":
+            node.op_type = "Gemm"
+            node.input.append(self._store(bias, f"{named(node)}.bias", node))
+        else:
+            name = node.input[2] if len(node.input) > 2 and node.input[2] else f"{named(node)}.bias"
+            del node.input[2:]
+            node.input.append(self._store(bias, name, node))
+
+    def _store(self, value: Array, name: str, reader: NodeProto) -> str:
+        """Store a folded tensor under a name of its own: the old one may have other readers."""
+        fresh = unique(f"{name}_folded", self.taken)
+        self.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), fresh))
+        self.stored[fresh] = self.graph.initializer[-1]
+        self.readers[fresh] = [reader]
+        return fresh
+
+    def _drop(self, norm: NodeProto, *, keep_output: bool) -> None:
+        """Forget a folded node; its own output may be another node's now."""
+        if keep_output:
+            norm.output[0] = unique(f"{norm.output[0]}/folded", self.taken)
+        self.dropped.add(norm.output[0])
+
+
+def _said(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm:
+    return FoldedNorm(mean.astype(np.float32), std.astype(np.float32), before)
+
+
+def _channels(node: NodeProto, shape: Sequence[int], *, inputs: bool) -> int:
+    """How many input or output channels a layer's stored weight has."""
+    facts = attributes(node)
+    groups = int(facts.get("group", 1))
+    if node.op_type == "Conv":
+        return int(shape[1]) * groups if inputs else int(shape[0])
+    if node.op_type == "ConvTranspose":
+        return int(shape[0]) if inputs else int(shape[1]) * groups
+    transposed = node.op_type == "Gemm" and bool(facts.get("transB", 0))
+    return int(shape[1 if transposed == inputs else 0])
+
+
+def _factor_view(node: NodeProto, shape: Sequence[int], factor: Array) -> Array:
+    """One factor per output channel, shaped so that it multiplies the stored weight."""
+    facts = attributes(node)
+    if node.op_type == "Conv":
+        return factor.reshape(-1, *[1] * (len(shape) - 1))
+    if node.op_type == "ConvTranspose":
+        # stored [in, out / groups, ...]: rows of group g carry that group's output channels
+        groups = int(facts.get("group", 1))
+        rows = np.repeat(factor.reshape(groups, 1, -1), shape[0] // groups, axis=1)
+        return rows.reshape(shape[0], shape[1], *[1] * (len(shape) - 2))
+    return factor.reshape(-1, 1) if node.op_type == "Gemm" and facts.get("transB", 0) else factor.reshape(1, -1)
+
+
+def _input_views(node: NodeProto, shape: Sequence[int], values: Array) -> Array:
+    """One value per input channel, shaped so that it multiplies the stored weight of a Conv or Gemm."""
+    facts = attributes(node)
+    if node.op_type == "Gemm":
+        return values.reshape(1, -1) if facts.get("transB", 0) else values.reshape(-1, 1)
+    groups = int(facts.get("group", 1))
+    rows = np.repeat(values.reshape(groups, 1, -1), shape[0] // groups, axis=1)
+    return rows.reshape(shape[0], shape[1], *[1] * (len(shape) - 2))
+
+
+def _input_axes(node: NodeProto, rank: int) -> tuple[int, ...]:
+    if node.op_type == "Gemm":
+        return (1,) if attributes(node).get("transB", 0) else (0,)
+    return tuple(range(1, rank))

@@ -1,0 +1,112 @@
+"""The values of ops whose inputs are all stored: small ones, and views of weights."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto
+from onnx.reference import ReferenceEvaluator
+
+from onnx_backend.proto.model import attributes
+
+Array = npt.NDArray[Any]
+LARGEST = 1024  # elements of a constant that may be folded
+_FEW = 8  # elements of a float constant that is a scale or a bound, not a weight
+_ELEMENTWISE = frozenset(
+    {"Abs", "Add", "Ceil", "Clip", "Cos", "Div", "Erf", "Exp", "Floor", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Pow"}
+    | {"Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Sqrt", "Sub", "Sum", "Tanh", "Where"}
+    | {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+    | {"BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"}
+)
+_VIEWS = frozenset({"Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
+_MOVES = frozenset(
+    {"ArgMax", "ArgMin", "CastLike", "Concat", "ConstantOfShape", "CumSum", "Expand", "EyeLike", "Gather", "GatherND"}
+    | {"GatherElements", "Identity", "NonZero", "OneHot", "Pad", "Range", "ReduceMax", "ReduceMean", "ReduceMin"}
+    | {"ReduceProd", "ReduceSum", "ScatterElements", "ScatterND", "Shape", "Size", "Slice", "Split", "Tile", "TopK"}
+    | {"Transpose", "Trilu", "Unique"}
+)
+_FOLDED = _ELEMENTWISE | _VIEWS | _MOVES
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
+
+
+def fold(
+    node: NodeProto, small: Mapping[str, Array], opsets: Mapping[str, int], *, weights_stay: bool, limit: int = LARGEST
+) -> dict[str, Array] | None:
+    """The values of a node all of whose inputs are small constants, or None.
+
+    Args:
+        node: any.
+        small: name -> value of the constants that may be folded.
+        opsets: domain -> version.
+        weights_stay: do not move elements of stored float tensors around: they are weights, planned where they are.
+        limit: the most elements of a result.
+    """
+    if node.op_type not in _FOLDED or node.domain not in ("", "ai.onnx"):
+        return None
+    if weights_stay and node.op_type in _MOVES and any(_is_weight(small[name]) for name in node.input if name in small):
+        return None
+    return evaluated(node, small, opsets, limit=limit)
+
+
+def evaluated(
+    node: NodeProto, known: Mapping[str, Array], opsets: Mapping[str, int], *, limit: int
+) -> dict[str, Array] | None:
+    """The values of a node of any operator that gives the same on every run, or None.
+
+    Args:
+        node: of the standard domain; None for every other, and where an input is not `known`.
+        known: name -> value.
+        opsets: domain -> version.
+        limit: the most elements of a result.
+    """
+    names = [name for name in node.input if name]
+    if not names or any(name not in known for name in names):
+        return None
+    if node.op_type in _RANDOM or node.domain not in ("", "ai.onnx"):
+        return None
+    values = {name: known[name] for name in names}
+    try:
+        if _result_size(node, [values.get(name) for name in node.input]) > limit:
+            return None
+        with np.errstate(all="ignore"):
+            results = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, values)
+    except Exception:  # what the reference cannot compute stays a node; the runtime says what is wrong with it
+        return None
+    found = {}
+    for name, value in zip([name for name in node.output if name], results, strict=False):
+        result = np.asarray(value)
+        if isinstance(value, list | dict) or result.dtype.kind in "OUS" or result.size > limit:
+            return None
+        found[name] = result
+    return found
+
+
+def is_view(node: NodeProto) -> bool:
+    """Whether a node gives the same elements in another shape or type."""
+    return node.op_type in _VIEWS and node.domain in ("", "ai.onnx")
+
+
+def _is_weight(value: Array) -> bool:
+    return value.dtype.kind not in "iub" and value.size > _FEW
+
+
+def _result_size(node: NodeProto, values: list[Array | None]) -> float:
+    """How many elements a node makes, where that is more than its inputs have."""
+    first, second = (np.asarray(value) if value is not None else np.zeros(0) for value in (*values, None, None)[:2])
+    if node.op_type == "ConstantOfShape":
+        return math.prod(float(n) for n in first.reshape(-1))
+    if node.op_type == "Expand":
+        return math.prod(float(n) for n in np.broadcast_shapes(first.shape, tuple(int(n) for n in second.reshape(-1))))
+    if node.op_type == "Tile":
+        return max(1.0, float(first.size)) * math.prod(max(1.0, float(n)) for n in second.reshape(-1))
+    if node.op_type == "Range" and values[2] is not None:
+        step = float(values[2])
+        return abs((float(second) - float(first)) / step) if step else math.inf
+    if node.op_type == "OneHot":
+        return float(first.size) * abs(float(second.reshape(-1)[0]))
+    if node.op_type == "Pad":
+        pads = second if second.size else np.asarray(attributes(node).get("pads", []))
+        return math.prod(float(n) + float(np.abs(pads).sum()) for n in first.shape)
+    return 0.0

@@ -1,0 +1,305 @@
+"""Simplifying a model: constants that are computed from constants, branches that are decided, ops that change nothing.
+
+Small values only (bounds, axes, shapes). In a traced model a weight is never touched, so that every mark keeps its
+initializer; in a user's file, views of weights are folded too, so that every weight is seen as stored.
+"""
+
+import math
+from collections import deque
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx.inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.passes.fold_constants import LARGEST, fold, is_view
+from onnx_backend.passes.fold_views import rearranged, takes_all
+from onnx_backend.passes.inline_branches import decide_inside, taken_branch
+from onnx_backend.proto.dead_code import read_at_last
+from onnx_backend.proto.lazy_tensors import as_stub
+from onnx_backend.proto.model import (
+    array,
+    attributes,
+    consumers,
+    drop_unused_initializers,
+    initializers,
+    is_mark,
+    lift_constants,
+    names_in,
+    rename_inputs,
+    replace_nodes,
+)
+from onnx_backend.proto.subgraphs import has_bodies
+from onnx_backend.proto.weightless import Types, declared_types, dtype_name, is_large
+from qsdk.core.site import port_of
+
+_LARGEST_MASK = 1 << 20  # elements of a constant that is computed: an attention mask of 1024 x 1024
+_SAME_TYPE = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Exp", "Log", "Softplus", "Tanh", "Sigmoid", "Relu", "Softmax"}
+)
+_CODES = {dtype_name(code): code for code in TensorProto.DataType.values() if code != TensorProto.UNDEFINED}
+
+
+def simplify(
+    model: ModelProto, types: Types | None = None, *, weights: MutableMapping[str, npt.NDArray[Any]] | None = None
+) -> ModelProto:
+    """Simplify a traced model, or a user's own.
+
+    Args:
+        model: traced with marks; or unmarked, which is changed in place.
+        types: what is known of an unmarked model's tensors; None for a traced model, which declares them.
+        weights: the values of those stored tensors that a traced model has only stubs of; takes in what they become.
+
+    Returns:
+        A copy of a traced model, or the unmarked model itself.
+    """
+    if types is None:
+        result = ModelProto()
+        # what a function computes is simplified where it is called
+        result.CopyFrom(onnx.inliner.inline_local_functions(model) if model.functions else model)
+    else:
+        result = model
+    lift_constants(result)
+    graph = result.graph
+    walk = _Walk(result, types, {} if weights is None else weights)
+    pending = deque(graph.node)
+    while pending:
+        node = pending.popleft()
+        rename_inputs([node], walk.bypassed)
+        branch = walk.decided(node)
+        if branch is None:
+            walk.visit(node)
+        else:
+            pending.extendleft(reversed(branch))
+    kept = _without_last_identities(walk.kept, walk) if types is None else read_at_last(walk.kept, walk.outputs)
+    replace_nodes(graph, kept)
+    join_splits(graph)
+    drop_unused_initializers(graph)
+    return result
+
+
+def _without_last_identities(nodes: list[NodeProto], walk: "_Walk") -> list[NodeProto]:
+    """The nodes of a traced model without an Identity (a Dropout) that only gives an output its name."""
+    made = {name for node in nodes for name in node.output}
+    renamed = {
+        node.input[0]: node.output[0]
+        for node in nodes
+        if node.op_type == "Identity" and node.output[0] in walk.outputs and node.input[0] in made - walk.outputs
+    }
+    last = set(renamed.values())
+    kept = [node for node in nodes if not (node.op_type == "Identity" and node.output[0] in last)]
+    rename_inputs(kept, renamed)
+    for node in kept:
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    return kept
+
+
+class _Walk:
+    """What is known while nodes are visited in order."""
+
+    def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
+        self.graph, self.own, self.weights = model.graph, types is not None, weights
+        self.types = dict(declared_types(model.graph) if types is None else types)
+        self.stored = initializers(model.graph)
+        self.small = {name: array(tensor) for name, tensor in self.stored.items() if _is_small(tensor.dims)}
+        self.outputs = {info.name for info in model.graph.output}
+        self.computed_sites = {node.input[0] for node in model.graph.node if is_mark(node) and _marks_output(node)}
+        self.opsets = {entry.domain: entry.version for entry in model.opset_import}
+        self.bypassed: dict[str, str] = {}
+        self.kept: list[NodeProto] = []
+        self.taken: set[str] | None = None
+
+    def decided(self, node: NodeProto) -> list[NodeProto] | None:
+        """The nodes of the branch that an If with a constant condition takes, or None."""
+        if node.op_type != "If" or not node.input or node.input[0] not in self.small:
+            return None
+        nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
+        for tensor in stored:
+            self._store(tensor)
+        return nodes
+
+    def _taken(self) -> set[str]:
+        """Every name of the model."""
+        if self.taken is None:
+            self.taken = names_in(self.graph)
+        return self.taken
+
+    def visit(self, node: NodeProto) -> None:
+        """Fold a node, drop it, or keep it."""
+        if is_mark(node) or has_bodies(node):
+            if not is_mark(node):
+                decide_inside(node, self.small, self.opsets, self._taken())
+            self.kept.append(node)
+            return
+        if node.op_type == "CastLike":
+            self._to_cast(node)
+        computed = fold(node, self.small, self.opsets, weights_stay=self.own, limit=_LARGEST_MASK)
+        self.small.update(computed or {})  # a mask is made in several steps
+        folded = self._static_shape(node) or (None if self.computed_sites.intersection(node.output) else computed)
+        if folded is None:
+            folded = (
+                self._view_of_weight(node) if self.own else rearranged(node, self.stored, self.opsets, self.weights)
+            )
+        if folded is not None:
+            for name, value in folded.items():
+                self._store_value(name, value, apart=any(part in self.weights for part in node.input))
+            return
+        _drop_bias_of_zeros(node, self.small)
+        if self._changes_nothing(node) or (takes_all(node, self.small) and node.output[0] not in self.outputs):
+            self.bypassed[node.output[0]] = node.input[0]
+        else:
+            self.kept.append(node)
+            self._note_type(node)
+
+    def _note_type(self, node: NodeProto) -> None:
+        """What comes out of an inlined function body has no declared type; these ops keep that of their input."""
+        if node.op_type in _SAME_TYPE and node.output[0] not in self.types:
+            self.types[node.output[0]] = (self._dtype(node.input[0]), None)
+
+    def _store_value(self, name: str, value: npt.NDArray[Any], *, apart: bool) -> None:
+        if apart and is_large(value.shape):
+            self.weights[name] = value
+            self._store(as_stub(name, int(helper.np_dtype_to_tensor_dtype(value.dtype)), value.shape))
+        else:
+            self._store(numpy_helper.from_array(value, name))
+
+    def _store(self, tensor: TensorProto) -> None:
+        self.graph.initializer.append(tensor)
+        self.stored[tensor.name] = self.graph.initializer[-1]
+        if _is_small(tensor.dims):
+            self.small[tensor.name] = array(tensor)
+
+    def _dtype(self, name: str) -> str:
+        if name in self.stored:
+            return dtype_name(self.stored[name].data_type)
+        return self.types.get(name, ("", None))[0]
+
+    def _static_shape(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+        """The value of a Shape node whose input has no dynamic dimension in the range it asks for."""
+        if node.op_type != "Shape" or node.domain not in ("", "ai.onnx"):
+            return None
+        name = node.input[0]
+        shape = tuple(self.stored[name].dims) if name in self.stored else self.types.get(name, ("", None))[1]
+        if shape is None:
+            return None
+        facts = attributes(node)
+        dims = shape[facts.get("start", 0) : facts.get("end")]
+        if not all(isinstance(dim, int) for dim in dims):
+            return None
+        return {node.output[0]: np.array(dims, np.int64)}
+
+    def _view_of_weight(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
+        """A weight of any size that is stored in another shape or type than it is used in."""
+        if not is_view(node) or not node.input or node.input[0] not in self.stored:
+            return None
+        source = self.stored[node.input[0]]
+        if dtype_name(source.data_type) not in ("float32", "float16", "bfloat16", "float64"):
+            return None
+        value = array(source)
+        if node.op_type == "Cast":
+            to = attributes(node).get("to")
+            if to != TensorProto.FLOAT:
+                return None
+            with np.errstate(over="ignore"):
+                return {node.output[0]: value.astype(np.float32)}
+        shape = self._shape_of_view(node, value)
+        return None if shape is None else {node.output[0]: value.reshape(shape)}
+
+    def _shape_of_view(self, node: NodeProto, value: npt.NDArray[Any]) -> tuple[int, ...] | None:
+        """Let the small fold say the shape, of a small stand-in that has as many dimensions of the same sizes."""
+        if value.size == 0 or any(name and name not in self.small for name in node.input[1:]):
+            return None
+        stand_in = np.broadcast_to(np.zeros(1, np.float32), value.shape)
+        found = fold(node, {**self.small, node.input[0]: stand_in}, self.opsets, weights_stay=False, limit=value.size)
+        return None if found is None else next(iter(found.values())).shape
+
+    def _to_cast(self, node: NodeProto) -> None:
+        """Turn CastLike into Cast where the type of its pattern is known."""
+        code = _CODES.get(self._dtype(node.input[1]))
+        if code is None:
+            return
+        node.op_type = "Cast"
+        del node.input[1:]
+        del node.attribute[:]
+        node.attribute.append(helper.make_attribute("to", code))
+
+    def _changes_nothing(self, node: NodeProto) -> bool:
+        """Whether a node is Identity, times 1, or a Cast to the type its input has (`copy_` is traced as one)."""
+        if node.domain not in ("", "ai.onnx") or not node.output or node.output[0] in self.outputs:
+            return False
+        if node.op_type in ("Mul", "Div"):  # the scales of an ELU, the beta of a Softplus
+            factor = self.small.get(node.input[1])
+            return factor is not None and factor.ndim == 0 and factor == 1 and node.input[0] not in self.stored
+        if node.op_type == "Identity":
+            # in a traced model a stored tensor keeps its own name for each reader
+            return self.own or node.input[0] not in self.stored
+        if node.op_type != "Cast":
+            return False
+        before = self._dtype(node.input[0])
+        return before != "" and _CODES.get(before) == attributes(node).get("to")
+
+
+def join_splits(graph: GraphProto) -> None:
+    """Turn SplitToSequence with constant sizes, read only by SequenceAt at constant places, into Split, in place."""
+    if not any(node.op_type == "SplitToSequence" for node in graph.node):
+        return
+    stored = initializers(graph)
+    readers = consumers(graph.node)
+    kept: list[NodeProto] = []
+    parts: set[str] = set()
+    for node in graph.node:
+        if node.op_type == "SequenceAt" and node.output[0] in parts:
+            continue
+        split = _as_split(node, readers.get(node.output[0], []), stored, graph) if node.output else None
+        if split is not None:
+            parts.update(name for name in split.output if name)
+        kept.append(node if split is None else split)
+    replace_nodes(graph, kept)
+
+
+def _as_split(
+    node: NodeProto, readers: Sequence[NodeProto], stored: dict[str, Any], graph: GraphProto
+) -> NodeProto | None:
+    if node.op_type != "SplitToSequence" or len(node.input) < 2 or node.input[1] not in stored:
+        return None
+    places = [stored.get(r.input[1]) if r.op_type == "SequenceAt" else None for r in readers]
+    facts = attributes(node)
+    typed = (*graph.value_info, *graph.output, *graph.input)
+    shape = next((info.type.tensor_type.shape for info in typed if info.name == node.input[0]), None)
+    axis = int(facts.get("axis", 0))
+    if any(place is None for place in places) or facts.get("keepdims", 1) != 1 or shape is None or not shape.dim:
+        return None
+    length = shape.dim[axis].dim_value
+    sizes = numpy_helper.to_array(stored[node.input[1]])
+    if sizes.ndim == 0:
+        step = int(sizes)
+        if not length:
+            return None
+        sizes = np.array([min(step, length - start) for start in range(0, length, step)])
+    wanted = [int(numpy_helper.to_array(place)) % len(sizes) for place in places if place is not None]
+    if len(set(wanted)) != len(wanted):
+        return None
+    names = {index: reader.output[0] for index, reader in zip(wanted, readers, strict=True)}
+    tensor = numpy_helper.from_array(sizes.astype(np.int64), f"{node.output[0]}_sizes")
+    graph.initializer.append(tensor)
+    # every part needs a name, also one that nothing reads
+    outputs = [names.get(index, f"{node.output[0]}_{index}") for index in range(len(sizes))]
+    return helper.make_node("Split", [node.input[0], tensor.name], outputs, name=node.name, axis=axis)
+
+
+def _marks_output(mark: NodeProto) -> bool:
+    """Whether a mark names a tensor that is computed; folded, it would pass for a stored one of the module."""
+    return port_of(str(attributes(mark)["key"])).startswith("output")
+
+
+def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> None:
+    """A convolution without a bias is traced with one of zeros."""
+    is_conv = node.op_type in ("Conv", "ConvTranspose") and len(node.input) == 3
+    if is_conv and node.input[2] in small and not small[node.input[2]].any():
+        del node.input[2]
+
+
+def _is_small(shape: Sequence[int]) -> bool:
+    return math.prod(shape) <= LARGEST

@@ -1,0 +1,1 @@
+"""ModelProto and its tensors: reading, writing, searching, external data."""

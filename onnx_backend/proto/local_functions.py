@@ -1,0 +1,118 @@
+"""Model-local functions: whether their bodies can take the place of their calls, and to what size that leads."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from onnx import FunctionProto, ModelProto, NodeProto
+
+from onnx_backend.proto.subgraphs import all_nodes
+from qsdk.core.errors import FileFormatError
+
+_NODES = 2**20  # the largest models that were met have some 10,000
+_BYTES = 2**31 - 1  # of one protobuf message, which is what onnx's inliner makes
+_DEPTH = 100  # calls within calls, as in ONNX Runtime; onnx's own tools recurse
+_SHOWN = 10**15
+_AGAIN = "export the model again"
+Key = tuple[str, str, str]
+
+
+def require_sound_functions(model: ModelProto, where: str) -> None:
+    """Refuse functions that call themselves, whose calls multiply, or do not fit, before a tool hangs or fails on them.
+
+    Args:
+        model: is not changed.
+        where: its name, for messages.
+
+    Raises:
+        FileFormatError: names the function, and the way back to itself, the size or the call that does not fit.
+    """
+    if not model.functions:
+        return
+    bodies = {_key(function): function for function in model.functions}
+    if len(bodies) < len(model.functions):
+        keys = [_key(function) for function in model.functions]
+        raise FileFormatError(f"{where} holds two functions {_name(max(keys, key=keys.count))}; {_AGAIN}")
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in all_nodes(nodes):
+            _require_fit(node, bodies.get(_called(node)), where)
+    for function in model.functions:
+        made = {name for node in function.node for name in node.output} | {*function.input}
+        for name in function.output:
+            if name not in made:
+                raise FileFormatError(f"{where}: the function {_name(_key(function))} does not make {name!r}; {_AGAIN}")
+    _require_end(model, bodies, where)
+
+
+def _require_fit(node: NodeProto, function: FunctionProto | None, where: str) -> None:
+    if function is None:
+        return
+    for what, given, known in (("inputs", node.input, function.input), ("outputs", node.output, function.output)):
+        if len(given) > len(known):
+            name = node.name or next(iter(node.output), "")
+            raise FileFormatError(
+                f"{where}: the node {name!r} calls {_name(_key(function))} with {len(given)} {what}, it has "
+                f"{len(known)}; {_AGAIN}"
+            )
+
+
+def _require_end(model: ModelProto, bodies: Mapping[Key, FunctionProto], where: str) -> None:
+    called = {key: [name for name in _calls(bodies[key].node) if name in bodies] for key in bodies}
+    nodes: dict[Key, int] = {}
+    size: dict[Key, int] = {}
+    for key in _innermost_first(called, where):
+        nodes[key] = len(_calls(bodies[key].node)) + sum(nodes[name] for name in called[key])
+        size[key] = bodies[key].ByteSize() + sum(size[name] for name in called[key])
+    used = [name for name in _calls(model.graph.node) if name in bodies]
+    total, total_bytes = sum(nodes[name] for name in used), sum(size[name] for name in used)
+    if total > _NODES or total_bytes > _BYTES:
+        worst = max(used, key=size.__getitem__)
+        raise FileFormatError(
+            f"{where}: the calls of its functions stand for {_shown(total)} nodes of {_shown(total_bytes)} bytes, "
+            f"most of them in {_name(worst)}; up to {_NODES:,} nodes and 2 GiB can be opened. Export the model again, "
+            "without functions that call each other over and over"
+        )
+
+
+def _key(function: FunctionProto) -> Key:
+    """What a call names a function by: domain, name and overload."""
+    return function.domain, function.name, function.overload
+
+
+def _calls(nodes: Iterable[NodeProto]) -> list[Key]:
+    return [_called(node) for node in all_nodes(nodes)]
+
+
+def _called(node: NodeProto) -> Key:
+    return node.domain, node.op_type, node.overload
+
+
+def _innermost_first(called: Mapping[Key, Sequence[Key]], where: str) -> list[Key]:
+    """The functions, each behind those that it calls; without recursion, which a chain of calls could exhaust."""
+    done: dict[Key, None] = {}
+    for start in called:
+        path: dict[Key, Iterator[Key]] = {} if start in done else {start: iter(called[start])}
+        while path:
+            key = next(reversed(path))
+            inner = next((name for name in path[key] if name not in done), None)
+            if inner is None:
+                del path[key]
+                done[key] = None
+                continue
+            if inner in path:
+                names = [_name(name) for name in path]
+                way = " -> ".join([*names[list(path).index(inner) :], _name(inner)])
+                raise FileFormatError(f"{where}: a function calls itself ({way}), which has no end; export it again")
+            if len(path) == _DEPTH:
+                raise FileFormatError(
+                    f"{where}: functions call functions more than {_DEPTH} deep, from {_name(start)} on; export the "
+                    "model again without them"
+                )
+            path[inner] = iter(called[inner])
+    return list(done)
+
+
+def _name(key: Key) -> str:
+    return "::".join(part for part in key[:2] if part)
+
+
+def _shown(count: int) -> str:
+    return f"{count:,}" if count < _SHOWN else f"more than {_SHOWN:,}"

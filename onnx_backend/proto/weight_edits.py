@@ -1,0 +1,80 @@
+"""Changing the stored tensors of a sim's model: a snapshot costs no more than what is changed after it."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from onnx_backend.proto.external_data import is_reference, reference
+from onnx_backend.proto.model import initializers
+from qsdk.core.errors import ModelError
+
+
+class HeldWeights:
+    """The stored tensors of a model as they were at one moment: those that were changed since, copied just before."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, TensorProto] = {}
+
+
+class ChangedWeights:
+    """Writes stored tensors of a model that belongs to one sim; the user's file and other models stay as they are."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._model = model
+        self._held: weakref.WeakSet[HeldWeights] = weakref.WeakSet()
+
+    def hold(self) -> HeldWeights:
+        """What `put_back` takes: it keeps a tensor only from the moment that another one takes its place."""
+        held = HeldWeights()
+        self._held.add(held)
+        return held
+
+    def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give stored float tensors, by name, other values of the same shape.
+
+        Raises:
+            ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
+        """
+        stored = initializers(self._model.graph)
+        written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
+        self._replace(stored, written)
+
+    def put_back(self, held: HeldWeights) -> None:
+        """Give every stored tensor the bytes that it had.
+
+        Raises:
+            ModelError: they were those of another model.
+        """
+        if held not in self._held:
+            raise ModelError(
+                "the snapshot holds the weights of another sim; restore it in the sim that it was taken of"
+            )
+        self._replace(initializers(self._model.graph), dict(held.before))
+
+    def files_read(self) -> Iterator[Path]:
+        """The files that hold tensors which can be put back."""
+        for held in self._held:
+            yield from (reference(tensor)[0] for tensor in held.before.values() if is_reference(tensor))
+
+    def _replace(self, stored: Mapping[str, TensorProto], by: Mapping[str, TensorProto]) -> None:
+        for name, tensor in by.items():
+            waiting = [held for held in self._held if name not in held.before]
+            if waiting:
+                before = TensorProto()
+                before.CopyFrom(stored[name])
+                for held in waiting:
+                    held.before[name] = before
+            stored[name].CopyFrom(tensor)
+
+
+def _tensor(name: str, value: npt.NDArray[Any], there: TensorProto | None) -> TensorProto:
+    if there is None or there.data_type != TensorProto.FLOAT:
+        raise ModelError(f"the model stores no float32 tensor of the name {name!r}; only those can be changed")
+    if tuple(there.dims) != value.shape:
+        raise ModelError(f"{name} has the shape {tuple(there.dims)}, not {value.shape}")
+    return numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name)

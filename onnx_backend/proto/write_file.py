@@ -1,0 +1,219 @@
+"""Writing an ONNX file without ever holding it: large tensors are streamed, into the file or into one beside it."""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from onnx import GraphProto, ModelProto, TensorProto
+
+from onnx_backend.proto.data_file import DATA_KEY, data_files, facts_of, name_of
+from onnx_backend.proto.external_data import is_reference, refer
+from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored, as_stub, copy_fields, is_stub, without_large
+from onnx_backend.proto.weightless import is_large
+from qsdk.core.atomic_files import Stage, staging_with
+from qsdk.core.errors import ExportError
+
+_ALIGNMENT = 4096  # so that a runtime can map a tensor into memory
+SINGLE = 2**31 - 2**20  # bytes that one protobuf message may have, with some room
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    model: ModelProto,
+    large: Mapping[str, LargeTensor],
+    *,
+    external_data: bool | None = None,
+    companions: Mapping[Path, str] | None = None,
+    in_use: Collection[Path] = (),
+) -> list[Path]:
+    """Write a model and its companions so that at any moment the old files stand or the new ones.
+
+    The model is renamed into place last. Data files of earlier models of its name are removed after that.
+
+    Args:
+        path: of the model.
+        model: with stubs for large tensors; its metadata is changed.
+        large: by name.
+        external_data: whether large tensors stand in a file beside it; None where one file cannot hold them.
+        companions: texts by path.
+        in_use: files that are still read from and not to be removed.
+
+    Returns:
+        The paths that were written: the model, its companions, its data file.
+
+    Raises:
+        ExportError: the folder cannot be written, or one file is wanted and cannot hold the model.
+    """
+    outside = outside_of(model, large)
+    size = sum(map(_length, _layout(model, outside)))
+    beside = size > SINGLE if external_data is None else external_data
+    if external_data is False and size > SINGLE:
+        raise ExportError(
+            f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
+        )
+    _forget_data(model)
+    with staging_with(path, companions or {}) as (stage, renames):
+        kept = set(in_use)
+        if beside and outside:
+            temporary, data = _staged_data(stage, model, outside)
+            kept.add(data)
+            outside = {}
+            if data not in in_use:  # else it holds the same, and whoever reads it goes on
+                renames.insert(0, (temporary, data))
+        renames.append((stage.write(lambda temporary: _write_message(temporary, model, outside)), stage.target))
+        stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
+    return [Path(path), *(companions or {}), *sorted(kept - set(in_use))]
+
+
+def places_of(tensors: Mapping[str, LargeTensor]) -> dict[str, tuple[int, int]]:
+    """Name -> offset and length in a data file that holds these tensors in order."""
+    found, end = {}, 0
+    for name, tensor in tensors.items():
+        start = end + -end % _ALIGNMENT
+        found[name] = start, tensor.nbytes
+        end = start + tensor.nbytes
+    return found
+
+
+def write_data(file: IO[bytes], tensors: Mapping[str, LargeTensor]) -> None:
+    """Write tensors where `places_of` says, each from its pieces."""
+    end = 0
+    for name, (start, length) in places_of(tensors).items():
+        file.write(bytes(start - end))
+        end = start + sum(file.write(piece) for piece in tensors[name].pieces())
+        if end != start + length:
+            raise ExportError(f"the stored tensor {name!r} has {end - start} bytes, not {length}: a defect of qsdk")
+
+
+def spooled(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> ModelProto:
+    """A copy of a model that refers to `path`, where its large tensors are written, unless they lie in files already.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    light, outside = apart(model, large)
+    try:
+        with path.open("wb") as file:
+            write_data(file, outside)
+    except OSError as error:
+        raise ExportError(f"cannot write {path}: {error}; point TMPDIR to a folder with room") from error
+    refer_to(light, path, places_of(outside))
+    return light
+
+
+def apart(model: ModelProto, large: Mapping[str, LargeTensor]) -> tuple[ModelProto, dict[str, LargeTensor]]:
+    """A copy of a model with stubs for its large tensors, and these by name, unless they lie in files already."""
+    light, outside = without_large(model), outside_of(model, large)
+    return light, {tensor.name: outside[tensor.name] for tensor in light.graph.initializer if is_stub(tensor)}
+
+
+def with_stubs(model: ModelProto, outside: Collection[str]) -> ModelProto:
+    """A copy of a model with stubs for the stored tensors of these names."""
+    light = without_large(model)
+    for tensor in light.graph.initializer:
+        if tensor.name in outside:
+            tensor.CopyFrom(as_stub(tensor.name, tensor.data_type, tensor.dims))
+    return light
+
+
+def refer_to(model: ModelProto, path: Path, places: Mapping[str, tuple[int, int]]) -> None:
+    """Let stubs refer to a file that holds them at these places, in place."""
+    for tensor in model.graph.initializer:
+        if is_stub(tensor):
+            refer(tensor, path, *places[tensor.name])
+
+
+def outside_of(model: ModelProto, large: Mapping[str, LargeTensor]) -> dict[str, LargeTensor]:
+    """The large tensors of a model by name: its stubs, references to files, and what it holds itself."""
+    return {tensor.name: found for tensor in model.graph.initializer if (found := _outside(tensor, large))}
+
+
+def _outside(tensor: TensorProto, large: Mapping[str, LargeTensor]) -> LargeTensor | None:
+    if is_stub(tensor):
+        return large[tensor.name]
+    return as_stored(tensor) if is_reference(tensor) or is_large(tensor.dims) else None
+
+
+def _staged_data(stage: Stage, model: ModelProto, outside: Mapping[str, LargeTensor]) -> tuple[Path, Path]:
+    temporary, at = stage.write(partial(_write_data, outside=outside)), places_of(outside)
+    facts = facts_of(temporary)
+    name = name_of(stage.target, str(facts["sha256"]))
+    for tensor in model.graph.initializer:
+        if tensor.name in at:
+            offset, length = at[tensor.name]
+            tensor.CopyFrom(outside[tensor.name].stub(tensor.name))
+            for key, value in {"location": name, "offset": offset, "length": length}.items():
+                tensor.external_data.add(key=key, value=str(value))
+    model.metadata_props.add(key=DATA_KEY, value=json.dumps({"file": name, **facts}))
+    return temporary, stage.target.with_name(name)
+
+
+def _forget_data(model: ModelProto) -> None:
+    """Drop what an opened file said of its own data file."""
+    kept = [entry for entry in model.metadata_props if entry.key != DATA_KEY]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+
+
+def _write_data(path: Path, outside: Mapping[str, LargeTensor]) -> None:
+    with path.open("wb") as file:
+        write_data(file, outside)
+
+
+def _write_message(path: Path, model: ModelProto, outside: Mapping[str, LargeTensor]) -> None:
+    with path.open("wb") as file:
+        write_message(file, model, outside)
+
+
+def write_message(file: IO[bytes], model: ModelProto, outside: Mapping[str, LargeTensor]) -> None:
+    """Write the bytes that `model.SerializeToString()` would give with its large tensors in it."""
+    for part in _layout(model, outside):
+        if isinstance(part, bytes):
+            file.write(part)
+        elif sum(file.write(piece) for piece in part.pieces()) != part.nbytes:
+            raise ExportError(f"a stored tensor of shape {part.dims} has the wrong size, a defect of qsdk")
+
+
+def _layout(model: ModelProto, outside: Mapping[str, LargeTensor]) -> list[bytes | LargeTensor]:
+    """A model's bytes in order, its large tensors in their places: https://protobuf.dev/programming-guides/encoding."""
+    stored: list[bytes | LargeTensor] = []
+    for tensor in model.graph.initializer:
+        body: list[bytes | LargeTensor] = [tensor.SerializeToString()]
+        large = outside.get(tensor.name)
+        if large is not None:
+            head = TensorProto(name=tensor.name, data_type=large.data_type, dims=large.dims)
+            body = [head.SerializeToString() + _key(head, "raw_data") + _varint(large.nbytes), large]
+        stored += [_key(model.graph, "initializer") + _varint(sum(map(_length, body))), *body]
+    graph = [*_around(model.graph, "initializer", stored)]
+    return _around(model, "graph", [_key(model, "graph") + _varint(sum(map(_length, graph))), *graph])
+
+
+def _around(
+    message: ModelProto | GraphProto, field: str, parts: list[bytes | LargeTensor]
+) -> list[bytes | LargeTensor]:
+    """A message's other fields, in the order of their numbers, around the parts that stand for `field`."""
+    number = message.DESCRIPTOR.fields_by_name[field].number
+    before, after = type(message)(), type(message)()
+    copy_fields(message, before, lambda other: other < number)
+    copy_fields(message, after, lambda other: other > number)
+    return [before.SerializeToString(), *parts, after.SerializeToString()]
+
+
+def _length(part: bytes | LargeTensor) -> int:
+    return len(part) if isinstance(part, bytes) else part.nbytes
+
+
+def _key(message: ModelProto | GraphProto | TensorProto, field: str) -> bytes:
+    """What announces a field whose length follows."""
+    return _varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | 2)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

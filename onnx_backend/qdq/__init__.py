@@ -1,0 +1,1 @@
+"""QuantizeLinear and DequantizeLinear: from marks to Q/DQ nodes and back."""

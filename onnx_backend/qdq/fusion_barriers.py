@@ -1,0 +1,217 @@
+"""Work-arounds for the runtime: a node that keeps it from fusing or moving what its default level gets wrong.
+
+A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
+is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
+2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Seven more:
+QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
+beyond int32 times the product of the scales is saturated from the basic level on; a MatMulNBits of 2 bits is wrong
+wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); from onnxruntime 1.32 on, a MatMulNBits
+replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
+weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
+copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
+which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast a tensor that holds
+nothing (onnxruntime 1.32), such as what was detected where nothing was.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from onnx_backend.proto.lazy_tensors import LargeTensor
+from onnx_backend.proto.model import (
+    array,
+    attributes,
+    consumers,
+    initializers,
+    metadata,
+    names_in,
+    producers,
+    rename_inputs,
+    replace_nodes,
+    unique,
+)
+from onnx_backend.qdq.data_sizes import of_data_dependent_size
+from onnx_backend.qdq.runtime_table import NARROW, Form, is_wrong
+
+COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
+_TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
+_NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
+_EIGHT_BITS = frozenset({"int8", "uint8"})
+_MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
+_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Sum", "Transpose", "Unsqueeze"})
+_BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_BROADCAST = frozenset({"Add", "Mul"})
+_LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
+
+
+def keep_apart(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
+    """Put a Sum wherever the runtime's default level would go wrong without, in place.
+
+    Args:
+        model: with Q/DQ.
+        large: the stored tensors that the model has only stubs of, by name.
+    """
+    _Separation(model, large or {}).run()
+
+
+class _Separation:
+    """A model while Sums are put into it."""
+
+    def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
+        self.graph, self.large = model.graph, large
+        self.stored, self.makers = initializers(model.graph), producers(model.graph.node)
+        self.readers, self.taken = consumers(model.graph.node), names_in(model.graph)
+        self.outputs = {value.name for value in model.graph.output}
+        self.unsized = of_data_dependent_size(model.graph)
+
+    def run(self) -> None:
+        nodes: list[NodeProto] = []
+        for node in self.graph.node:
+            drops = node.op_type == "QuantizeLinear" and self._drops_what_is_before(node)
+            if drops or (node.op_type == "Relu" and self._is_taken_first(node)):
+                nodes += self._apart(node.input[0], [node])
+            nodes.append(node)
+            if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
+                nodes += self._apart(node.output[0], self._wrong_readers(node))
+            elif node.op_type == "DequantizeLinear":
+                nodes += self._apart(node.output[0], self._packing_readers(node))
+            else:
+                for name in (name for name in node.output if name in self.outputs):
+                    nodes += self._apart(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
+        replace_nodes(self.graph, nodes)
+
+    def _drops_what_is_before(self, quantize: NodeProto) -> bool:
+        before = self.makers.get(quantize.input[0])
+        if self._form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
+            return False
+        return self._type(quantize) in NARROW
+
+    def _is_taken_first(self, relu: NodeProto) -> bool:
+        """Whether a Relu would join the Gemm before it, whose stored weight MatMulNBits should have."""
+        layer = self.makers.get(relu.input[0])
+        if layer is not None and layer.op_type == "Add":
+            made = (self.makers.get(name) for name in layer.input)
+            layer = next((node for node in made if node is not None and node.op_type == "MatMul"), None)
+        if layer is None or layer.op_type not in ("Gemm", "MatMul") or self._is_quantized(layer.input[0]):
+            return False
+        return self._weight(layer.input[1]).removesuffix(" blocks") in _NBITS
+
+    def _is_quantized(self, tensor: str) -> bool:
+        maker = self.makers.get(tensor)
+        return maker is not None and maker.op_type == "DequantizeLinear"
+
+    def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
+        """The layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
+        weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
+        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in _LAYERS]
+        if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
+            return layers  # it needs whole bytes per row
+        if _name(weight.data_type) not in _NBITS:
+            return []
+        return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
+
+    def _rounds(self, layer: NodeProto) -> bool:
+        """Whether a layer's input is quantized, and not to 8 bits, to which MatMulNBits rounds it."""
+        maker = self.makers.get(layer.input[0])
+        while maker is not None and maker.op_type in _MOVES:
+            maker = self.makers.get(maker.input[0])
+        if maker is None or maker.op_type != "DequantizeLinear":
+            return False
+        quantize = self.makers.get(maker.input[0])
+        return quantize is not None and self._type(quantize) not in _EIGHT_BITS
+
+    def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
+        quantize = self.makers.get(dequantize.input[0])
+        if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            return []
+        dtype, form = self._type(quantize), self._form(quantize)
+        tensor = dequantize.output[0]
+        return [
+            node
+            for node in self.readers.get(tensor, [])
+            if is_wrong(self._label(node, tensor), dtype, form)
+            or self._is_stack(node)
+            or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
+            or self._saturates_bias(node, dequantize)
+        ]
+
+    def _is_stack(self, layer: NodeProto) -> bool:
+        """Whether a MatMul has a stack of stored matrices whose scales are per channel."""
+        maker = self.makers.get(layer.input[1]) if layer.op_type == "MatMul" else None
+        if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
+            return False
+        return len(self.stored[maker.input[0]].dims) > 2 and len(self.stored[maker.input[1]].dims) > 0
+
+    def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
+        """Whether a float bias lies outside the int32 grid on which the runtime's WeightBiasQuantization puts it."""
+        weight = self.makers.get(layer.input[1]) if layer.op_type in _BIASED and len(layer.input) > 2 else None
+        if weight is None or weight.op_type != "DequantizeLinear" or layer.input[0] != source.output[0]:
+            return False
+        names = (layer.input[2], source.input[1], weight.input[1])
+        if any(name not in self.stored for name in names):
+            return False
+        bias, *scales = (self._value(name) for name in names)
+        if bias.dtype != np.float32 or any(scale.ndim > 1 for scale in scales):
+            return False
+        product = np.multiply(*scales).astype(np.float64)  # of a grouped ConvTranspose: of each group's channels
+        return bool((np.abs(bias) >= 2.0**31 * np.resize(product, bias.shape)).any())
+
+    def _value(self, name: str) -> npt.NDArray[Any]:
+        return self.large[name].value() if name in self.large else array(self.stored[name])
+
+    def _type(self, quantize: NodeProto) -> str:
+        """The name of the dtype that a QuantizeLinear makes."""
+        zero_point = self.stored.get(quantize.input[2]) if len(quantize.input) > 2 else None
+        code = zero_point.data_type if zero_point is not None else attributes(quantize).get("output_dtype", 0)
+        return _name(code or TensorProto.UINT8)
+
+    def _form(self, quantize: NodeProto) -> Form:
+        if len(quantize.input) < 3:
+            return "output_dtype" if quantize.op_type == "QuantizeLinear" else "zero_point"
+        return "both" if attributes(quantize).get("output_dtype") else "zero_point"
+
+    def _label(self, reader: NodeProto, tensor: str) -> str:
+        """What the table calls a reader of an activation."""
+        if reader.op_type in _LAYERS and reader.input[0] == tensor:
+            weight = self._weight(reader.input[1])
+            return f"{reader.op_type}/{weight}" if weight else reader.op_type
+        followers = [node for name in reader.output for node in self.readers.get(name, [])]
+        leaves = any(name in self.outputs for name in reader.output)
+        if leaves or any(node.op_type != "QuantizeLinear" for node in followers):
+            return f"{reader.op_type}>"
+        return reader.op_type
+
+    def _weight(self, name: str) -> str:
+        """What the second operand of a layer is stored in; "" for an activation."""
+        if name in self.stored:
+            return _name(self.stored[name].data_type)
+        maker = self.makers.get(name)
+        if maker is None or not maker.input or maker.input[0] not in self.stored:
+            return ""
+        name = _name(self.stored[maker.input[0]].data_type)
+        if name.startswith("float8"):
+            return "float8e4m3fn"  # it stands for all of them, in blocks or not
+        return f"{name} blocks" if attributes(maker).get("block_size") else name
+
+    def _is_quantized_move(self, node: NodeProto) -> bool:
+        following = self.readers.get(node.output[0], []) if node.op_type == "Transpose" else []
+        return any(reader.op_type == "QuantizeLinear" for reader in following)
+
+    def _apart(self, tensor: str, read_by: Sequence[NodeProto]) -> list[NodeProto]:
+        """A Sum that these nodes read in a tensor's place; none for no nodes."""
+        if not read_by:
+            return []
+        apart = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", self.taken)])
+        apart.name = unique(apart.output[0], self.taken)
+        entry = apart.metadata_props.add()
+        entry.key, entry.value = COPY_KEY, tensor
+        rename_inputs(read_by, {tensor: apart.output[0]})
+        return [apart]
+
+
+def _name(code: int) -> str:
+    name = str(TensorProto.DataType.Name(code)).lower()
+    return {"float": "float32"}.get(name, name)

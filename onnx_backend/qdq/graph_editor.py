@@ -1,0 +1,172 @@
+"""A model while its marks are replaced: the nodes made so far, and which tensors took whose place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored
+from onnx_backend.proto.model import (
+    attributes,
+    consumers,
+    drop_unused_initializers,
+    initializers,
+    is_mark,
+    names_in,
+    rename_inputs,
+    replace_nodes,
+    set_metadata,
+    unique,
+)
+from onnx_backend.proto.weightless import is_large
+from onnx_backend.qdq.runtime_table import Dialect
+from qsdk.core.errors import ModelError
+from qsdk.core.numerics.encoding import Encoding
+
+Array = npt.NDArray[Any]
+
+
+class Lowering:
+    """The model under change.
+
+    Attributes:
+        large: the stored tensors that the model has only stubs of, by name.
+        nodes: what the model will consist of.
+        rows: one per site, for the report.
+        renamed: a mark's output -> what its readers read now.
+        taken_over: a producer's output -> the graph output it becomes.
+        roots: a mark's output -> the stored tensor behind it.
+        folded: outputs of Transposes that went into an initializer.
+        stored: name -> stored tensor.
+        taken: every name in use.
+        outputs: of the graph.
+        readers: tensor -> the nodes that read it.
+        reused: (initializer, how) -> the one made of it.
+    """
+
+    def __init__(self, model: ModelProto, dialect: Dialect, large: dict[str, LargeTensor]) -> None:
+        self.model, self.graph, self.dialect, self.large = model, model.graph, dialect, large
+        self.nodes: list[NodeProto] = []
+        self.rows: list[dict[str, Any]] = []
+        self.renamed: dict[str, str] = {}
+        self.taken_over: dict[str, str] = {}
+        self.roots: dict[str, str] = {}
+        self.folded: set[str] = set()
+        self.stored = initializers(model.graph)
+        self.taken = names_in(model.graph)
+        self.outputs = {value.name for value in model.graph.output}
+        self.readers: dict[str, list[NodeProto]] = {}
+        self.reused: dict[tuple[str, bytes], str] = {}
+
+    def merge_marks(self) -> None:
+        """Keep the first mark of each site; readers of the others read it."""
+        first: dict[str, NodeProto] = {}
+        renamed: dict[str, str] = {}
+        kept = []
+        for node in self.graph.node:
+            rename_inputs([node], renamed)
+            site = str(attributes(node)["key"]) if is_mark(node) else ""
+            home = first.setdefault(site, node) if site else node
+            if home is node:
+                kept.append(node)
+                continue
+            if node.input[0] not in (home.input[0], home.output[0]):
+                tensors = f"{home.input[0]!r} and {node.input[0]!r}"
+                raise ModelError(f"the site {site} marks two tensors, {tensors}; give them sites of their own")
+            if node.output[0] in self.outputs:
+                kept.append(helper.make_node("Identity", [home.output[0]], [node.output[0]], f"{site}/again"))
+            else:
+                renamed[node.output[0]] = home.output[0]
+        replace_nodes(self.graph, kept)
+        self.readers = consumers(self.graph.node)
+
+    def finish(self) -> None:
+        """Let every reader see the new names, and drop what nothing reads any more."""
+        for node in self.nodes:
+            node.output[:] = [self.taken_over.get(name, name) for name in node.output]
+        final = {name: self.final(name) for name in (*self.renamed, *self.taken_over)}
+        rename_inputs(self.nodes, final)
+        replace_nodes(self.graph, self.nodes)
+        drop_unused_initializers(self.graph)
+        made = {name for node in self.nodes for name in node.output}  # a stored tensor has a type of its own
+        kept = [value for value in self.graph.value_info if value.name in made]
+        del self.graph.value_info[:]
+        self.graph.value_info.extend(kept)
+        imports = [entry for entry in self.model.opset_import if entry.domain != "qsdk"]
+        del self.model.opset_import[:]
+        self.model.opset_import.extend(imports)
+
+    def final(self, name: str) -> str:
+        """The tensor that readers of a tensor read in the end."""
+        while name in self.renamed:
+            name = self.renamed[name]
+        return self.taken_over.get(name, name)
+
+    def bypass(self, source: str, output: str) -> None:
+        """Let the readers of a mark read what it marks."""
+        if output not in self.outputs:
+            self.renamed[output] = source
+            return
+        current = self.final(source)
+        made_here = any(current in node.output for node in self.nodes)
+        if made_here and current not in self.outputs:
+            self.taken_over[current] = output
+        else:
+            self.nodes.append(
+                helper.make_node("Identity", [source], [output], unique(f"{output}/identity", self.taken))
+            )
+
+    def target(self, site: str, output: str, suffix: str) -> str:
+        """Give the name of a site's new tensor: the graph output's if it is one, else one that says the site."""
+        if output in self.outputs:
+            return output
+        name = f"{site}/{suffix}"
+        if output != name:  # a mark made from an export has the name already
+            self.renamed[output] = name = unique(name, self.taken)
+        return name
+
+    def add(self, op: str, inputs: Sequence[str], output: str, name: str, **options: Any) -> NodeProto:
+        """Add a node with one output."""
+        node = helper.make_node(op, inputs, [output], name, **options)
+        self.nodes.append(node)
+        return node
+
+    def values(self, name: str) -> LargeTensor:
+        """A stored tensor, whatever its size."""
+        return self.large[name] if name in self.large else as_stored(self.stored[name])
+
+    def initializer(self, value: Array | LargeTensor, name: str) -> str:
+        """Add an initializer; gives its name."""
+        fresh = unique(name, self.taken)
+        if isinstance(value, LargeTensor) and is_large(value.dims):
+            self.large[fresh] = value
+            self.graph.initializer.append(value.stub(fresh))
+        else:
+            made = value.value() if isinstance(value, LargeTensor) else value
+            self.graph.initializer.append(numpy_helper.from_array(made, fresh))
+        return fresh
+
+    def once(self, source: str, how: bytes, made: LargeTensor, suffix: str) -> str:
+        """Give the initializer made of `source` in this way; a second site of the same tensor shares it.
+
+        The number of a further way stands in front of the suffix: opened again, each is a tensor of its own.
+        """
+        key = (source, how)
+        if key not in self.reused:
+            earlier = sum(known == source for known, _ in self.reused)
+            self.reused[key] = self.initializer(made, f"{source}_{earlier}{suffix}" if earlier else source + suffix)
+        return self.reused[key]
+
+    def row(self, site: str, dtype: str, form: str, saved: int = 0) -> None:
+        """Report what became of a site."""
+        self.rows.append({"site": site, "dtype": dtype, "form": form, "zero_point_bytes_saved": saved})
+
+
+def say_site(dequantize: NodeProto, site: str, encoding: Encoding, kind: str) -> None:
+    """Note a site at its DequantizeLinear; what goes without saying (the dtype of its codes) costs no bytes."""
+    set_metadata(dequantize, site=site)
+    if encoding.dtype.name != encoding.dtype.container:
+        set_metadata(dequantize, dtype=encoding.dtype.name)
+    if kind:
+        set_metadata(dequantize, kind=kind)

@@ -1,0 +1,181 @@
+"""From marks to QuantizeLinear and DequantizeLinear. The inverse is in `qdq_read`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+import onnx.inliner
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from onnx_backend.proto.lazy_tensors import Lowered, as_given, as_stored_in, narrowed, with_large, without_large
+from onnx_backend.proto.model import OPSET, at_opset, attributes, is_mark, lift_constants, set_metadata, unique
+from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.qdq.graph_editor import Lowering, say_site
+from onnx_backend.qdq.runtime_table import Dialect, form_of
+from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
+from qsdk.core.errors import ExportError
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.numerics.spec import Kind
+from qsdk.core.planning.plan import Decision, Plan
+
+_OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
+Array = npt.NDArray[Any]
+_CAST_CODES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+def insert(
+    model: ModelProto,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    *,
+    opset: int = OPSET,
+    dialect: Dialect = "onnxruntime",
+) -> tuple[ModelProto, list[dict[str, Any]]]:
+    """Replace every mark by what the plan decided: Q/DQ, an integer initializer, a pair of casts, or nothing.
+
+    Args:
+        model: marked; it is not changed.
+        plan: what is wanted at each site; a site it does not know stays float.
+        encodings: of every quantized site, tied sites and biases included.
+        opset: the model comes out at this one, or above if a dtype needs it.
+        dialect: `onnx` writes the pure form everywhere, `onnxruntime` what the installed runtime loads.
+
+    Returns:
+        The model, with graph inputs and outputs under their old names, and one row per site: `site`, `dtype`, `form`,
+        `zero_point_bytes_saved`.
+
+    Raises:
+        ExportError: a site has no encoding, or one that cannot be written.
+        ModelError: one site marks two tensors.
+    """
+    lowered = lower(model, plan, encodings, opset=opset, dialect=dialect)
+    return with_large(lowered.model, lowered.large), lowered.rows
+
+
+def lower(
+    marked: ModelProto,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    *,
+    opset: int = OPSET,
+    dialect: Dialect = "onnxruntime",
+    weights: Mapping[str, Array] | None = None,
+) -> Lowered:
+    """Do what `insert` does without touching a large stored tensor: what becomes of it is made when it is written.
+
+    Args:
+        marked: as for `insert`.
+        plan: as for `insert`.
+        encodings: as for `insert`.
+        opset: as for `insert`.
+        dialect: as for `insert`.
+        weights: the values of those stored tensors that the model has only stubs of, by name.
+    """
+    model = without_large(marked)
+    large = {**as_stored_in(marked), **as_given(model, weights or {})}
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    lift_constants(model)
+    containers = {encoding.dtype.container for encoding in encodings.values()}
+    model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
+    lowering = Lowering(model, dialect, large)
+    lowering.merge_marks()
+    for node in list(model.graph.node):
+        if is_mark(node):
+            site = str(attributes(node)["key"])
+            _lower(lowering, node, site, plan.decisions.get(site), encodings)
+        elif node.output[0] not in lowering.folded:
+            lowering.nodes.append(node)
+    lowering.finish()
+    if dialect == "onnxruntime":
+        keep_apart(model, large)
+    return Lowered(model, large, lowering.rows)
+
+
+def _lower(
+    at: Lowering, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
+) -> None:
+    """Put what was decided in a mark's place."""
+    source, output = mark.input[0], mark.output[0]
+    root = at.roots.get(source, source)
+    if root in at.stored:
+        at.roots[output] = source = root
+    if decision is None or decision.spec is None:
+        at.bypass(source, output)
+        at.row(site, "float32", "float")
+    elif decision.spec.dtype.kind == "float":
+        _cast(at, site, decision.kind, decision.spec.dtype, source, output)
+    elif decision.dynamic:
+        _quantize_dynamically(at, decision, source, output)
+    elif site not in encodings:
+        raise ExportError(f"the site {site} has no encoding; calibrate it, or export with uncalibrated='float'")
+    elif source in at.stored:
+        store(at, site, decision.kind, encodings[site], source, output)
+    else:
+        _quantize(at, decision, encodings[site], source, output)
+
+
+def _cast(at: Lowering, site: str, kind: Kind, dtype: DType, source: str, output: str) -> None:
+    code = _CAST_CODES[dtype.name]
+    if source in at.stored:
+        narrow = narrowed(at.values(source), code)
+        middle = at.once(source, dtype.name.encode(), narrow, f"_{dtype.name}")
+    else:
+        middle = unique(f"{site}/{dtype.name}", at.taken)
+        first = at.add("Cast", [source], middle, f"{site}/cast", to=code)
+        set_metadata(first, site=site, dtype=dtype.name, kind=kind)
+    back = at.target(site, output, "float32")
+    last = at.add("Cast", [middle], back, f"{site}/cast_back", to=TensorProto.FLOAT)
+    set_metadata(last, site=site, dtype=dtype.name, kind=kind)
+    at.row(site, dtype.name, "cast")
+
+
+def _quantize(at: Lowering, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
+    site, kind = decision.site, decision.kind
+    form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
+    # what passes through is inside its grid already, and the runtime wants no node between MaxPool and an int8 Q
+    if encoding.dtype.narrows_container and not decision.passes_through:
+        source = _clipped(at, site, encoding, source)
+    options = where(encoding, encoding.axis)
+    inputs = parameters(at, site, encoding, encoding.scale, encoding.zero_point, form != "output_dtype")
+    if form != "zero_point":
+        code = helper.np_dtype_to_tensor_dtype(storage_type(encoding.dtype))
+        attribute = {"output_dtype": int(code)}
+    else:
+        attribute = {}
+    codes = unique(f"{site}/quantized", at.taken)
+    at.add("QuantizeLinear", [source, *inputs], codes, f"{site}/quantize", **options, **attribute)
+    name = at.target(site, output, "dequantized")
+    dequantize = at.add("DequantizeLinear", [codes, *inputs], name, f"{site}/dequantize", **options)
+    say_site(dequantize, site, encoding, "" if kind == "activation" else kind)
+    text = {"output_dtype": "QDQ output_dtype", "zero_point": "QDQ zero point"}.get(
+        form, "QDQ output_dtype and zero point"
+    )
+    at.row(site, encoding.dtype.name, text, zero_point_bytes(encoding) if form == "output_dtype" else 0)
+
+
+def _clipped(at: Lowering, site: str, encoding: Encoding, source: str) -> str:
+    """The values inside the grid before they are rounded."""
+    if encoding.axis is not None:
+        raise ExportError(
+            f"{site} is an activation of {encoding.dtype} per channel, which QuantizeLinear cannot hold inside its "
+            "grid; make it per tensor, or choose a dtype of full width"
+        )
+    low = at.initializer(encoding.low.reshape(()), f"{site}/low")
+    high = at.initializer(encoding.high.reshape(()), f"{site}/high")
+    clipped = unique(f"{site}/clipped", at.taken)
+    set_metadata(at.add("Clip", [source, low, high], clipped, f"{site}/clip"), site=site)
+    return clipped
+
+
+def _quantize_dynamically(at: Lowering, decision: Decision, source: str, output: str) -> None:
+    site = decision.site
+    made = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
+    quantize = helper.make_node("DynamicQuantizeLinear", [source], made, f"{site}/quantize")
+    at.nodes.append(quantize)
+    name = at.target(site, output, "dequantized")
+    dequantize = at.add("DequantizeLinear", made, name, f"{site}/dequantize")
+    for node in (quantize, dequantize):
+        set_metadata(node, site=site, dtype="uint8", kind=decision.kind)
+    at.row(site, "uint8", "DynamicQuantizeLinear")

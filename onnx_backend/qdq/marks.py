@@ -1,0 +1,224 @@
+"""Marks for models that have none: every site becomes a node, so that both doors share one lowering."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from onnx_backend.proto.model import (
+    MARK_DOMAIN,
+    MARK_OP,
+    array,
+    consumers,
+    drop_unused_initializers,
+    initializers,
+    lift_constants,
+    load,
+    metadata,
+    names_in,
+    rename_inputs,
+    replace_nodes,
+    unique,
+)
+from onnx_backend.qdq.dynamic import dynamic_places
+from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from onnx_backend.qdq.read import Place, places
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DTYPES
+from qsdk.core.numerics.encoding import Encoding
+
+
+def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelProto:
+    """Give an unmarked model, or a copy of it, with a mark at every site of the graph that was read from it.
+
+    Graph inputs and outputs keep their names; readers of an input or a stored tensor read its mark, bodies of control
+    flow too.
+    """
+    marked = model if in_place else load(model)
+    lift_constants(marked)
+    taken = names_in(marked.graph)
+    sites = {tensor.name: tensor.site for tensor in graph.tensors if tensor.site is not None}
+    made = {name for node in marked.graph.node for name in node.output}
+    heads, renamed = [], {}
+    for name, site in sites.items():
+        if name not in made:
+            renamed[name] = unique(f"{name}/marked", taken)
+            heads.append(mark_node(site, name, renamed[name]))
+    nodes = list(heads)
+    for node in marked.graph.node:
+        rename_inputs([node], renamed)
+        nodes.append(node)
+        for position, name in enumerate(node.output):
+            if name in sites:
+                node.output[position] = unique(f"{name}/unmarked", taken)
+                nodes.append(mark_node(sites[name], node.output[position], name))
+    replace_nodes(marked.graph, nodes)
+    marked.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
+    return marked
+
+
+def mark_node(site: str, source: str, output: str) -> NodeProto:
+    """The node that marks a site."""
+    return helper.make_node(MARK_OP, [source], [output], f"{site}/mark", domain=MARK_DOMAIN, key=site)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A Q/DQ model turned back: marked, with float weights, and what its nodes said.
+
+    Attributes:
+        model: marked; stored tensors are the dequantized integers, in the layout of the original model.
+        encodings: by site.
+        kinds: site -> weight, bias, activation, input or output, as far as the file says.
+        casts: site -> float16 or bfloat16.
+        dynamic: the sites whose range is found while the model runs.
+    """
+
+    model: ModelProto
+    encodings: Mapping[str, Encoding]
+    kinds: Mapping[str, str]
+    casts: Mapping[str, str]
+    dynamic: frozenset[str] = frozenset()
+
+
+def open_qdq(model: ModelProto) -> Opened:
+    """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `qdq.insert`.
+
+    Raises:
+        FileFormatError: an encoding cannot be read; names the node.
+    """
+    opened = load(model)
+    lift_constants(opened)
+    found = places(opened)
+    taken = names_in(opened.graph)
+    casts, kinds = _casts(opened, taken)
+    outputs = {value.name for value in opened.graph.output}
+    replaced: dict[str, list[NodeProto]] = {}
+    for place in found:
+        output = place.dequantize.output[0]
+        marks = _stored_mark(opened, place, taken) if place.quantize is None else _activation_mark(opened, place)
+        replaced[output] = marks
+        kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
+    dynamic = dynamic_places(opened)
+    for at in dynamic:
+        replaced[at.dequantize.output[0]] = [mark_node(at.site, at.quantize.input[0], at.dequantize.output[0])]
+        kinds[at.site] = at.kind
+    for site, (_, source, output) in casts.items():
+        replaced[output] = [mark_node(site, source, output)]
+    nodes: list[NodeProto] = []
+    copies: dict[str, str] = {}  # what a copied pair gives -> what it was given: the pair changes no value
+    for node in opened.graph.node:
+        rename_inputs([node], copies)
+        if COPY_KEY in metadata(node) and node.output[0] not in outputs:
+            copies[node.output[0]] = node.input[0]
+        elif COPY_KEY in metadata(node):
+            nodes.append(helper.make_node("Identity", [node.input[0]], [node.output[0]], node.name))
+        else:
+            nodes.extend(_renamed(replaced.get(node.output[0], [node]), copies))
+    _drop_unread(opened, nodes)
+    opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
+    encodings = {place.site: place.encoding for place in found}
+    as_casts = {site: dtype for site, (dtype, *_) in casts.items()}
+    return Opened(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic))
+
+
+def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
+    rename_inputs(nodes, names)
+    return nodes
+
+
+def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+    """Site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
+    found: dict[str, tuple[str, str, str]] = {}
+    kinds: dict[str, str] = {}
+    stored = initializers(model.graph)
+    before: dict[str, str] = {}
+    made: dict[str, str] = {}
+    for node in model.graph.node:
+        facts = metadata(node)
+        if node.op_type != "Cast" or "qsdk.site" not in facts:
+            continue
+        site, source = facts["qsdk.site"], node.input[0]
+        kinds[site] = facts["qsdk.kind"]
+        if source in stored:
+            if source not in made:
+                # the name from before the export, so that exporting again gives the same file
+                made[source] = unique(source.removesuffix(f"_{facts['qsdk.dtype']}") or site, taken)
+                values = array(stored[source]).astype("float32")
+                model.graph.initializer.append(numpy_helper.from_array(values, made[source]))
+            found[site] = (facts["qsdk.dtype"], made[source], node.output[0])
+        elif source in before:
+            found[site] = (facts["qsdk.dtype"], before[source], node.output[0])
+        else:
+            before[node.output[0]] = source
+    return found, kinds
+
+
+def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The values of codes, moved by a last place where that is what gives the codes back.
+
+    Beyond 2^22 (an int32 bias) dividing a product by its factor may round to a neighbour.
+    """
+    values = encoding.dequantize(codes)
+    if DTYPES[encoding.dtype.container].bits < 32:
+        return values
+    wanted = codes.astype(np.float32)  # beyond 2^24 not every code is a float32; those around it mean the same
+    for steps in (1, -1, 2, -2):
+        wrong = encoding.quantize(values).astype(np.float32) != wanted
+        if not wrong.any():
+            break
+        moved = encoding.dequantize(codes)
+        for _ in range(abs(steps)):
+            moved = np.nextafter(moved, np.float32(np.inf if steps > 0 else -np.inf))
+        values = np.where(wrong, moved, values)
+    return values
+
+
+def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeProto]:
+    assert place.stored is not None
+    stored = initializers(model.graph)
+    output, name = place.dequantize.output[0], unique(place.stored.removesuffix("_quantized") or place.site, taken)
+    codes = array(stored[place.stored])
+    if place.permutation is not None:
+        inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
+        codes = codes.transpose(inverse)
+    model.graph.initializer.append(numpy_helper.from_array(exact_floats(place.encoding, codes), name))
+    if place.permutation is None:
+        return [mark_node(place.site, name, output)]
+    marked = f"{place.site}/marked"
+    transpose = helper.make_node("Transpose", [marked], [output], f"{place.site}/transpose", perm=place.permutation)
+    return [mark_node(place.site, name, marked), transpose]
+
+
+def _activation_mark(model: ModelProto, place: Place) -> list[NodeProto]:
+    assert place.quantize is not None
+    source = place.quantize.input[0]
+    # what held the values inside a narrow grid belongs to the encoding, not to the model
+    makers = {node.output[0]: node for node in model.graph.node}
+    ours = "qsdk.site" in metadata(place.dequantize)
+    while source in makers:
+        maker = makers[source]
+        held_by_us = metadata(maker).get("qsdk.site") == place.site and maker.op_type in ("Clip", "Max", "Min")
+        if not held_by_us and (ours or maker.op_type != "Clip" or not place.encoding.dtype.narrows_container):
+            break
+        source = maker.input[0]
+        if not held_by_us:
+            break
+    return [mark_node(place.site, source, place.dequantize.output[0])]
+
+
+def _drop_unread(model: ModelProto, nodes: list[NodeProto]) -> None:
+    """Keep the nodes that lead to a graph output or to a mark, then drop stored tensors that nothing reads."""
+    outputs = {value.name for value in model.graph.output}
+    kept = nodes
+    while True:
+        read = set(consumers(kept)) | outputs
+        shorter = [node for node in kept if node.op_type == MARK_OP or any(name in read for name in node.output)]
+        if len(shorter) == len(kept):
+            break
+        kept = shorter
+    replace_nodes(model.graph, kept)
+    drop_unused_initializers(model.graph)

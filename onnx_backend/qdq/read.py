@@ -1,0 +1,228 @@
+"""From QuantizeLinear and DequantizeLinear back to encodings: the inverse of `qdq.insert`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from onnx_backend.proto.model import array, attributes, constant_tensor, initializers, metadata, producers
+from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from qsdk.core.errors import CalibrationError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
+from qsdk.core.numerics.encoding import Encoding, storage_type
+
+_CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtype.container == dtype.name]
+#: metadata of a DequantizeLinear that is kept as it stands in the file, and of no site
+LITERAL_KEY = "qsdk.kept"
+#: metadata of a DequantizeLinear that makes the block scales of a site
+SCALES_KEY = "qsdk.scales_of"
+_CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for dtype in _CONTAINERS}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A DequantizeLinear and what belongs to it.
+
+    Attributes:
+        site: from the node's metadata, else the name of the tensor that is quantized.
+        kind: weight, bias, activation, input or output; "" where the file does not say.
+        dequantize: the node.
+        quantize: the QuantizeLinear in front, or None behind a stored tensor.
+        stored: the name of the stored tensor, or None behind a QuantizeLinear.
+        encoding: what the two nodes say; it is the DequantizeLinear's where they disagree.
+        permutation: by which the stored tensor was transposed on export, or None.
+    """
+
+    site: str
+    kind: str
+    dequantize: NodeProto
+    quantize: NodeProto | None
+    stored: str | None
+    encoding: Encoding
+    permutation: tuple[int, ...] | None = None
+
+
+def read(model: ModelProto) -> dict[str, Encoding]:
+    """Give the encoding of every quantized site, recovered from the Q/DQ nodes themselves.
+
+    Raises:
+        FileFormatError: a scale or zero point is computed, of a type that cannot be read, or not positive; names the
+            node.
+    """
+    return {place.site: place.encoding for place in places(model)}
+
+
+def read_casts(model: ModelProto) -> dict[str, str]:
+    """Give site -> dtype name of every site that was exported as a pair of casts."""
+    facts = [metadata(node) for node in model.graph.node if node.op_type == "Cast"]
+    return {fact["qsdk.site"]: fact["qsdk.dtype"] for fact in facts if "qsdk.site" in fact}
+
+
+def places(model: ModelProto) -> list[Place]:
+    """List every DequantizeLinear of a quantized site in graph order, the first of each site.
+
+    Raises:
+        FileFormatError: see `read`.
+    """
+    found: dict[str, Place] = {}
+    for place in _places(model):
+        found.setdefault(place.site, place)
+    return list(found.values())
+
+
+def _places(model: ModelProto) -> Iterator[Place]:
+    stored: Mapping[str, TensorProto] = stored_tensors(model)
+    made_by = producers(model.graph.node)
+    scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
+    for node in model.graph.node:
+        facts = metadata(node)
+        if node.op_type != "DequantizeLinear" or COPY_KEY in facts or LITERAL_KEY in facts or node.output[0] in scales:
+            continue
+        source = node.input[0]
+        quantize = made_by.get(source)
+        if quantize is not None and quantize.op_type != "QuantizeLinear":
+            quantize = None
+        if quantize is None and source not in stored:
+            continue  # a tensor that arrives quantized has no site of its own
+        permutation = _permutation(facts)
+        encoding = encoding_of_pair(node, quantize, stored, made_by)
+        site = facts.get("qsdk.site") or (source if quantize is None else quantize.input[0])
+        held = source if quantize is None else None
+        yield Place(site, facts.get("qsdk.kind", ""), node, quantize, held, encoding, permutation)
+
+
+def encoding_of_pair(
+    node: NodeProto,
+    quantize: NodeProto | None,
+    stored: Mapping[str, TensorProto],
+    made_by: Mapping[str, NodeProto],
+) -> Encoding:
+    """What a DequantizeLinear and the QuantizeLinear in front of it say.
+
+    Args:
+        node: the DequantizeLinear.
+        quantize: None behind a stored tensor.
+        stored: name -> stored tensor.
+        made_by: name -> node that makes it.
+
+    Raises:
+        FileFormatError: see `read`.
+    """
+    facts = metadata(node)
+    dtype = _dtype(node, quantize, stored)
+    scale, zero_point = _parameters(node, stored, made_by)
+    if "qsdk.dtype" in facts:
+        dtype = dtype_named(facts["qsdk.dtype"])
+    elif quantize is not None and "qsdk.site" not in facts:
+        dtype = _narrowed(quantize, dtype, scale, zero_point, stored, made_by)
+    return _encoding(node, dtype, scale, zero_point, _permutation(facts), "qsdk.site" in facts)
+
+
+def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
+    """Name -> stored tensor, Constant nodes included."""
+    found = initializers(model.graph)
+    for node in model.graph.node:
+        if node.op_type == "Constant" and any(a.name.startswith("value") for a in node.attribute):
+            found[node.output[0]] = constant_tensor(node)
+    return found
+
+
+def named(node: NodeProto) -> str:
+    """A node's name for messages, else its first output's."""
+    return node.name or node.output[0]
+
+
+def quantized_code(quantize: NodeProto, stored: Mapping[str, TensorProto]) -> int:
+    """The TensorProto type that a QuantizeLinear makes: its zero point's, else `output_dtype`, else UINT8."""
+    if len(quantize.input) > 2 and quantize.input[2] in stored:
+        return int(stored[quantize.input[2]].data_type)
+    return int(attributes(quantize).get("output_dtype", 0)) or int(TensorProto.UINT8)
+
+
+def _dtype(node: NodeProto, quantize: NodeProto | None, stored: Mapping[str, TensorProto]) -> DType:
+    code = int(stored[node.input[0]].data_type) if quantize is None else quantized_code(quantize, stored)
+    if code not in _CODES:
+        kind = helper.tensor_dtype_to_string(code) if code in helper.get_all_tensor_dtypes() else str(code)
+        raise FileFormatError(f"{named(node)} holds {kind}, which is no quantized dtype; quantize the model again")
+    return _CODES[code]
+
+
+def _parameters(
+    node: NodeProto, stored: Mapping[str, TensorProto], made_by: Mapping[str, NodeProto]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    found = block_scales(made_by.get(node.input[1]), stored)
+    for name in node.input[1:3] if found is None else node.input[2:3]:
+        if name and name not in stored:
+            raise FileFormatError(f"{named(node)} computes its parameter {name!r}; only stored ones can be read")
+    scale = array(stored[node.input[1]]).astype(np.float32) if found is None else found
+    if len(node.input) > 2 and node.input[2]:
+        return scale, array(stored[node.input[2]]).astype(np.float32).astype(np.int32)
+    return scale, np.zeros(scale.shape, np.int32)
+
+
+def block_scales(node: NodeProto | None, stored: Mapping[str, TensorProto]) -> npt.NDArray[np.float32] | None:
+    """The scales that a node makes of stored narrow ones and one float32 (NVFP4's two levels), or None."""
+    if node is None or node.op_type != "DequantizeLinear" or any(name not in stored for name in node.input):
+        return None
+    codes, scale = (array(stored[name]) for name in node.input[:2])
+    if len(node.input) != 2 or scale.size != 1 or scale.dtype != np.float32:
+        return None
+    return np.asarray(codes.astype(np.float32) * scale.reshape(()), np.float32)
+
+
+def _permutation(facts: Mapping[str, str]) -> tuple[int, ...] | None:
+    text = facts.get("qsdk.perm")
+    return None if text is None else tuple(int(part) for part in text.split(","))
+
+
+def _encoding(
+    node: NodeProto,
+    dtype: DType,
+    scale: npt.NDArray[np.float32],
+    zero_point: npt.NDArray[np.int32],
+    permutation: tuple[int, ...] | None,
+    ours: bool,
+) -> Encoding:
+    options = attributes(node)
+    block_size = options.get("block_size", 0) or None
+    # a foreign one-element vector is per tensor; ours is per channel of one channel
+    per_tensor = scale.ndim == 0 or (scale.size == 1 and block_size is None and not ours)
+    axis = None if per_tensor else int(options.get("axis", 1))
+    if permutation is not None and axis is not None:
+        axis = permutation[axis % len(permutation)]
+        if block_size is not None:
+            inverse = tuple(int(i) for i in np.argsort(permutation))
+            scale, zero_point = scale.transpose(inverse), zero_point.transpose(inverse)
+    shape = (1,) if per_tensor else scale.shape
+    try:
+        return Encoding(dtype, scale.reshape(shape), zero_point.reshape(shape), axis, block_size)
+    except (CalibrationError, ValueError) as error:
+        raise FileFormatError(f"{named(node)}: {error}; quantize the model again") from error
+
+
+def _narrowed(
+    quantize: NodeProto,
+    dtype: DType,
+    scale: npt.NDArray[np.float32],
+    zero_point: npt.NDArray[np.int32],
+    stored: Mapping[str, TensorProto],
+    made_by: Mapping[str, NodeProto],
+) -> DType:
+    """A narrower grid in the same container, if a Clip in front holds the values exactly inside it."""
+    clip = made_by.get(quantize.input[0])
+    if clip is None or clip.op_type != "Clip" or len(clip.input) < 3 or scale.size != 1 or not dtype.is_integer:
+        return dtype
+    if any(name not in stored for name in clip.input[1:3]):
+        return dtype
+    low, high = (float(array(stored[name]).reshape(())) for name in clip.input[1:3])
+    standard = [found for found in DTYPES.values() if found.container == dtype.name and found.is_integer]
+    candidates = [*standard, *(found.strict for found in standard if found.signed)]
+    for candidate in candidates:
+        held = (np.float32(zero_point.reshape(())) >= candidate.lo) and (zero_point.reshape(()) <= candidate.hi)
+        if candidate.narrows_container and held:
+            encoding = Encoding(candidate, scale.reshape(1), zero_point.reshape(1))
+            if (float(encoding.low[0]), float(encoding.high[0])) == (low, high):
+                return candidate
+    return dtype

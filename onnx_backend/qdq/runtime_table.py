@@ -1,0 +1,122 @@
+"""What ONNX Runtime's default level gets wrong in Q/DQ models, measured, and the form of QuantizeLinear that follows.
+
+Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/test_runtime_table.py` derives the table again on the
+installed runtime and fails where it has changed, in either direction. What only one of the two gets wrong is in it
+too: a model may be run by another version than the one it was exported with.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+
+Dialect = Literal["onnxruntime", "onnx"]
+Form = Literal["output_dtype", "zero_point", "both"]
+
+_FOUR_BITS, _TWO_BITS = ("uint4", "int4"), ("uint2", "int2")
+_FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
+#: types for which the runtime's default level was not written: it takes them for 8 bits, here and there
+NARROW = frozenset({*_FOUR_BITS, *_TWO_BITS, *_FLOAT8})
+EVERYTHING = "*"
+_WITHOUT_KERNELS = frozenset({"float4e2m1"})
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _layers(ops: str, weights: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(f"{op}/{weight}" for op in ops.split() for weight in weights)
+
+
+#: the runtime's own 8-bit kernels
+_KERNELS = _words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoid Softmax")
+#: its WeightBiasQuantization makes int8 of a float weight that stands between quantized activations
+_FLOAT_CONV = _layers("Conv ConvTranspose", ("float32", "float16"))
+_FLOAT_GEMM = _layers("Gemm", ("float32", "float16"))
+#: QLinearConv knows no blocks; in 1.31 neither it nor QLinearMatMul knows blocks or float8
+_FOREIGN = _layers("Conv MatMul", ("int8 blocks", "uint8 blocks", "float8e4m3fn"))
+#: what an int8 DequantizeLinear is pushed past, with an attribute that the rewrite to uint8 then forgets
+_PUSHED = _words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")
+#: 8-bit weights beside activations that are not
+_EIGHT_BIT_CONV = _layers(
+    "Conv", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn", "float32", "float16")
+)
+_EIGHT_BIT_MATMUL = _layers("MatMul", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn")) | {"MatMul"}
+#: what is dropped, or run on codes, in front of a QuantizeLinear with a zero point
+_CLIPPED = _words("Clip MaxPool MaxPool> ReduceMax")
+_DROPPED = _words("Flatten> Gather> Identity> Pad> Relu Reshape> Slice> Squeeze> Unsqueeze>")
+_ON_CODES = _words("DepthToSpace Flatten Flatten> Gather Gather> Reshape Reshape> Resize Slice Slice> Tile") | _words(
+    "Squeeze Squeeze> Unsqueeze Unsqueeze>"
+)
+_NARROWEST = _KERNELS | _EIGHT_BIT_CONV | _EIGHT_BIT_MATMUL
+
+
+def _each(
+    dtypes: tuple[str, ...], forms: tuple[Form, ...], readers: frozenset[str]
+) -> dict[tuple[str, Form], frozenset[str]]:
+    return {(dtype, form): readers for dtype in dtypes for form in forms}
+
+
+#: (dtype of an activation, form of its QuantizeLinear) -> its readers, between two such pairs, with which a model does
+#: not load, does not run, or gives values more than 1 LSB off. A reader is an op; `op/weight` for a layer, by what its
+#: weight is stored in; `op>` where anything but a QuantizeLinear follows. All others that were probed are right.
+WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
+    {
+        **_each(("uint8",), ("output_dtype", "zero_point", "both"), _FLOAT_CONV | _FOREIGN),
+        ("int8", "output_dtype"): _FLOAT_CONV | _KERNELS,
+        ("int8", "zero_point"): _FLOAT_CONV | _FOREIGN | _PUSHED,
+        ("int8", "both"): frozenset({EVERYTHING}),
+        **_each(("uint16", "int16"), ("output_dtype", "zero_point", "both"), _FLOAT_CONV | _FLOAT_GEMM),
+        **_each(_FOUR_BITS, ("output_dtype",), _EIGHT_BIT_CONV),
+        **_each(_FOUR_BITS, ("zero_point", "both"), _EIGHT_BIT_CONV | _CLIPPED | _DROPPED),
+        **_each(_TWO_BITS, ("output_dtype",), _NARROWEST),
+        **_each(_TWO_BITS, ("zero_point", "both"), _NARROWEST | _FLOAT_GEMM | _CLIPPED | _ON_CODES),
+        **_each(_FLOAT8, ("output_dtype",), _NARROWEST | _FLOAT_CONV | _FLOAT_GEMM),
+    }
+)
+
+
+def is_wrong(reader: str, dtype: str, form: Form) -> bool:
+    """Whether the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
+
+    Types other than 8 and 16 bits are always kept apart: what was not probed there is more likely wrong than right.
+    """
+    found = WRONG.get((dtype, form), frozenset())
+    return dtype in NARROW or EVERYTHING in found or reader in found
+
+
+def require_kernels(encodings: Mapping[str, Encoding]) -> None:
+    """Refuse dtypes that the runtime cannot run at any level.
+
+    Raises:
+        ExportError: names the sites and the dialect that can be written.
+    """
+    found = [site for site, encoding in encodings.items() if encoding.dtype.name in _WITHOUT_KERNELS]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise ExportError(
+            f"{', '.join(found[:4])}{more}: ONNX Runtime has no kernel for {encodings[found[0]].dtype}; export for "
+            'other runtimes with dialect="onnx", or choose an integer or float8 dtype'
+        )
+
+
+def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:
+    """How a QuantizeLinear of an activation says its type: by attribute, by zero point, or by both.
+
+    Args:
+        dtype: of the activation; its container decides.
+        symmetric: whether every zero point is 0.
+        dialect: `onnx` writes the attribute everywhere; `onnxruntime` gives way where the runtime cannot load it.
+
+    Raises:
+        ConfigError: there is no such dialect.
+    """
+    if dialect not in ("onnxruntime", "onnx"):
+        raise ConfigError(f"unknown dialect {dialect!r}; choose 'onnxruntime' or 'onnx'")
+    if dialect == "onnxruntime" and dtype.container == "int8":
+        return "zero_point"
+    return "output_dtype" if symmetric else "both"

@@ -1,0 +1,158 @@
+"""From the mark of a stored tensor to integers, or narrow floats, behind a DequantizeLinear."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto, TensorProto
+
+from onnx_backend.proto.lazy_tensors import quantized
+from onnx_backend.proto.model import attributes, opset_of, set_metadata, unique
+from onnx_backend.qdq.graph_editor import Lowering, say_site
+from qsdk.core.errors import ExportError
+from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
+from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, float8e8m0
+from qsdk.core.numerics.encoding import Encoding, storage_type
+from qsdk.core.numerics.spec import Kind
+
+Array = npt.NDArray[Any]
+_NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
+
+
+def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
+    """Put the stored tensor `source`, quantized, and a DequantizeLinear in the place of a mark that makes `output`.
+
+    What every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only a
+    DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
+
+    Raises:
+        ExportError: the encoding does not fit the tensor's shape.
+    """
+    values = at.values(source)
+    permutation = _foldable(at, output, len(values.dims))
+    try:
+        codes = quantized(encoding, values, permutation)
+    except ValueError as error:
+        raise ExportError(f"the encoding of {site} does not fit its shape {values.dims}: {error}") from error
+    scale, zero_point, axis = encoding.scale, encoding.zero_point, encoding.axis
+    if permutation is not None:
+        if axis is not None:
+            axis = permutation.index(axis % len(values.dims))
+        if encoding.block_size is not None:
+            scale, zero_point = scale.transpose(permutation), zero_point.transpose(permutation)
+        output = _fold(at, output)
+    stored = at.once(source, _fingerprint(encoding, permutation), codes, "_quantized")
+    parameters, options = _parameters(at, site, encoding, scale, zero_point)
+    name = at.target(site, output, "dequantized")
+    options |= where(encoding, axis)
+    dequantize = at.add("DequantizeLinear", [stored, *parameters], name, f"{site}/dequantize", **options)
+    say_site(dequantize, site, encoding, "" if kind == "weight" else kind)
+    if permutation is not None:
+        set_metadata(dequantize, perm=",".join(str(i) for i in permutation))
+    at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if encoding.symmetric else 0)
+
+
+# --- the layout ---------------------------------------------------------------------------------------------------
+
+
+def _foldable(at: Lowering, output: str, rank: int) -> list[int] | None:
+    """The permutation that every reader of a stored tensor applies, or None if they differ or do not."""
+    readers = at.readers.get(output, [])
+    if rank < 2 or not readers or output in at.outputs:
+        return None
+    found = {_permutation(at, node, output, rank) for node in readers}
+    permutation = found.pop()
+    return None if found or permutation is None else list(permutation)
+
+
+def _permutation(at: Lowering, reader: NodeProto, tensor: str, rank: int) -> tuple[int, ...] | None:
+    options = attributes(reader)
+    if reader.op_type == "Transpose" and reader.output[0] not in at.outputs:
+        return tuple(options.get("perm") or reversed(range(rank)))
+    if _transposes(reader) and list(reader.input).count(tensor) == 1 and reader.input[1] == tensor:
+        return (1, 0)
+    return None
+
+
+def _transposes(reader: NodeProto) -> bool:
+    return reader.op_type == "Gemm" and bool(attributes(reader).get("transB", 0))
+
+
+def _fold(at: Lowering, output: str) -> str:
+    """Take the permutation out of every reader of `output`; gives the tensor that they read from now on."""
+    transposes = [str(node.output[0]) for node in at.readers[output] if node.op_type == "Transpose"]
+    for node in filter(_transposes, at.readers[output]):
+        kept = [attribute for attribute in node.attribute if attribute.name != "transB"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    at.folded.update(transposes)
+    if not transposes:
+        return output
+    at.renamed.update(dict.fromkeys((output, *transposes[1:]), transposes[0]))
+    return transposes[0]
+
+
+# --- scale and zero point -----------------------------------------------------------------------------------------
+
+
+def _parameters(
+    at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array
+) -> tuple[list[str], dict[str, int]]:
+    """The inputs of a DequantizeLinear after its codes, and what its attributes must say of them.
+
+    In dialect `onnx`, block scales of float8 and float4 tensors are stored in the narrow type that holds them.
+    """
+    narrow = scale_dtype_of(encoding) if at.dialect == "onnx" and not encoding.dtype.is_integer else None
+    if narrow == float8e8m0 and opset_of(at.model) >= _NARROW_SCALES:
+        exponents = np.ascontiguousarray(scale).astype(ml_dtypes.float8_e8m0fnu)
+        return [at.initializer(exponents, f"{site}/scale")], {"output_dtype": int(TensorProto.FLOAT)}
+    factors = float8_scales(encoding) if narrow == float8e4m3fn else None
+    if factors is None:
+        return parameters(at, site, encoding, scale, zero_point, not encoding.symmetric), {}
+    # two levels: what this DequantizeLinear gives are the scales of the other
+    exact = np.array((scale / factors.tensor_scale).astype(factors.codes.dtype), order="C")
+    inputs = [
+        at.initializer(exact, f"{site}/scale_codes"),
+        at.initializer(np.array(factors.tensor_scale), f"{site}/scale_scale"),
+    ]
+    scales = unique(f"{site}/scale", at.taken)
+    inner = at.add("DequantizeLinear", inputs, scales, unique(f"{site}/scale_dequantize", at.taken))
+    set_metadata(inner, scales_of=site)
+    return [scales], {}
+
+
+def parameters(
+    at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array, with_zero_point: bool
+) -> list[str]:
+    """Store a scale and, if wanted, a zero point; gives their names."""
+    shape = () if encoding.axis is None else scale.shape
+    found = [at.initializer(np.array(scale.reshape(shape), order="C"), f"{site}/scale")]
+    if with_zero_point:
+        typed = zero_point.reshape(shape).astype(storage_type(encoding.dtype))
+        found.append(at.initializer(typed, f"{site}/zero_point"))
+    return found
+
+
+def where(encoding: Encoding, axis: int | None) -> dict[str, int]:
+    """The attributes that say which scale counts where."""
+    if axis is None:
+        return {}
+    return {"axis": axis} if encoding.block_size is None else {"axis": axis, "block_size": encoding.block_size}
+
+
+def zero_point_bytes(encoding: Encoding) -> int:
+    """What an explicit zero point would take."""
+    return -(-encoding.scale.size * DTYPES[encoding.dtype.container].bits // 8)
+
+
+def _fingerprint(encoding: Encoding, permutation: Sequence[int] | None) -> bytes:
+    facts = (encoding.dtype.name, encoding.axis, encoding.block_size, permutation)
+    return repr(facts).encode() + encoding.scale.tobytes() + encoding.zero_point.tobytes()
+
+
+def _form(kind: Kind, encoding: Encoding) -> str:
+    if kind == "bias" and encoding.dtype.name == "int32":
+        return "int32 bias"
+    return "integer initializer" if encoding.dtype.is_integer else "minifloat initializer"

@@ -1,0 +1,195 @@
+"""Running two forms of one model on the same inputs, to prove that a change changed nothing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
+
+from onnx_backend.proto.model import initializers, producers
+from onnx_backend.proto.subgraphs import all_nodes
+from onnx_backend.runtime.session_input import session_of
+from qsdk.core.errors import FileFormatError, ModelError
+
+Array = npt.NDArray[Any]
+RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"}) | {
+    "Bernoulli",
+    "Multinomial",
+}
+#: sizes tried for dimensions that the model leaves open, the batch excepted
+_SIZES = (8, 1, 32, 64, 224, 576)
+_TOLERANCE = 1e-4  # of an output's largest value
+_MOST_ELEMENTS = 2**24  # of a random input
+_ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into one message
+
+
+def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, object] | None, change: str) -> str:
+    """Say how the two were compared.
+
+    Args:
+        before: the model as given.
+        after: the changed model.
+        feeds: by input name, or None for random ones.
+        change: what was done, for messages.
+
+    Raises:
+        FileFormatError: the runtime refuses the model as given.
+        ModelError: the changed model does not load or run, or an output differs; names it.
+    """
+    if any(node.op_type in RANDOM_OPS for node in all_nodes(before.graph.node)):
+        return "not compared by running, because the model draws random numbers"
+    try:
+        old = session(before)
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(unloadable("the model", error)) from error
+    try:
+        new = session(after)
+    except Exception as error:  # as above
+        raise ModelError(f"{change} gives a model that the runtime cannot load: {error}; export it newer") from error
+    tried = [feeds] if feeds is not None else random_feeds(before)
+    reason = "no inputs of the declared types could be made"
+    for values in tried:
+        try:
+            wanted = old.run(None, dict(values))
+        except Exception as error:  # as above
+            reason = _short(error)
+            continue
+        try:
+            got = new.run(None, dict(values))
+        except Exception as error:  # as above
+            raise ModelError(f"{change} gives a model that no longer runs: {error}; export it newer") from error
+        different = _different(before, wanted, got)
+        if different:
+            raise ModelError(_told(before, after, values, f"{change} changes the output {different!r}"))
+        return "equal outputs on " + ("the example" if feeds is not None else "random inputs")
+    where = "the example" if feeds is not None else "random inputs"
+    return f"not compared by running: the original does not run on {where} ({reason}); pass an example that it takes"
+
+
+def unloadable(where: str, error: Exception) -> str:
+    """What to say of a model that the runtime refuses."""
+    return (
+        f"the runtime cannot load {where}: {error}; the file is damaged or uses what the runtime does not have, export "
+        "it again"
+    )
+
+
+def session(model: ModelProto) -> ort.InferenceSession:
+    """A session that runs a float model as it is written."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # else each session starts threads
+    options.enable_mem_reuse = False  # planning the reuse of memory takes time quadratic in the nodes
+    return session_of(model, options)
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__
+
+
+def fits_one_message(model: ModelProto) -> bool:
+    """Whether a model's weights leave it small enough for one protobuf message."""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _ROOM
+
+
+def _different(model: ModelProto, wanted: list[Any], got: list[Any]) -> str:
+    """The name of the first output that differs, or nothing."""
+    masks = {node.output[1] for node in model.graph.node if node.op_type == "Dropout" and len(node.output) > 1}
+    for value, left, right in zip(model.graph.output, wanted, got, strict=True):
+        # what a Dropout's mask holds at inference was not defined before opset 12
+        if value.name not in masks and not _equal(left, right):
+            return str(value.name)
+    return ""
+
+
+def _told(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], what: str) -> str:
+    """Say what differs, and the first node after which it does."""
+    remedy = "export the model at a newer opset, and report this"
+    made = {name for node in after.graph.node for name in node.output}
+    names = [name for node in before.graph.node for name in node.output if name and name in made]
+    try:
+        runs = [session(_exposing(model, names)).run(names, dict(feeds)) for model in (before, after)]
+    except Exception:  # the runtime's own exception types are private; the place is a courtesy
+        return f"{what}; {remedy}"
+    first = next((n for n, left, right in zip(names, *runs, strict=True) if not _equal(left, right)), "")
+    makers = producers(before.graph.node)
+    node = makers.get(first)
+    while node is not None:  # what was converted may have lost its tensor's name: it is to blame first
+        lost = next((makers[name] for name in node.input if name in makers and name not in made), None)
+        if lost is None:
+            break
+        node = lost
+    where = f": it first differs behind the {node.op_type} {node.name or node.output[0]!r}" if node is not None else ""
+    return f"{what}{where}; {remedy}"
+
+
+def _exposing(model: ModelProto, names: Sequence[str]) -> ModelProto:
+    exposed = ModelProto()
+    exposed.CopyFrom(model)
+    known = {value.name for value in exposed.graph.output}
+    exposed.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
+    return exposed
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    if left is None or isinstance(left, dict | str):
+        return bool(left == right)
+    left, right = np.asarray(left), np.asarray(right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype.kind != "f":
+        return bool((left == right).all())
+    finite = np.abs(left[np.isfinite(left)].astype(np.float64))
+    scale = float(finite.max(initial=0.0))
+    return bool(np.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True))
+
+
+def random_feeds(model: ModelProto) -> Iterator[dict[str, Array]]:
+    """Inputs of the declared types and shapes, several sizes for dimensions that are open."""
+    stored = initializers(model.graph)
+    wanted = [value for value in model.graph.input if value.name not in stored]
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for size in _SIZES:
+        shapes = [shape_of(value.type, size) for value in wanted]
+        if any(shape is None or 0 in shape for shape in shapes):
+            return  # no tensors, or empty ones, on which some of the runtime's kernels abort
+        key = tuple(shape for shape in shapes if shape is not None)
+        if key in seen or any(np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS for shape in key):
+            continue
+        seen.add(key)
+        rng = np.random.default_rng(0)
+        values = {v.name: _random(rng, v.type.tensor_type.elem_type, s) for v, s in zip(wanted, key, strict=True)}
+        if any(value is None for value in values.values()):
+            return
+        yield {name: value for name, value in values.items() if value is not None}
+
+
+def shape_of(proto: TypeProto, size: int) -> tuple[int, ...] | None:
+    """A declared shape with its open dimensions filled: the first with 1, the others with `size`."""
+    if not proto.HasField("tensor_type"):
+        return None
+    dims = proto.tensor_type.shape.dim
+    return tuple(
+        int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else (size if index else 1)
+        for index, dim in enumerate(dims)
+    )
+
+
+def _random(rng: np.random.Generator, code: int, shape: tuple[int, ...]) -> Array | None:
+    if code in (TensorProto.STRING, TensorProto.UNDEFINED):
+        return np.full(shape, "a", object) if code == TensorProto.STRING else None
+    try:
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(code))
+    except KeyError:
+        return None
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        return rng.integers(0, 2, shape).astype(dtype)
+    return rng.normal(size=shape).astype(dtype)

@@ -1,0 +1,160 @@
+"""The ONNX Runtime session in which a Q/DQ model is simulated exactly."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+
+from onnx_backend.proto.model import (
+    array,
+    attributes,
+    drop_unused_initializers,
+    initializers,
+    load,
+    producers,
+    replace_nodes,
+)
+from onnx_backend.proto.subgraphs import reads
+from onnx_backend.qdq.read import block_scales
+from onnx_backend.runtime.session_input import session_of
+from qsdk.core.errors import FileFormatError, QsdkError
+from qsdk.core.numerics import affine
+
+#: What rewrites Q/DQ or what stands beside it: `WeightBiasQuantization` even quantizes weights that are meant to be
+#: float. Without these the highest level is as exact as no optimization at all, and it has the runtime's fast
+#: convolutions, which the basic level lacks.
+_KEPT_OFF = (
+    "QDQSelectorActionTransformer",
+    "QDQS8ToU8Transformer",
+    "QDQPropagationTransformer",
+    "QDQFinalCleanupTransformer",
+    "ReluQuantRewrite",
+    "ClipQuantRewrite",
+    "DoubleQDQPairsRemover",
+    "WeightBiasQuantization",
+    "DQMatMulNBitsFusion",
+    "EnsureUniqueDQForNodeUnit",
+)
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_PAIR = ("QuantizeLinear", "DequantizeLinear")  # whose scales may be narrow
+_MANY = 2_000  # nodes
+_LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
+
+
+def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False) -> ort.InferenceSession:
+    """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
+
+    Stored tensors are dequantized once, here, by the same formula, instead of at every run. Where a part of the model
+    computes in float16 or bfloat16, nothing is optimized: what the runtime fuses there rounds at other places, by whole
+    steps of what is quantized behind it.
+
+    Args:
+        model: with Q/DQ.
+        shares_memory: take memory from the pool of `shared_memory`, which must be open.
+
+    Raises:
+        FileFormatError: the runtime cannot load the model.
+    """
+    options = ort.SessionOptions()
+    narrow = computes_in_narrow_floats(model if isinstance(model, ModelProto) else load(model))
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_DISABLE_ALL if narrow else levels.ORT_ENABLE_ALL
+    options.add_session_config_entry("session.disable_double_qdq_remover", "1")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    if shares_memory:
+        options.add_session_config_entry("session.use_env_allocators", "1")
+    options.log_severity_level = 4
+    prepared = with_float_weights(load(model))
+    _name_sizes_apart(prepared)
+    # planning the reuse of memory takes the runtime time quadratic in the nodes
+    options.enable_mem_reuse = len(prepared.graph.node) < _MANY
+    try:
+        return session_of(prepared, options, disabled=_KEPT_OFF)
+    except QsdkError:
+        raise
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(f"the runtime cannot load the model: {error}; run qsdk.validate on it") from error
+
+
+def computes_in_narrow_floats(model: ModelProto) -> bool:
+    """Whether a node computes in float16 or bfloat16; a pair of casts, which only rounds, does not."""
+    narrow = {tensor.name for tensor in model.graph.initializer if tensor.data_type in _NARROW}
+    narrow |= {value.name for value in model.graph.input if value.type.tensor_type.elem_type in _NARROW}
+    for node in model.graph.node:
+        if node.op_type == "Cast":
+            narrow |= set(node.output) if attributes(node).get("to") in _NARROW else set()
+        elif node.op_type not in _PAIR and narrow.intersection(reads(node)):
+            return True
+    return False
+
+
+def _name_sizes_apart(model: ModelProto) -> None:
+    """Give every open dimension of an input a name of its own, in place.
+
+    The runtime gives tensors whose sizes have one name one piece of memory, and fails where a file uses the name for
+    different sizes, as those of recurrent states do.
+    """
+    for value in (*model.graph.input, *model.graph.output):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_param"):
+                dim.dim_param = f"{dim.dim_param}@{value.name}/{axis}"
+
+
+def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:
+    """Replace every DequantizeLinear of a stored tensor by the float32 values it gives, in place.
+
+    What the formula of the core does not cover (another float type, an unknown shape) stays, and so does what would
+    make more than `most` bytes of such values.
+    """
+    graph, stored = model.graph, initializers(model.graph)
+    makers = producers(graph.node)
+    scales = {
+        node.input[1]: made
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and (made := block_scales(makers.get(node.input[1]), stored)) is not None
+    }
+    outputs = {value.name for value in graph.output}
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    kept, size = [], 0
+    for node in graph.node:
+        values = None
+        inner = node.op_type == "DequantizeLinear" and node.output[0] not in outputs and node.input[0] in stored
+        if inner and size + 4 * math.prod(stored[node.input[0]].dims) <= most:
+            values = _dequantized(node, stored, scales)
+        if values is None:
+            kept.append(node)
+        else:
+            found[node.output[0]] = values
+            size += values.nbytes
+    if found:
+        replace_nodes(graph, kept)
+        graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in found.items())
+        drop_unused_initializers(graph)
+    return model
+
+
+def _dequantized(
+    node: NodeProto, stored: dict[str, TensorProto], scales: Mapping[str, npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float32] | None:
+    """The value of a DequantizeLinear whose operands are all stored, or None; `scales` are computed of stored ones."""
+    if any(name and name not in stored and name not in scales for name in node.input):
+        return None
+    name = node.input[1]
+    codes, scale = array(stored[node.input[0]]), scales[name] if name in scales else array(stored[name])
+    facts = attributes(node)
+    if scale.dtype.name == "float8_e8m0fnu":
+        scale = scale.astype(np.float32)
+    if scale.dtype != np.float32 or facts.get("output_dtype", TensorProto.FLOAT) not in (0, TensorProto.FLOAT):
+        return None
+    zero_point = array(stored[node.input[2]]) if len(node.input) > 2 and node.input[2] else np.zeros(scale.shape)
+    axis = None if scale.size == 1 and scale.ndim <= 1 else facts.get("axis", 1)
+    where = (codes.shape, axis, facts.get("block_size") or None)
+    try:
+        aligned = [affine.align(value.astype(np.float32), *where) for value in (scale, zero_point)]
+    except ValueError:
+        return None  # an invalid model: the runtime says what is wrong with it
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(affine.dequantize(codes.astype(np.float32), *aligned), np.float32)

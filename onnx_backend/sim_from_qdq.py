@@ -1,0 +1,158 @@
+"""A Q/DQ model and a config: what the file quantizes keeps its encodings, the rest is planned as in a float model."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onnx import ModelProto
+
+from onnx_backend.export import require_companion
+from onnx_backend.opening.from_float import QuantizedAlreadyError, explained, open_unplanned
+from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.plan_of_qdq import without_origin
+from onnx_backend.opening.read_graph import inlined
+from onnx_backend.opening.stored_encodings import with_flags
+from onnx_backend.proto.model import at_opset, attributes, initializers, input_names, is_mark, load
+from onnx_backend.qdq.insert import insert
+from onnx_backend.qdq.marks import Opened, mark, open_qdq
+from onnx_backend.sim import OnnxSim
+from onnx_backend.validation.validate import require_valid
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.errors import ModelError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DType, dtype_named
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.from_encodings import misfit, owned_encodings, plan_with_given
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.planning.plan import Plan
+from qsdk.core.sims.state import SimState
+
+
+def open_with_config(
+    source: str | os.PathLike[str] | ModelProto,
+    config: QuantConfig,
+    example: Any = None,
+    *,
+    fold_batch_norm: bool = True,
+) -> OnnxSim:
+    """Open a float ONNX model, or one that holds Q/DQ already, for a config.
+
+    Args:
+        source: a path or a model.
+        config: what is wanted; of a Q/DQ model: of what is float in it.
+        example: see `open_float`.
+        fold_batch_norm: see `open_float`; in a Q/DQ model none is folded.
+
+    Raises:
+        FileFormatError: the file cannot be read, or is invalid.
+        ModelError: the model cannot be quantized as it is.
+        ConfigError: a rule matches nothing.
+    """
+    try:
+        return OnnxSim.from_float(source, config, example, fold_batch_norm=fold_batch_norm)
+    except QuantizedAlreadyError:
+        model = load(source)
+    if not isinstance(source, ModelProto):
+        require_companion(model, source)
+    require_valid(model, "the model" if isinstance(source, ModelProto) else os.fspath(source))
+    return open_adopted(model, config, example)
+
+
+def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -> OnnxSim:
+    """Open a Q/DQ model as if it were float, and adopt its encodings, frozen, wherever it has them.
+
+    Args:
+        source: a valid Q/DQ model; it is not changed.
+        config: what is wanted of the tensors that are float in the file.
+        example: see `open_float`.
+
+    Raises:
+        FileFormatError: an encoding cannot be read.
+        ModelError: one tensor has two encodings, or an encoding belongs to no tensor of the float model.
+        ConfigError: a rule matches nothing.
+    """
+    normal = normalised(source)
+    opened = open_qdq(at_opset(inlined(normal)))
+    found = with_flags(normal, opened.encodings)
+    plain, tensors = _unmarked(opened)
+    model, graph, notes = open_unplanned(plain, config, example, fold_batch_norm=False)
+    graph = _with_names_of_the_file(graph, tensors)
+    encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
+    casts = {site: dtype_named(name) for site, name in opened.casts.items()}
+    _require_all_placed(graph, tensors, encodings, casts)
+    plan = explained(make_plan(graph, config), graph, notes)
+    encodings = {site: encoding for site, encoding in encodings.items() if site in plan.decisions}
+    casts = {site: dtype for site, dtype in casts.items() if site in plan.decisions}
+    plan = plan_with_given(graph, plan, encodings, casts)
+    remark = f"{len(encodings) + len(casts)} sites are as the file has them, frozen; no BatchNorm was folded"
+    state = SimState(None, plan, owned_encodings(plan, encodings))
+    notes = replace(notes, remarks=(*notes.remarks, remark))
+    return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a site of the file is in the float model."""
+
+    tensor: str
+    scalar: bool
+
+
+def _unmarked(opened: Opened) -> tuple[ModelProto, Mapping[str, _Home]]:
+    """The float model behind an opened one, and site -> its tensor.
+
+    Raises:
+        ModelError: a tensor has two encodings.
+    """
+    plain, _ = insert(opened.model, Plan({}), {}, dialect="onnx")
+    without_origin(plain)
+    stored = initializers(plain.graph)
+    known = {*stored, *input_names(plain.graph), *(name for node in plain.graph.node for name in node.output)}
+    found: dict[str, _Home] = {}
+    sites: dict[str, str] = {}
+    source: dict[str, str] = {}
+    for node in (node for node in opened.model.graph.node if is_mark(node)):
+        site = str(attributes(node)["key"])
+        tensor = source.get(node.input[0], node.input[0])
+        source[node.output[0]] = tensor
+        name = tensor if tensor in known else node.output[0]
+        if sites.setdefault(name, site) != site:
+            raise ModelError(
+                f"the tensor {name!r} is quantized twice, as {sites[name]} and as {site}, which one plan cannot say; "
+                "open the file as it is with config=None, or quantize the float model it came from"
+            )
+        one = name in stored and not any(n != 1 for n in stored[name].dims)
+        found[site] = _Home(name, one)
+    return plain, found
+
+
+def _with_names_of_the_file(graph: Graph, homes: Mapping[str, _Home]) -> Graph:
+    names = {home.tensor: site for site, home in homes.items()}
+    taken = {tensor.site for tensor in graph.tensors if tensor.name not in names}
+    tensors = [
+        replace(tensor, site=names[tensor.name])
+        if tensor.site is not None and tensor.name in names and names[tensor.name] not in taken
+        else tensor
+        for tensor in graph.tensors
+    ]
+    return replace(graph, tensors=tensors)
+
+
+def _require_all_placed(
+    graph: Graph, homes: Mapping[str, _Home], encodings: Mapping[str, Encoding], casts: Mapping[str, DType]
+) -> None:
+    """Refuse to lose an encoding; a scalar constant has its quantized value already, and needs none."""
+    lost = []
+    for site in (*encodings, *casts):
+        if site not in graph.sites:
+            if not homes[site].scalar:
+                lost.append(f"{site} (the tensor {homes[site].tensor!r} has no site in the float model)")
+        elif site in encodings:
+            why = misfit(encodings[site], graph.tensors[graph.sites[site]].shape)
+            lost += [f"{site} ({why})"] if why else []
+    if lost:
+        raise ModelError(
+            f"these encodings of the file cannot be adopted beside a config: {', '.join(lost)}; open the file as it is "
+            "with config=None, or quantize the float model it came from"
+        )

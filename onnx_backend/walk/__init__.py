@@ -1,0 +1,1 @@
+"""The float and the quantized model side by side, layer by layer."""

@@ -1,0 +1,169 @@
+"""Re-estimating the statistics of BatchNormalization nodes on what they meet in the simulation."""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+
+from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, with_large
+from onnx_backend.proto.model import array, attributes, initializers
+from onnx_backend.qdq.insert import lower
+from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.session import simulation_session
+from onnx_backend.sim import OnnxSim
+from onnx_backend.walk.sections import Section, Stream
+from qsdk.core.errors import DataError
+from qsdk.core.planning.plan import Plan
+from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merged
+
+Array = npt.NDArray[Any]
+Rows = list[dict[str, Any]]
+
+
+def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progress: bool = True) -> tuple[Rows, float]:
+    """Give every BatchNormalization the mean and variance of its input in the simulation, each after those before it.
+
+    One simulated pass over the data, in sections that end at the BatchNormalizations; tensors that are read later on
+    are kept in between.
+
+    Args:
+        sim: calibrated.
+        data: batches as `OnnxSim.run` takes them.
+        together: puts together what all ranks have found.
+        progress: show a bar while the data is read.
+
+    Returns:
+        One row per BatchNormalization, and the seconds that the data would take in float.
+
+    Raises:
+        DataError: no data, data the model does not take, or values that are not finite.
+    """
+    model = sim.qdq_model()
+    stored = initializers(model.graph)
+    rows: Rows = []
+    nodes: list[NodeProto] = []
+    now: dict[str, Array] = {}
+    for node in model.graph.node:
+        if node.op_type != "BatchNormalization" or node.domain != "":
+            continue
+        reason = _reason(node, stored, now)
+        if reason:
+            rows.append(_row(node, note=reason))
+            continue
+        nodes.append(node)
+        now |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
+    run = _Run(Stream(model, {}, {name: partial(_as_it_is, now, name) for name in now}), [n.input[0] for n in nodes])
+    float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
+    for step, node in enumerate(nodes):
+        start = time.perf_counter()
+        found = together(named(node), merged([_statistics(x) for x in run.reach(step)]))
+        variance = found.variance(named(node))
+        mean_name, variance_name = node.input[3:5]
+        old = now[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
+        error = deviation(found, now[mean_name].astype(np.float64), old)
+        now[mean_name], now[variance_name] = found.mean.astype(np.float32), variance.astype(np.float32)
+        rows.append(_row(node, error, time.perf_counter() - start))
+    sim.change_stored(now)
+    return rows, float_seconds
+
+
+class _Run:
+    """A model that is run for every batch, up to one tensor after the other."""
+
+    def __init__(self, stream: Stream, targets: Sequence[str]) -> None:
+        self.first: dict[str, Array] = {}
+        self._stream, self._targets = stream, targets
+        self._live: list[dict[str, Array]] = []
+
+    def start(self, data: Iterable[Any], progress: bool) -> int:
+        """Take in the batches; gives their number."""
+        inputs = [_Input(value) for value in self._stream.given.values()]
+        for number, batch in batches_of(data, "BatchNorm", progress):
+            feeds = as_feeds(batch, inputs, f"batch {number}")
+            broken = [name for name, value in feeds.items() if value.dtype.kind == "f" and np.isnan(value).any()]
+            if broken:  # quantized, it would pass for a number
+                raise DataError(f"batch {number} holds NaN in {', '.join(broken)}; give data that is finite")
+            self._live.append(feeds)
+        self.first = dict(self._live[0])
+        return len(self._live)
+
+    def reach(self, step: int) -> list[Array]:
+        """What every batch has at the target of a step; it is run up to there with the stored tensors as they are."""
+        target = self._targets[step]
+        section = self._stream.section([target])
+        self._stream.finish(section)
+        needed = set(self._stream.section(self._targets[step + 1 :]).inputs)
+        made = sorted(self._stream.made_in(section) & (needed | {target}))
+        if made:
+            model, large = self._stream.model(
+                Section(section.nodes, section.inputs, made), [self._info(name) for name in section.inputs]
+            )
+            session = simulation_session(with_large(model, large))
+            for number, live in enumerate(self._live):
+                read = {name: live[name] for name in section.inputs}
+                live |= dict(zip(made, run_session(session, read, f"batch {number}"), strict=True))
+        found = [live[target] for live in self._live]
+        self._live = [{name: live[name] for name in needed if name in live} for live in self._live]
+        return found
+
+    def _info(self, name: str) -> ValueInfoProto:
+        """Type and shape of what a section reads; sizes are fixed where all batches agree."""
+        info: ValueInfoProto
+        if name in self._stream.given:
+            info = self._stream.given[name]
+            return info
+        values = [live[name] for live in self._live]
+        sizes = [set(column) for column in zip(*(value.shape for value in values), strict=True)]
+        code = helper.np_dtype_to_tensor_dtype(values[0].dtype)
+        info = helper.make_tensor_value_info(name, code, [min(s) if len(s) == 1 else None for s in sizes])
+        return info
+
+
+class _Input:
+    """A graph input as a session tells of it."""
+
+    def __init__(self, value: ValueInfoProto) -> None:
+        dtype = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
+        self.name, self.type = value.name, f"tensor({dtype})"
+
+
+def _as_it_is(now: Mapping[str, Array], name: str) -> LargeTensor:
+    return from_source(partial(now.__getitem__, name), now[name].shape)
+
+
+def _reason(node: NodeProto, stored: Mapping[str, TensorProto], taken: Collection[str]) -> str:
+    """Why the statistics of a node cannot be estimated, or nothing."""
+    if attributes(node).get("training_mode", 0):
+        return "it is in training mode"
+    names = list(node.input[3:5])
+    if len(names) < 2 or any(name not in stored for name in names):
+        return "its statistics are computed"
+    if any(stored[name].data_type != TensorProto.FLOAT for name in names):
+        return "its statistics are not float32"
+    return "it shares its statistics with another one" if any(name in taken for name in names) else ""
+
+
+def _statistics(x: Array) -> ChannelStatistics:
+    """Of [N, C, ...]."""
+    values = np.moveaxis(x.astype(np.float64), 1, 0).reshape(x.shape[1], -1)
+    mean = values.mean(1) if values.shape[1] else np.zeros(len(values))
+    return ChannelStatistics(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
+
+
+def _seconds_in_float(sim: OnnxSim, feeds: Mapping[str, Array]) -> float:
+    """What one batch takes in float."""
+    lowered = lower(sim.traced().model, Plan({}, ()), {})
+    session = simulation_session(with_large(lowered.model, lowered.large))
+    start = time.perf_counter()
+    run_session(session, feeds, "batch 0")
+    return time.perf_counter() - start
+
+
+def _row(node: NodeProto, error: float | None = None, seconds: float | None = None, note: str = "") -> dict[str, Any]:
+    after = None if error is None else 0.0
+    return {"site": named(node), "error_before": error, "error_after": after, "seconds": seconds, "note": note}

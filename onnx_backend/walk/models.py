@@ -1,0 +1,142 @@
+"""The float and the quantized model of a sim as streams whose nodes belong together, and the weights that both read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto
+from onnx.numpy_helper import from_array
+
+from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrowed, on_grid, without_large
+from onnx_backend.proto.model import array, drop_unused_initializers, initializers, is_mark, metadata, replace_nodes
+from onnx_backend.qdq.insert import lower
+from onnx_backend.walk.sections import TAG, Stream
+from qsdk.core.lazy_arrays import LazyArrays
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+from qsdk.core.sims.state import encoding_of
+
+Array = npt.NDArray[Any]
+_NARROW = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+class WalkWeights:
+    """The stored tensors and encodings of a sim while it is walked through: as they were, and as they are by now.
+
+    Attributes:
+        own: site -> encoding, of the sites that have one of their own.
+        names: site -> name of the stored tensor there.
+        before: name -> value in the float model.
+        other: name -> value in the float model, where the sim stores another one.
+        changed: name -> value in the quantized model, where it is another one.
+    """
+
+    def __init__(
+        self,
+        model: ModelProto,
+        plan: Plan,
+        own: Mapping[str, Encoding],
+        names: Mapping[str, str],
+        floats: Mapping[str, Array],
+    ) -> None:
+        """At `floats`, by site, the float model has other values than those that are stored."""
+        stored = initializers(model.graph)
+        self.plan, self.own, self.names = plan, dict(own), names
+        self.other = {names[site]: value for site, value in floats.items()}
+        self.before: Mapping[str, Array] = LazyArrays(
+            stored, lambda name: self.other[name] if name in self.other else array(stored[name])
+        )
+        self.changed: dict[str, Array] = {name: array(stored[name]) for name in self.other}
+        self._dims = {name: tuple(tensor.dims) for name, tensor in stored.items()}
+
+    def now(self, name: str) -> Array:
+        """The value of a stored tensor in the quantized model, before it is quantized."""
+        return self.changed[name] if name in self.changed else self.before[name]
+
+    def write(self, site: str, encoding: Encoding | None, weight: Array | None) -> None:
+        """Change an encoding, a value, or both; a value on a grid freezes its encoding."""
+        if encoding is not None:
+            self.own[site] = encoding
+        if weight is not None:
+            self.put(self.names[site], weight)
+            self.own[site] = replace(self.own[site], frozen=True)
+
+    def put(self, name: str, value: Array) -> None:
+        """Change the value of a stored tensor.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if tuple(value.shape) != self._dims[name]:
+            raise ValueError(f"{name} has the shape {self._dims[name]}, not {value.shape}")
+        self.changed[name] = np.ascontiguousarray(value, np.float32)
+
+    def source(self, name: str) -> LargeTensor:
+        """A stored float tensor as it is when it is asked for."""
+        return from_source(partial(self.now, name), self._dims[name])
+
+    def fake_quantized(self, site: str, permutation: list[int] | None) -> LargeTensor:
+        """The values that the simulation reads at a stored site."""
+        encoding = encoding_of(self.plan.decisions[site], self.own)
+        assert encoding is not None
+        return on_grid(encoding, self.source(self.names[site]), permutation)
+
+
+def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str, Encoding]) -> tuple[Stream, Stream]:
+    """The float and the quantized model; what a site stores is made of `weights` for every section.
+
+    Args:
+        marked: the float model with marks; it is not changed.
+        weights: of the sim.
+        encodings: of every quantized site.
+    """
+    light = without_large(marked)
+    for number, node in enumerate(light.graph.node):
+        if not is_mark(node):
+            node.metadata_props.add(key=TAG, value=str(number))
+    stored = initializers(light.graph)
+    for name, value in weights.other.items():
+        stored[name].CopyFrom(from_array(value.astype(array(stored[name]).dtype), name))
+    exact = lower(light, Plan({}, ()), {}, weights=weights.before)
+    made: dict[str, Callable[[], LargeTensor]] = {}
+    rounded = lower(light, weights.plan, encodings, weights=weights.before)
+    graph = rounded.model.graph
+    stored = initializers(graph)
+    made |= {name: partial(weights.source, name) for name in weights.names.values() if name in stored}
+    replace_nodes(graph, [node for node in graph.node if not _takes_over(node, stored, weights, made)])
+    drop_unused_initializers(graph)
+    return Stream(exact.model, exact.large, {}), Stream(rounded.model, rounded.large, made)
+
+
+def tags_of(marked: ModelProto) -> dict[str, str]:
+    """Tensor name -> tag of the node that makes it, be it the name before or behind the tensor's mark."""
+    found: dict[str, str] = {}
+    for number, node in enumerate(marked.graph.node):
+        if not is_mark(node):
+            found.update(dict.fromkeys(node.output, str(number)))
+        elif node.input[0] in found:
+            found[node.output[0]] = found[node.input[0]]
+    return found
+
+
+def _takes_over(
+    node: NodeProto,
+    stored: Mapping[str, TensorProto],
+    weights: WalkWeights,
+    made: dict[str, Callable[[], LargeTensor]],
+) -> bool:
+    """Make what a DequantizeLinear or a Cast of a stored site gives; whether the node itself is superfluous then."""
+    facts = metadata(node)
+    site = facts.get("qsdk.site", "")
+    if site not in weights.names or not node.input or node.input[0] not in stored:
+        return False
+    if node.op_type == "DequantizeLinear":
+        permutation = [int(axis) for axis in facts["qsdk.perm"].split(",")] if "qsdk.perm" in facts else None
+        made[node.output[0]] = partial(weights.fake_quantized, site, permutation)
+        return True
+    if node.op_type == "Cast":
+        made[node.input[0]] = partial(narrowed, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
+    return False

@@ -1,0 +1,189 @@
+"""Running the float and the quantized model side by side, from the inputs of one step to those of the next."""
+
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ValueInfoProto, helper
+
+from onnx_backend.proto.lazy_tensors import with_large
+from onnx_backend.proto.weightless import dtype_name
+from onnx_backend.proto.write_file import spooled
+from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.session import simulation_session
+from onnx_backend.walk.live_tensors import LiveTensors
+from onnx_backend.walk.sections import Section, Stream
+from onnx_backend.walk.steps import Place
+
+Array = npt.NDArray[Any]
+FLOAT, QUANTIZED = 0, 1
+
+
+class Run:
+    """Both models, as far as they have been run.
+
+    Attributes:
+        streams: the float and the quantized model.
+        live: what was computed and is read later on.
+        batches: how many there are.
+        float_seconds: spent in the float model.
+    """
+
+    def __init__(self, streams: Sequence[Stream], places: Sequence[Place], live: LiveTensors, in_memory: int) -> None:
+        """Find what each step needs.
+
+        Args:
+            streams: the float and the quantized model.
+            places: the steps.
+            live: empty.
+            in_memory: bytes of stored tensors that a section may hold before they are handed over in a file.
+        """
+        self.streams, self.live = streams, live
+        self.batches, self.float_seconds = 0, 0.0
+        self._in_memory = in_memory
+        self._targets = [[place.tensors(stream) for place in places] for stream in streams]
+        self._targets[FLOAT].append(streams[FLOAT].outputs)
+        self._targets[QUANTIZED].append([])
+        self._depths = [
+            stream.depths({stream.at[call.tag]: step for step, place in enumerate(places) for call in place.calls})
+            for stream in streams
+        ]
+
+    def start(self, data: Iterable[Any], *, progress: bool) -> None:
+        """Run every batch up to the first step.
+
+        Raises:
+            DataError: no data, or data the model does not take.
+        """
+        sections, kept = self._sections(0)
+        sessions = [self._session(number, section) for number, section in enumerate(sections)]
+        inputs = [_Input(value) for value in self.streams[FLOAT].given.values()]
+        for place, values in batches_of(data, "first layers", progress):
+            feeds = {name: _writable(value) for name, value in as_feeds(values, inputs, f"batch {place}").items()}
+            batch = self.batches  # of those that count
+            for number, section in enumerate(sections):
+                for name in kept[number] & feeds.keys():
+                    self.live.put((number, batch, name), feeds[name])
+                self._run(number, batch, section, sessions[number], feeds)
+            self.batches += 1
+
+    def reach(self, step: int) -> None:
+        """Run every batch up to the inputs of a step, and forget what no later step needs."""
+        missing = [self._missing(number, step, step + 1) for number in (FLOAT, QUANTIZED)]
+        clean = [[name for name in names if self._depths[n].get(name, -1) < step] for n, names in enumerate(missing)]
+        if any(clean):
+            sections, kept = self._sections(step)
+            self._run_all(sections)
+        else:
+            kept = [self._needed(number, step) for number in (FLOAT, QUANTIZED)]
+        self.live.keep(lambda key: key[2] in kept[key[0]])
+        # an input that depends on the step itself: by the model as it is now, and not for good
+        ahead = [self._missing(number, step, step + 1) for number in (FLOAT, QUANTIZED)]
+        self._run_all([stream.section(names) for stream, names in zip(self.streams, ahead, strict=True)])
+
+    def finish(self) -> None:
+        """Count what the float model takes behind the last step, as one batch tells, and forget everything."""
+        outputs = self._missing(FLOAT, len(self._targets[FLOAT]) - 1)
+        section = self.streams[FLOAT].section(outputs)
+        session = self._session(FLOAT, section)
+        self._run(FLOAT, 0, section, session)  # the first run is no measure of the others
+        before = self.float_seconds
+        self._run(FLOAT, 0, section, session)
+        self.float_seconds += (self.float_seconds - before) * (self.batches - 1)
+        self.live.clear()
+
+    def _sections(self, step: int) -> tuple[list[Section], list[set[str]]]:
+        """What to run for this step and for later ones whose inputs depend on none from here on; what to keep then."""
+        sections, kept = [], []
+        for number, stream in enumerate(self.streams):
+            wanted = [name for name in self._missing(number, step) if self._depths[number].get(name, -1) < step]
+            later = stream.section(self._remaining(number, step))
+            section = stream.section(wanted)
+            section = stream.section([*wanted, *stream.sizes_in(section, later)])
+            stream.finish(section)
+            kept.append(self._needed(number, step))
+            made = stream.made_in(section) & kept[number]
+            sections.append(Section(section.nodes, section.inputs, sorted(made)))
+        return sections, kept
+
+    def _remaining(self, number: int, step: int) -> list[str]:
+        return [name for names in self._targets[number][step:] for name in names]
+
+    def _needed(self, number: int, step: int) -> set[str]:
+        """What has to be there for this step and all later ones."""
+        return set(self.streams[number].section(self._remaining(number, step)).inputs)
+
+    def _missing(self, number: int, step: int, end: int | None = None) -> list[str]:
+        names = (name for found in self._targets[number][step:end] for name in found)
+        there = (name for name in names if (number, 0, name) not in self.live)
+        return [name for name in dict.fromkeys(there) if not self.streams[number].is_stored(name)]
+
+    def _run_all(self, sections: Sequence[Section]) -> None:
+        for number, section in enumerate(sections):
+            if section.wanted:
+                session = self._session(number, section)
+                for batch in range(self.batches):
+                    self._run(number, batch, section, session)
+
+    def _run(
+        self,
+        number: int,
+        batch: int,
+        section: Section,
+        session: ort.InferenceSession | None,
+        feeds: Mapping[str, Array] | None = None,
+    ) -> None:
+        if session is None:
+            return
+        read = {
+            name: feeds[name] if feeds is not None and name in feeds else self.live.get((number, batch, name))
+            for name in section.inputs
+        }
+        began = time.perf_counter()
+        values = run_session(session, read, f"batch {batch}")
+        if number == FLOAT:
+            self.float_seconds += time.perf_counter() - began
+        for name, value in zip(section.wanted, values, strict=True):
+            self.live.put((number, batch, name), value)
+
+    def _session(self, number: int, section: Section) -> ort.InferenceSession | None:
+        """A session for a section, in the settings of the simulation; None where there is nothing to run."""
+        if not section.wanted:
+            return None
+        model, large = self.streams[number].model(section, [self._info(number, name) for name in section.inputs])
+        if sum(tensor.nbytes for tensor in large.values()) <= self._in_memory:
+            return simulation_session(with_large(model, large), shares_memory=True)
+        with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
+            return simulation_session(spooled(model, large, Path(folder) / "weights"), shares_memory=True)
+
+    def _info(self, number: int, name: str) -> ValueInfoProto:
+        """Type and shape of what a section reads; sizes are fixed where all batches agree."""
+        given = self.streams[number].given
+        if name in given:
+            found: ValueInfoProto = given[name]
+            return found
+        facts = [self.live.facts((number, batch, name)) for batch in range(self.batches)]
+        code = helper.np_dtype_to_tensor_dtype(facts[0][0])
+        sizes = [set(column) for column in zip(*(shape for _, shape in facts), strict=True)]
+        info: ValueInfoProto = helper.make_tensor_value_info(
+            name, code, [min(s) if len(s) == 1 else None for s in sizes]
+        )
+        return info
+
+
+class _Input:
+    """A graph input as a session tells of it."""
+
+    def __init__(self, value: ValueInfoProto) -> None:
+        dtype = dtype_name(value.type.tensor_type.elem_type)
+        self.name, self.type = value.name, f"tensor({'float' if dtype == 'float32' else dtype})"
+
+
+def _writable(value: Array) -> Array:
+    """An array that its reader may make a tensor of: those of read-only memory are copied."""
+    return value if value.flags.writeable else np.array(value)

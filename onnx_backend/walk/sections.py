@@ -1,0 +1,185 @@
+"""A graph that is run section by section: which nodes lead to the tensors wanted next, and the model of these nodes."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+
+from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub
+from onnx_backend.proto.model import array, initializers, input_names, metadata
+from onnx_backend.proto.subgraphs import reads
+from onnx_backend.proto.weightless import is_large
+from onnx_backend.walk.readings import RECURRENT
+
+#: metadata that tells the nodes of two versions of a graph which belong together
+TAG = "qsdk.walk"
+#: ops that give sequences or optionals, which no caller can hold
+_NO_TENSORS = frozenset(
+    {
+        "SplitToSequence",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceInsert",
+        "SequenceErase",
+        "SequenceMap",
+        "Optional",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of a graph that is run at once.
+
+    Attributes:
+        nodes: indices, in order.
+        inputs: tensors that are there already, or that the caller feeds.
+        wanted: tensors that it gives.
+    """
+
+    nodes: Sequence[int]
+    inputs: Sequence[str]
+    wanted: Sequence[str]
+
+
+class Stream:
+    """A model without its large stored tensors, and which of its nodes have been run.
+
+    Attributes:
+        nodes: of the graph, sorted.
+        given: name -> what the caller feeds.
+        at: tag -> index of a node.
+        outputs: of the graph.
+        done: indices of the nodes that have been run.
+    """
+
+    def __init__(
+        self, model: ModelProto, large: Mapping[str, LargeTensor], made: Mapping[str, Callable[[], LargeTensor]]
+    ) -> None:
+        """Take over a model.
+
+        Args:
+            model: may have stubs in the places of stored tensors.
+            large: what the stubs stand for.
+            made: stored tensors that are made anew for every section, by name; they replace the model's own.
+        """
+        self._model, self._large, self._made = model, large, made
+        self._stored = initializers(model.graph)
+        self.nodes: list[NodeProto] = list(model.graph.node)
+        self._reads = [reads(node) for node in self.nodes]
+        for index, node in enumerate(self.nodes):
+            if node.op_type in RECURRENT and not node.output[0]:
+                node.output[0] = f"{TAG}/{index}"  # the states after each step tell those before the next
+        self._maker = {name: index for index, node in enumerate(self.nodes) for name in node.output if name}
+        fed = set(input_names(model.graph))
+        self.given = {value.name: value for value in model.graph.input if value.name in fed}
+        self.at = {tag: index for index, node in enumerate(self.nodes) if (tag := metadata(node).get(TAG))}
+        self.outputs = [value.name for value in model.graph.output]
+        self.done: set[int] = set()
+        no_tensors = {index for index, node in enumerate(self.nodes) if node.op_type in _NO_TENSORS}
+        self._again = self._made_of_stored() | no_tensors
+
+    def depths(self, steps: Mapping[int, int]) -> Mapping[str, int]:
+        """Tensor -> the last step that it depends on, where it depends on one; `steps` says which node is in which."""
+        found: dict[str, int] = {}
+        for index, node in enumerate(self.nodes):
+            own = max([steps.get(index, -1), *(found.get(name, -1) for name in self._reads[index])])
+            if own >= 0:
+                found.update(dict.fromkeys(node.output, own))
+        return found
+
+    def section(self, wanted: Iterable[str]) -> Section:
+        """What is to be run for these tensors; those that are there already stand among the inputs."""
+        wanted = list(dict.fromkeys(wanted))
+        nodes: set[int] = set()
+        inputs: dict[str, None] = {}
+        seen: set[str] = set()
+        waiting = list(wanted)
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            index = self._maker.get(name)
+            if index is None:
+                if name in self.given:
+                    inputs[name] = None
+            elif index in self.done:
+                inputs[name] = None
+            elif index not in nodes:
+                nodes.add(index)
+                waiting.extend(self._reads[index])
+        made = [name for name in wanted if name not in inputs]
+        return Section(sorted(nodes), sorted(inputs), made)
+
+    def sizes_in(self, section: Section, later: Section) -> list[str]:
+        """What takes the shape of a tensor of a section and is wanted later: taken now, the tensor need not be kept."""
+        known = {*section.inputs, *self.made_in(section)}
+        shapes = (self.nodes[index] for index in later.nodes if self.nodes[index].op_type in ("Shape", "Size"))
+        return [node.output[0] for node in shapes if node.input[0] in known]
+
+    def made_in(self, section: Section) -> set[str]:
+        """Every tensor that the nodes of a section make."""
+        return {name for index in section.nodes for name in self.nodes[index].output if name}
+
+    def is_stored(self, name: str) -> bool:
+        """Whether a tensor is stored in the model."""
+        return name in self._stored or name in self._made
+
+    def stored(self, name: str) -> npt.NDArray[Any]:
+        """The value of a stored tensor."""
+        if name in self._made:
+            return self._made[name]().value()
+        return self._large[name].value() if name in self._large else array(self._stored[name])
+
+    def finish(self, section: Section) -> None:
+        """Note that a section was run; what is made of stored tensors alone is made in every section that reads it."""
+        self.done.update(set(section.nodes) - self._again)
+
+    def model(self, section: Section, inputs: Sequence[ValueInfoProto]) -> tuple[ModelProto, Mapping[str, LargeTensor]]:
+        """The model of a section with stubs for its large stored tensors, and these by name."""
+        found = ModelProto(ir_version=self._model.ir_version)
+        found.opset_import.extend(self._model.opset_import)
+        graph = found.graph
+        graph.name = "section"
+        graph.node.extend(self.nodes[index] for index in section.nodes)
+        graph.input.extend(inputs)
+        graph.output.extend(ValueInfoProto(name=name) for name in section.wanted)
+        held = {name: None for index in section.nodes for name in self._reads[index]}
+        large: dict[str, LargeTensor] = {}
+        for name in held:
+            if name in self._made:
+                _add(found, name, self._made[name](), large)
+            elif name in self._stored:
+                _keep(found, self._stored[name], self._large, large)
+        return found, large
+
+    def _made_of_stored(self) -> frozenset[int]:
+        """The nodes that read nothing but stored tensors, and what is made of such."""
+        known = {*self._stored, *self._made}
+        found = set()
+        for index, node in enumerate(self.nodes):
+            if self._reads[index] and all(name in known for name in self._reads[index]):
+                found.add(index)
+                known.update(node.output)
+        return frozenset(found)
+
+
+def _add(model: ModelProto, name: str, values: LargeTensor, large: dict[str, LargeTensor]) -> None:
+    if is_large(values.dims):
+        large[name] = values
+        model.graph.initializer.append(values.stub(name))
+    else:
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values.value()), name))
+
+
+def _keep(
+    model: ModelProto, tensor: TensorProto, there: Mapping[str, LargeTensor], large: dict[str, LargeTensor]
+) -> None:
+    """Add a stored tensor as it is; what a file holds stays there."""
+    if is_stub(tensor):
+        large[tensor.name] = there[tensor.name]
+    model.graph.initializer.append(tensor)

@@ -1,0 +1,74 @@
+"""Layer problems of embedding tables: each row is read or not, so all that counts is how often."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsdk.algorithms import ranks
+from qsdk.core.errors import DataError
+from qsdk.core.layers.layer_problem import LayerProblem
+from qsdk.core.layers.layer_walk import Layer, Walk
+
+
+class EmbeddingPart:
+    """Tables that are read at the same indices, and how often each of their rows is.
+
+    A table has a group for each row, with one input: its second moment is the number of times that the row is read.
+    Every row counts once more, since others are read in use than by some batches (Laplace's rule of succession).
+    """
+
+    def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int) -> None:
+        """Count nothing yet; every so many-th index is held back, none if it is 0."""
+        self._layers, self._weights, self._every = layers, weights, held_back
+        self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64)
+        self._seen = 0
+
+    def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
+        """Add one call's indices, those of the quantized model.
+
+        Raises:
+            DataError: one of them is no row of the table; names the layer and the batch.
+        """
+        rows, indices = self._counts.shape[1], x_quantized.flatten().long().cpu()
+        if len(indices) and not -rows <= int(indices.min()) <= int(indices.max()) < rows:
+            raise DataError(f"{self._layers[0].site}, batch {number}: an index is none of the {rows} rows of the table")
+        at = torch.arange(self._seen, self._seen + len(indices))
+        held = at % self._every == self._every - 1 if self._every else torch.zeros_like(at, dtype=torch.bool)
+        for counts, own in zip(self._counts, (~held, held), strict=True):
+            counts += torch.bincount(indices[own] % rows, minlength=rows)
+        self._seen += len(indices)
+
+    def problems(self, walk: Walk) -> Iterator[LayerProblem]:
+        """The tables' problems."""
+        ranks.all_reduce_sum([self._counts])
+        train, held_back = self._counts
+        for layer, weight in zip(self._layers, self._weights, strict=True):
+            guard = _problem(layer, walk, weight, held_back) if bool(held_back.any()) else None
+            yield _problem(layer, walk, weight, train, guard)
+
+
+def _problem(
+    layer: Layer, walk: Walk, weight: Tensor, counts: Tensor, held_back: LayerProblem | None = None
+) -> LayerProblem:
+    rows = int(counts.sum())
+    smoothed = (counts + 1).to(weight)
+    nothing: Any = torch.zeros_like(weight)
+    share = (smoothed / smoothed.sum())[:, None]
+    return LayerProblem(
+        layer.site,
+        layer.spec,
+        walk.encoding(layer.site),
+        layer.layout,
+        weight,
+        smoothed[:, None, None],
+        nothing,
+        nothing[..., 0],
+        rows,
+        float(smoothed.sum()),
+        mean=share,
+        mean_quantized=share,
+        samples=(smoothed[:, None, None],) * 2,
+        held_back=held_back,
+    )

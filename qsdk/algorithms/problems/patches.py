@@ -1,0 +1,73 @@
+"""The patches of its input that a convolution multiplies, taken where they are wanted and never unfolded whole."""
+
+import torch
+from torch import Tensor
+
+from qsdk.core.layers.layer_problem import PatchGeometry
+
+#: Patches for each of their elements that determine a layer: all patches add little.
+PATCHES = 16
+#: Rows of data that no layer gets fewer of, if there are so many.
+ROWS = 1024
+
+
+def sample_positions(total: int, limit: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draw `limit` of `total` positions, uniformly, one per stratum: int64, ascending; all of them if they are few."""
+    if limit is None or total <= limit:
+        return torch.arange(total)
+    jitter = torch.rand(limit, generator=generator, dtype=torch.float64)
+    return ((torch.arange(limit) + jitter) * (total / limit)).long().clamp_(max=total - 1)
+
+
+def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:
+    """Give what a convolution multiplies at some of its output positions.
+
+    Args:
+        x: [N, C, *spatial].
+        positions: int64 [P], indices into the flattened [N, *output_size].
+        geometry: of the convolution.
+
+    Returns:
+        [groups, P, C / groups * prod(kernel)], in the order of the weight's matrix.
+    """
+    sizes = tuple(x.shape[2:])
+    sample, *outputs = torch.unravel_index(positions.to(x.device), (x.shape[0], *geometry.output_size(sizes)))
+    flat = torch.zeros(len(positions), 1, dtype=torch.int64, device=x.device)
+    inside = torch.ones_like(flat, dtype=torch.bool)
+    for dim, (output, size) in enumerate(zip(outputs, sizes, strict=True)):
+        index, valid = _taps(output, size, dim, geometry)
+        flat = (flat[:, :, None] * size + index[:, None, :]).flatten(1)
+        inside = (inside[:, :, None] & valid[:, None, :]).flatten(1)
+    taken = _taken(x.flatten(2), sample[:, None], flat).mul_(inside[:, :, None])
+    grouped = taken.reshape(*taken.shape[:2], geometry.groups, -1)
+    return grouped.permute(2, 0, 3, 1).flatten(2)
+
+
+def _taken(x: Tensor, sample: Tensor, index: Tensor) -> Tensor:
+    """All channels [P, taps, C] of x [N, C, size] at indices [P, taps]; whole rows of them pay where many are taken."""
+    if index.numel() < x.shape[0] * x.shape[2]:
+        return x[sample, :, index]
+    rows = x.mT.reshape(-1, x.shape[1]).index_select(0, (sample * x.shape[2] + index).flatten())
+    return rows.reshape(*index.shape, -1)
+
+
+def _taps(output: Tensor, size: int, dim: int, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:
+    """Input index of each kernel element along one dimension, [P, kernel], and whether it lies inside the input."""
+    stride, before = geometry.stride[dim], geometry.padding[dim][0]
+    steps = torch.arange(geometry.kernel[dim], device=output.device) * geometry.dilation[dim]
+    if geometry.transposed:
+        reached = output[:, None] + before - steps
+        index = reached.div(stride, rounding_mode="floor")
+        valid = (reached % stride == 0) & (index >= 0) & (index < size)
+        return index.clamp(0, size - 1), valid
+    index = output[:, None] * stride - before + steps
+    match geometry.mode:
+        case "zeros":
+            return index.clamp(0, size - 1), (index >= 0) & (index < size)
+        case "reflect":
+            index = size - 1 - (size - 1 - index.abs()).abs()
+        case "circular":
+            index = index % size
+        case "replicate":
+            index = index.clamp(0, size - 1)
+    return index, torch.ones_like(index, dtype=torch.bool)

@@ -1,0 +1,1 @@
+"""Solvers of one layer problem: weight ranges, rounding and biases."""

@@ -1,0 +1,188 @@
+"""AdaRound: round each weight down or up so that the layer's output error is smallest."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.solvers import relaxation
+from qsdk.algorithms.solvers.on_torch import on_torch
+from qsdk.algorithms.solvers.outputs import Outputs
+from qsdk.algorithms.solvers.rounding import (
+    SIDE_BY_SIDE,
+    Evidence,
+    Grid,
+    Objective,
+    by_diagonal,
+    descend,
+    feedback,
+    left_nearest,
+)
+from qsdk.core.errors import ConfigError
+from qsdk.core.layers.layer_problem import LayerProblem, Solution
+
+Method = Literal["fast", "relaxed"]
+METHODS = ("fast", "relaxed")
+#: what `iterations` is where it is not given: sweeps of coordinate descent, steps of Adam
+ITERATIONS = {"fast": 5, "relaxed": 500}
+#: samples that a step of `relaxed` with `activation` sees, and its damping where none is given
+BATCH, DAMPING = 1024, 0.03
+
+
+def solve(
+    problem: LayerProblem,
+    *,
+    method: Method = "fast",
+    iterations: int | None = None,
+    starts: int = 4,
+    damping: float | None = None,
+    shift_bias: bool = True,
+    activation: bool = False,
+    relaxed: relaxation.Options = relaxation.DEFAULT,
+) -> Solution:
+    """Round each weight to the grid point below or above it, for the smallest output error of the layer.
+
+    `fast`: error feedback column by column, then coordinate descent on the rounding choices until none pays, from
+    several orders of the columns. `relaxed`: the paper's soft rounding by gradient descent, hardened at the end. An
+    output for which nearest rounding is better, on all data or on what was held back, keeps it.
+
+    Args:
+        problem: with the encoding whose grid is used; it is not changed.
+        method: `fast` or `relaxed`.
+        iterations: `fast`: sweeps of coordinate descent, at most; later ones gain little. `relaxed`: steps of Adam.
+            None for 5 and 500.
+        starts: orders of the columns that `fast` begins from; the first is that of the diagonal.
+        damping: share of the mean second moment that is added to the diagonal, so that directions which the data does
+            not show keep their weights; None for 0.03, and more where rows are few (`rounding.damping_for`).
+        shift_bias: whether the layer's bias, if there is one, takes up the mean error.
+        activation: of `relaxed`: the error is that behind the layer's activation function, on samples of its inputs.
+        relaxed: options of the relaxation.
+
+    Returns:
+        The rounded weight, every element exactly on the grid, and relative errors.
+
+    Raises:
+        ConfigError: the dtype is not an integer, or an option is out of its range or not for this method.
+
+    Source: the problem is that of Nagel et al. 2020, AdaRound, sections 3.1 to 3.4, with its asymmetric
+    reconstruction and activation function (equation 25); the fast solution is Frantar et al. 2023, GPTQ, section 3, in
+    the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
+    """
+    _require_sensible(problem, method, iterations, starts, damping, activation)
+    problem = on_torch(problem)
+    full, weight = Grid.of(problem, problem.encoding), problem.weight.mT
+    plain = (full.nearest(weight) * full.scale).mT
+    if (left := left_nearest(problem, plain)) is not None:
+        return left
+    count, grid = ITERATIONS[method] if iterations is None else iterations, full.around(weight)
+    if activation and problem.activation is not None:
+        outputs = Outputs.of(problem)
+        gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
+        rounded = (relaxation.relax(weight, grid, gradient, count, relaxed) * grid.scale).mT
+        return _judged_behind(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
+    evidence = Evidence.of(problem, shift_bias=shift_bias)
+    objective = Objective.of(evidence.judged, damping)
+    if method == "fast":
+        codes = _fast(objective, grid, count, starts)
+    else:
+        codes = relaxation.relax(objective.weight, grid, _gradient(objective, grid), count, relaxed)
+    rounded = (codes * grid.scale).mT
+    rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
+    return evidence.solution(problem.encoding, rounded, plain)
+
+
+def _require_sensible(
+    problem: LayerProblem, method: str, iterations: int | None, starts: int, damping: float | None, activation: bool
+) -> None:
+    site = problem.site
+    if not problem.spec.dtype.is_integer:
+        raise ConfigError(f"{site}: adaround needs an integer grid, not {problem.spec.dtype}; skip the site")
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r} of adaround; choose one of {', '.join(METHODS)}")
+    if activation and method == "fast":
+        raise ConfigError(
+            "second moments, which method='fast' is solved on, end in front of activation functions; "
+            "choose method='relaxed' with activation=True"
+        )
+    if damping is not None and damping <= 0:
+        raise ConfigError(f"{site}: a damping of {damping} is not positive")
+    if starts < 1 or (iterations is not None and iterations < 0):
+        raise ConfigError(f"{site}: {starts} starts and {iterations} iterations; give at least 1 and 0")
+
+
+def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
+    """The best codes from several orders of the columns, as many side by side as pays."""
+    weights, columns = objective.weight.numel(), objective.weight.shape[1]
+    orders = _orders(objective.h, starts if columns > 1 else 1)
+    best, lowest = None, None
+    for some in torch.split(orders, max(SIDE_BY_SIDE // weights, 1)):
+        several = objective.repeated(len(some))
+        grids = Grid.stacked([grid] * len(some))
+        found = descend(several, grids, feedback(several, grids, order=some.flatten(0, 1)), sweeps)
+        errors = several(found * grids.scale)
+        for codes, error in zip(found.chunk(len(some)), errors.chunk(len(some)), strict=True):
+            if best is None or lowest is None:
+                best, lowest = codes, error
+            else:
+                best = torch.where((error < lowest)[:, None], codes, best)
+                lowest = torch.minimum(error, lowest)
+    assert best is not None
+    return best
+
+
+def _judged_behind(
+    outputs: Outputs, problem: LayerProblem, rounded: Tensor, plain: Tensor, *, shifts: bool
+) -> Solution:
+    """The outputs of a rounded weight that are better behind the activation function, and else those of nearest."""
+
+    def judged(weight: Tensor) -> tuple[Tensor, Tensor]:
+        given = outputs.given(weight)
+        shift = outputs.shift(given) if shifts else torch.zeros_like(outputs.bias)
+        return outputs.errors(given + shift[:, None]), shift
+
+    before = outputs.errors(outputs.given(plain))
+    (errors, shift), (plain_errors, plain_shift) = judged(rounded), judged(plain)
+    falls = outputs.falls(plain_errors, errors)
+    rounded = torch.where(falls[..., None], rounded, plain)
+    shift = torch.where(falls, shift, plain_shift)
+    after = outputs.relative(torch.where(falls[:, None], errors, plain_errors))
+    found = shift if shifts else None
+    return Solution(problem.encoding, rounded, outputs.relative(before), after, bias_shift=found)
+
+
+def sampled_gradient(outputs: Outputs, exact: Tensor, plain: Tensor, damping: float) -> Callable[[Tensor, int], Tensor]:
+    """That of the error behind the activation function on some samples, in the units of `_gradient`."""
+    learning = outputs.learning.nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(0)
+    per_row = outputs.errors(outputs.given(plain))[:, learning].sum((0, 2)).mean()
+    unit = float(per_row) / plain.numel() or 1.0
+    ridge = damping * float(outputs.x_quantized.square().mean())
+
+    def gradient(weight: Tensor, step: int) -> Tensor:
+        chosen = torch.randperm(len(learning), generator=generator)[:BATCH]
+        rows = learning[chosen.to(learning.device)]
+        x = outputs.x_quantized[:, rows]
+        given = x @ weight + outputs.bias[:, None]
+        missed = outputs.function(given) - outputs.function(outputs.exact[:, rows])
+        slope = x.mT @ (missed * outputs.function.passes(given)) / len(rows)
+        found: Tensor = (slope + ridge * (weight - exact)) * (2 / unit)
+        return found
+
+    return gradient
+
+
+def _gradient(objective: Objective, grid: Grid) -> Callable[[Tensor, int], Tensor]:
+    """That of the error, in units of what rounding one weight to nearest costs on average."""
+    nearest = grid.nearest(objective.weight) * grid.scale - objective.weight
+    unit = float((nearest * (objective.h @ nearest)).mean()) or 1.0  # of weights that are on the grid
+    return lambda weight, step: torch.baddbmm(objective.linear, objective.h, weight - objective.weight) * (2 / unit)
+
+
+def _orders(h: Tensor, count: int) -> Tensor:
+    """The order of the diagonal, and others near it, int64 [count, groups, K]."""
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(count - 1, *diagonal.shape, generator=generator).to(diagonal)
+    others = (diagonal.log() + noise / 2).argsort(dim=-1, descending=True, stable=True)
+    return torch.cat([by_diagonal(h)[None], others])

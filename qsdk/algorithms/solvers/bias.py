@@ -1,0 +1,49 @@
+"""Bias correction: what a layer's bias takes up so that the mean of its output is that of the float model."""
+
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.solvers.on_torch import on_torch
+from qsdk.algorithms.solvers.outputs import Outputs
+from qsdk.algorithms.solvers.seq_mse import fake_quantize
+from qsdk.core.layers.layer_problem import LayerProblem, Solution
+
+NO_BIAS = "it has no bias that could take the shift"
+
+
+def solve(problem: LayerProblem) -> Solution:
+    """Shift the bias, per output channel, so that the mean of the layer's output is that of the float model.
+
+    Where an activation function is one with the layer, it is the mean behind that. Ranges that are too narrow shrink
+    a layer's outputs; to bring back a negative mean in front of a ReLU would leave fewer of them above 0 than were
+    there, and take more from the layers behind than it gives. A shift that does not lower the squared error on samples
+    held back is not made.
+
+    Args:
+        problem: with means and samples; its encoding and weight stay.
+
+    Returns:
+        The shift, and relative errors of the output, behind the activation function, on the samples without and with
+        it.
+
+    Source: Nagel et al. 2019, Data-Free Quantization, section 4.2.2 (empirical bias correction), with X~ as it is after
+    the corrections of the layers before, and there without the activation function.
+    """
+    problem = on_torch(problem)
+    quantized = fake_quantize(problem, problem.encoding)
+    if problem.layout.kind == "embedding":
+        error = problem.relative_error(quantized)
+        return Solution(problem.encoding, None, error, error, note=NO_BIAS)
+    outputs = Outputs.of(problem)
+    given = outputs.given(quantized)
+    before = outputs.errors(given)
+    if problem.bias is None:
+        error = outputs.relative(before)
+        return Solution(problem.encoding, None, error, error, note=NO_BIAS)
+    # without a function the mean over all data is known
+    shift: Tensor = problem.mean_error(quantized) if problem.activation is None else outputs.shift(given)
+    after = outputs.errors(given + shift[:, None])
+    falls = outputs.falls(before, after)
+    left = outputs.relative(torch.where(falls[:, None], after, before))
+    found = torch.where(falls, shift, 0)
+    return Solution(problem.encoding, None, outputs.relative(before), left, bias_shift=found)

@@ -1,0 +1,43 @@
+"""Layer problems and their grids as torch tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsdk.core.layers.layer_problem import LayerProblem
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.encoding import Encoding
+
+_ARRAYS = ("h", "linear", "drifts", "x_quantized", "drifted", "roots", "mean", "mean_quantized", "bias")
+
+
+def on_torch(problem: LayerProblem) -> LayerProblem:
+    """Give the problem with float32 torch tensors on the weight's device, sharing memory where that can be."""
+    weight = torch.as_tensor(problem.weight).detach().float()
+
+    def moved(values: Any) -> Any:
+        return None if values is None else torch.as_tensor(values).detach().to(weight)
+
+    arrays = {name: moved(getattr(problem, name)) for name in _ARRAYS}
+    samples = problem.samples and (moved(problem.samples[0]), moved(problem.samples[1]))
+    held_back = problem.held_back and on_torch(problem.held_back)
+    return replace(problem, weight=weight, samples=samples, held_back=held_back, **arrays)
+
+
+def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor, Tensor]:
+    """The scale and the zero point of each weight, float32 [groups, out_per_group, K]; not to be written to."""
+    layout, device = problem.layout, problem.weight.device
+
+    def each(values: Any) -> Tensor:
+        aligned = affine.align(torch.from_numpy(values).to(device), layout.shape, encoding.axis, encoding.block_size)
+        matrix: Tensor = layout.to_matrix(aligned.expand(layout.shape))
+        return matrix.float()
+
+    return each(encoding.scale), each(encoding.zero_point)
+
+
+def cells_of_weights(problem: LayerProblem, encoding: Encoding) -> Tensor:
+    """Which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
+    return torch.as_tensor(problem.layout.cells(encoding)).to(problem.weight.device)

@@ -1,0 +1,240 @@
+"""Searching the scales of one block of columns for the smallest loss."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.solvers.layer_losses import Loss, Quadratic
+from qsdk.core.layers.layer_problem import LayerProblem
+from qsdk.core.numerics.encoding import FloatArray
+from qsdk.core.ranges.ranges import range_of, scale_and_zero_point
+
+#: Blocks of more weights are searched roughly first.
+WIDE = 1 << 14
+#: Columns of the blocks in which the rough loss decides alone: their products weigh less than those with all others.
+NARROW = 128
+#: Narrower ranges than one with so many times the lowest rough loss of a unit are not tried for it.
+HOPELESS = 2.0
+#: Elements that are moved to a grid at a time: few enough to stay in a processor's cache.
+CACHED = 1 << 18
+
+
+def codes(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
+    """Give `quantize(weight) - zero_point`: the formula of `core.affine` with fewer passes over memory."""
+    return clipped(torch.div(weight, scale), zero_point, lo, hi)
+
+
+def clipped(position: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
+    """Round positions on a grid to its codes, zero points taken away; overwrites them."""
+    rounded = position.round_()
+    if not zero_point.any():
+        return rounded.clamp_(lo, hi)
+    return rounded.clamp_(lo - zero_point, hi - zero_point)  # clip(r + z, lo, hi) - z, to the last bit
+
+
+def on_grid(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
+    """Give `fake_quantize(weight)`; scale and zero point broadcast against the weight."""
+    return codes(weight, scale, zero_point, lo, hi).mul_(scale)
+
+
+class Grids:
+    """The grids that shares of a weight's range lead to; ranges contain 0."""
+
+    def __init__(self, problem: LayerProblem) -> None:
+        """Observe the range of the problem's weight."""
+        self._spec, self._device = problem.spec, problem.weight.device
+        full = range_of(problem.layout.from_matrix(problem.weight).cpu().numpy(), problem.spec)
+        self._low, self._high = np.minimum(full.low, 0).reshape(-1), np.maximum(full.high, 0).reshape(-1)
+
+    def common(self, share: float) -> tuple[Tensor, Tensor]:
+        """Scales and zero points for one share of all ranges, float32 [scales]."""
+        return self._grids(self._low * np.float32(share), self._high * np.float32(share))
+
+    def of(self, scales: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Asymmetric grids of some scales, for shares of either end, [..., scales]."""
+        at = scales.cpu().numpy()
+        return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy())
+
+    def _grids(self, low: FloatArray, high: FloatArray) -> tuple[Tensor, Tensor]:
+        scale, zero_point = scale_and_zero_point(low, high, self._spec)
+        return torch.from_numpy(scale).to(self._device), torch.from_numpy(zero_point).to(self._device).float()
+
+
+class Block:
+    """Columns of a weight matrix in which each output has one scale; several outputs may have the same.
+
+    Attributes:
+        weight: float32 [groups, outputs, columns].
+        grid: lowest and highest code.
+        scales: which scales they are, int64 [units].
+    """
+
+    def __init__(
+        self, weight: Tensor, cell: Tensor, grid: tuple[float, float], importance: Tensor | None = None
+    ) -> None:
+        """Look at a weight with scales `cell`, int64 [groups, outputs].
+
+        Where outputs share a scale, their losses count as `importance` [groups, outputs] says; None for equally.
+        """
+        self.weight, self.grid = weight, grid
+        used = torch.bincount(cell.flatten()) > 0
+        self.scales, self._unit = used.nonzero()[:, 0], (used.cumsum(0) - 1)[cell]
+        order = torch.arange(cell.numel(), device=cell.device).reshape(cell.shape)
+        self._in_order = torch.equal(self._unit, order)
+        self._importance = importance if len(self.scales) < cell.numel() else None
+
+    @property
+    def wide(self) -> bool:
+        """Whether each output is searched for itself, roughly first."""
+        return self.weight.numel() > WIDE and self.weight.shape[0] == 1 and self._in_order
+
+    @property
+    def narrow(self) -> bool:
+        """Whether there are so few columns that their products with each other hardly count."""
+        return self.weight.shape[-1] <= NARROW
+
+    def total(self, losses: Tensor) -> Tensor:
+        """Sum losses of outputs [..., groups, outputs] to those of units, [..., units]."""
+        if self._importance is not None:
+            losses = losses * self._importance
+        flat = losses.flatten(-2)
+        if self._in_order:
+            return flat
+        zeros = torch.zeros(*flat.shape[:-1], len(self.scales), device=flat.device, dtype=flat.dtype)
+        return zeros.index_add_(-1, self._unit.flatten(), flat)
+
+    def of_units(self, values: Tensor) -> Tensor:
+        """Spread values of units [units] to outputs, [groups, outputs]."""
+        return values[self._unit]
+
+    def of_outputs(self, losses: Tensor) -> Tensor | None:
+        """Losses of units as those of outputs, [groups, outputs]; None where outputs share scales."""
+        return losses.reshape(self._unit.shape) if self._in_order and self._importance is None else None
+
+    def deviation(self, scale: Tensor, zero_point: Tensor, outputs: Tensor | None = None) -> Tensor:
+        """How far the nearest grid points are from the weights, for grids of units [..., units].
+
+        With indices of `outputs` it is that of these alone.
+        """
+        weight, unit = self.weight, self._unit
+        if outputs is not None:
+            weight, unit = weight[:, outputs], unit[:, outputs]
+        scale = scale[..., unit, None]
+        return on_grid(weight, scale, zero_point[..., unit, None], *self.grid).sub_(weight)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search chose.
+
+    Attributes:
+        index: of the candidates, int64 [units].
+        losses: [units].
+        deviation: with the chosen grids, [groups, outputs, columns].
+        product: the deviation times H, likewise, where the loss has an H and outputs are searched for themselves.
+    """
+
+    index: Tensor
+    losses: Tensor
+    deviation: Tensor
+    product: Tensor | None = None
+
+
+def best_of(block: Block, loss: Loss, scales: Tensor, zero_points: Tensor) -> Choice:
+    """Choose the best candidate of each unit, for scales and zero points [candidates, units].
+
+    All are tried where that is cheap or where outputs share scales. Elsewhere a rough loss chooses; in a block of many
+    columns the exact one goes on from there, up or down, as long as it falls, and the last candidate is never missed.
+    """
+    if block.wide and isinstance(loss, Quadratic):
+        climb = _Climb(block, loss, scales, zero_points, step=1 if block.narrow else 2)
+        return climb.start() if block.narrow else climb.choice()
+    found = []
+    at_once = max(CACHED // block.weight.numel(), 1)
+    for start in range(0, len(scales), at_once):
+        some = slice(start, start + at_once)
+        found.append(block.total(loss(block.deviation(scales[some], zero_points[some]))))
+    lowest, best = torch.cat(found).min(0)
+    units = torch.arange(len(best), device=best.device)
+    return Choice(best, lowest, block.deviation(scales[best, units], zero_points[best, units]))
+
+
+class _Climb:
+    """Each unit's way through the candidates to one whose neighbours are no better."""
+
+    def __init__(self, block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, *, step: int) -> None:
+        self._block, self._loss, self._scales, self._zero_points = block, loss, scales, zero_points
+        self._units = torch.arange(scales.shape[1], device=scales.device)
+        self._best = _rough(block, loss, scales, zero_points, step)
+        self._lowest, self._deviation, self._product = self._exact(self._best)
+
+    def start(self) -> Choice:
+        """Where the way begins, or where it has come to."""
+        return Choice(self._best, self._lowest, self._deviation, self._product)
+
+    def choice(self) -> Choice:
+        """Go as far as it goes."""
+        end = len(self._scales) - 1
+        if not (torch.equal(self._scales[0], self._scales[end]) and self._zero_points_are_equal(0, end)):
+            self._try(self._units[self._best != end], torch.full_like(self._best, end))
+        start = self._best.clone()
+        for step in (1, -1):
+            active = self._units[self._best == start]  # a loss that fell on one side rises on the other
+            while len(active):
+                moved = (self._best + step).clamp(0, end)
+                active = self._try(active[moved[active] != self._best[active]], moved)
+        return self.start()
+
+    def _zero_points_are_equal(self, one: int, other: int) -> bool:
+        return torch.equal(self._zero_points[one], self._zero_points[other])
+
+    def _try(self, active: Tensor, moved: Tensor) -> Tensor:
+        """Move units to other candidates where that lowers their loss; gives those that moved."""
+        losses, deviation, product = self._exact(moved, active)
+        falls = losses < self._lowest[active]
+        better = active[falls]
+        self._best[better], self._lowest[better] = moved[better], losses[falls]
+        self._deviation[:, better], self._product[:, better] = deviation[:, falls], product[:, falls]
+        return better
+
+    def _exact(self, choice: Tensor, outputs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        scale, zero_point = (table[choice, self._units] for table in (self._scales, self._zero_points))
+        deviation = self._block.deviation(scale, zero_point, outputs)
+        product = deviation @ self._loss.h
+        return self._loss.of_product(deviation, product, outputs)[0], deviation, product
+
+
+def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, step: int) -> Tensor:
+    """The best of every `step`-th candidate of each unit, by the loss without the products of different columns."""
+    target, diagonal = loss.separable(block.weight)
+    best = torch.full((scales.shape[1],), len(scales) - 1, device=scales.device)
+    rows = max(CACHED // block.weight.shape[-1], 1)
+    for start in range(0, scales.shape[1], rows):
+        some = slice(start, start + rows)
+        lowest = torch.full_like(scales[0, some], torch.inf)
+        for index in range(len(scales) - 1, -1, -step):
+            scale, zero_point = scales[index, some, None], zero_points[index, some, None]
+            # a product, which is faster than a quotient and off by an ulp
+            points = clipped(block.weight[0, some] * (1 / scale), zero_point, *block.grid).mul_(scale)
+            found = points.sub_(target[0, some]).square_() @ diagonal[0]
+            if index > 0 and bool((found > HOPELESS * lowest).all()):
+                break
+            best[some] = torch.where(found < lowest, index, best[some])
+            lowest = torch.minimum(lowest, found)
+    return best
+
+
+def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: Choice) -> Tensor:
+    """The scales with which the codes of a choice have the smallest loss, float32 [units].
+
+    Where that is no positive number, the scale is given back.
+    """
+    points = choice.deviation + block.weight
+    product = choice.deviation @ loss.h if choice.product is None else choice.product
+    product = product + loss.weight_product(block.weight)
+    below = block.total((product * points).sum(-1))
+    above = block.total(product.mul_(block.weight).sub_(points.mul_(loss.linear)).sum(-1))
+    found = scale * above / below
+    return torch.where(found.isfinite() & (found > 0), found, scale)

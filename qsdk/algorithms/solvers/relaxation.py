@@ -1,0 +1,101 @@
+"""The relaxation of AdaRound: soft rounding by gradient descent, pushed to 0 or 1 on the way (Nagel et al. 2020)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.solvers.rounding import Grid
+
+#: how far the stretched sigmoid reaches beyond 0 and 1 (the paper's zeta and gamma)
+ZETA, GAMMA = 1.1, -0.1
+#: steps between two looks at what is still undecided
+PATIENCE = 50
+#: distance from 0 or 1 at which a rounding is as good as decided
+DECIDED = 1e-3
+#: Adam's decay of the first and second moments of the gradient
+BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to relax.
+
+    After the warm start the loss has the penalty `regularization * sum(1 - |2 h - 1|^beta)` over all soft roundings h.
+
+    Attributes:
+        learning_rate: of Adam; None for 50 over the number of steps, from 0.001 to 0.1.
+        regularization: weight of the penalty on roundings that are neither 0 nor 1, in units of what rounding one
+            weight to nearest costs on average. The paper's 0.01 is for the outputs' own units, and means another
+            thing in each layer.
+        beta_range: exponent of the penalty at the end of the warm start, and at the end.
+        warm_start: share of the steps without the penalty.
+    """
+
+    learning_rate: float | None = None
+    regularization: float = 10.0
+    beta_range: tuple[float, float] = (20.0, 2.0)
+    warm_start: float = 0.2
+
+
+DEFAULT = Options()
+
+
+def soft_rounding(alpha: Tensor) -> Tensor:
+    """Give `clip(sigmoid(alpha) (zeta - gamma) + gamma, 0, 1)`: the share of a step that a weight is rounded up."""
+    return (torch.sigmoid(alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def beta_at(step: int, steps: int, beta_range: tuple[float, float] = (20.0, 2.0), warm_start: float = 0.2) -> float:
+    """The exponent of the penalty: from the first of the range, after the warm start, to the second along a cosine."""
+    start, end = beta_range
+    begun = warm_start * steps
+    share = (step - begun) / max(steps - begun, 1)
+    return end + 0.5 * (start - end) * (1 + math.cos(max(share, 0) * math.pi))
+
+
+def relax(
+    weight: Tensor, grid: Grid, gradient: Callable[[Tensor, int], Tensor], steps: int, options: Options = DEFAULT
+) -> Tensor:
+    """Choose for each weight between two grid points by gradient descent on a soft rounding.
+
+    It starts at the weight itself, and ends early when the penalty acts and every rounding is as good as decided.
+
+    Args:
+        weight: W, float32 [groups, K, rows].
+        grid: whose `lowest` and `highest` are the two points.
+        gradient: of the reconstruction loss with respect to the weight, at a weight and in a step.
+        steps: of Adam, at most.
+        options: of the relaxation.
+
+    Returns:
+        Codes of the chosen points, float32 [groups, K, rows].
+
+    Source: Nagel et al. 2020, AdaRound, section 3.2; Adam after Kingma and Ba 2015, whose gradient has a closed form
+    here.
+    """
+    low, step = grid.lowest * grid.scale, (grid.highest - grid.lowest) * grid.scale
+    share = torch.where(step > 0, (weight - low) / step, 0.5).clamp(0, 1)
+    alpha = torch.logit((share - GAMMA) / (ZETA - GAMMA))
+    rate = min(max(50 / max(steps, 1), 1e-3), 0.1) if options.learning_rate is None else options.learning_rate
+    first, second = torch.zeros_like(alpha), torch.zeros_like(alpha)
+    for index in range(steps):
+        sigmoid = alpha.sigmoid()
+        stretched = sigmoid * (ZETA - GAMMA) + GAMMA
+        soft = stretched.clamp(0, 1)
+        slope = gradient(torch.addcmul(low, soft, step), index).mul_(step)
+        if index >= options.warm_start * steps:
+            if index % PATIENCE == 0 and bool(((soft - soft.round()).abs() < DECIDED).all()):
+                break
+            beta = beta_at(index, steps, options.beta_range, options.warm_start)
+            centre = 2 * soft - 1
+            slope -= 2 * options.regularization * beta * centre.abs().pow(beta - 1) * centre.sign()
+        # the clip passes no gradient on
+        slope.mul_((ZETA - GAMMA) * sigmoid * (1 - sigmoid)).mul_(soft == stretched)
+        first.lerp_(slope, 1 - BETAS[0])
+        second.lerp_(slope.square(), 1 - BETAS[1])
+        corrected = (second / (1 - BETAS[1] ** (index + 1))).sqrt_().add_(1e-8)
+        alpha.addcdiv_(first, corrected, value=-rate / (1 - BETAS[0] ** (index + 1)))
+    return torch.where(soft_rounding(alpha) >= 0.5, grid.highest, grid.lowest)

@@ -1,0 +1,317 @@
+"""SeqMSE: the weight ranges that give a layer the smallest output error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
+from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
+from qsdk.algorithms.solvers.range_search import Block, Choice, Grids, best_of, least_squares, on_grid
+from qsdk.core.errors import ConfigError
+from qsdk.core.layers.layer_problem import LayerProblem, Solution
+from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.encoding import Encoding
+
+LossName = Literal["mse", "l1", "sqnr"]
+LOSSES = ("mse", "l1", "sqnr")
+#: Weights of an embedding table that are looked at where all share one range.
+TABLE = 1 << 19
+#: Rows of inputs that the absolute error is measured on.
+SAMPLES = 1024
+#: Rows for each input that the squared error is measured on: scales are far fewer than what they are chosen by.
+ROWS = 2
+ACROSS_GROUPS = "its blocks reach across groups; let the block size divide a group's channels"
+
+
+def solve(
+    problem: LayerProblem,
+    *,
+    candidates: int = 20,
+    loss: LossName = "mse",
+    refine: bool = True,
+    shift_bias: bool = True,
+) -> Solution:
+    """Choose each scale among the ranges (min, max) * i / candidates, and the one it has, by the layer's output error.
+
+    Scales of different channels are independent; a shared scale is judged by the sum of what shares it. Blocks of one
+    channel are chosen in turn, each given the others, so that the layer's error never rises. Asymmetric ranges are
+    searched by a common share first, then at either end. A channel whose error on held-back data does not fall keeps
+    the range it had.
+
+    Args:
+        problem: with an encoding of its spec's granularity.
+        candidates: how many ranges.
+        loss: `mse`, the squared error; `sqnr`, the squared error relative to each output's own energy, which differs
+            where outputs share a scale; `l1`, the absolute error on samples of the inputs.
+        refine: whether to replace each chosen scale by the best one for the codes it leads to, where the codes of
+            that scale are better again.
+        shift_bias: whether the layer's bias, if there is one, takes up the mean error.
+
+    Returns:
+        The encoding, and relative errors; the weight stays.
+
+    Raises:
+        ConfigError: the dtype is not an integer, there are no candidates, or the loss is unknown or lacks samples.
+
+    Source: AIMET's sequential MSE (Qualcomm), here in closed form on second moments; the asymmetric objective after
+    Nagel et al. 2020, AdaRound, section 3.4, blocks in turn as coordinate descent.
+    """
+    _require_searchable(problem, candidates, loss)
+    problem = on_torch(problem)
+    table = problem.layout.kind == "embedding" and problem.encoding.scale.size == 1
+    if table and problem.weight.numel() > TABLE:
+        return _of_large_table(problem, candidates=candidates, loss=loss, refine=refine)
+    shifts = shift_bias and problem.has_bias and problem.mean is not None
+    judged = problem.centered() if shifts else problem
+    old = fake_quantize(problem, problem.encoding)
+    cells = cells_of_weights(problem, problem.encoding)
+    blocks = column_blocks(cells)
+    note = "its encoding is frozen" if problem.encoding.frozen else ACROSS_GROUPS if blocks is None else ""
+    found = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
+    errors = judged.errors(old) if found is None else found.errors_before
+    before = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if shifts else errors)
+    if found is None:
+        return Solution(problem.encoding, None, before, before, note=note)
+    better = _better(judged, cells, loss, (old, found.weight), (errors, found.errors))
+    after = judged.relative(torch.where(better, found.errors, errors))
+    shift = _shift(problem, torch.where(better[..., None], found.weight, old)) if shifts else None
+    encoding = found.encoding if better.all() else _mixed(problem.encoding, found.encoding, cells[~better])
+    return Solution(encoding, None, before, after, bias_shift=shift)
+
+
+def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:
+    """Search the one range of an embedding table on some of its rows.
+
+    Every so many-th by how often they are read stands for the others; those with the largest weights, which a range
+    may cut off, for themselves. The errors are those of these rows.
+    """
+    every = -(-problem.weight.numel() // TABLE)
+    some = problem.g_quantized.flatten().argsort(descending=True, stable=True)[::every]
+    largest = problem.weight.abs().amax((1, 2)).argsort(descending=True, stable=True)[: len(some)]
+    largest = largest[~torch.isin(largest, some)]
+    rows = torch.cat([some, largest])
+    counts = torch.cat([torch.full_like(some, every), torch.ones_like(largest)])[:, None, None]
+    layout = replace(problem.layout, shape=(len(rows), *problem.layout.shape[1:]), groups=len(rows))
+
+    def few(whole: LayerProblem) -> LayerProblem:
+        arrays: dict[str, Any] = {
+            name: getattr(whole, name)[rows] for name in ("weight", "h", "linear", "drifts", "mean", "mean_quantized")
+        }
+        samples, guard = whole.samples, whole.held_back
+        arrays |= {"h": arrays["h"] * counts, "samples": samples and (samples[0][rows] * counts,) * 2}
+        return replace(whole, layout=layout, held_back=guard and few(guard), **arrays)
+
+    return solve(few(problem), candidates=candidates, loss=loss, refine=refine)
+
+
+def _require_searchable(problem: LayerProblem, candidates: int, loss: str) -> None:
+    if candidates < 1:
+        raise ConfigError(f"{candidates} candidates for {problem.site}; give at least 1")
+    if loss not in LOSSES:
+        raise ConfigError(f"unknown loss {loss!r}; choose one of {', '.join(LOSSES)}")
+    if loss == "l1" and problem.samples is None:
+        raise ConfigError(f"{problem.site}: the loss l1 needs samples of the layer's inputs")
+    if not problem.spec.dtype.is_integer:
+        raise ConfigError(f"{problem.site}: seq_mse searches integer grids, not {problem.spec.dtype}; skip the site")
+
+
+def fake_quantize(problem: LayerProblem, encoding: Encoding) -> Tensor:
+    """The weight matrix moved to the nearest point of an encoding's grid, float32 [groups, out_per_group, K]."""
+    return on_grid(problem.weight, *scales_of_weights(problem, encoding), *_grid(problem))
+
+
+def _grid(problem: LayerProblem) -> tuple[float, float]:
+    return problem.spec.dtype.lo, problem.spec.dtype.hi
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search found.
+
+    Attributes:
+        encoding: the better one, or a worse one where that is the best there is besides what there was.
+        weight: on its grid, [groups, outputs, K].
+        errors: squared ones of each output with it, [groups, outputs].
+        errors_before: with the encoding that there was.
+    """
+
+    encoding: Encoding
+    weight: Tensor
+    errors: Tensor
+    errors_before: Tensor
+
+
+def _search(
+    problem: LayerProblem,
+    old: Tensor,
+    cells: Tensor,
+    blocks: Sequence[Columns],
+    candidates: int,
+    loss: LossName,
+    refine: bool,
+) -> _Found:
+    """Search the blocks of columns in turn, each given the others, from the better of what there is and min-max."""
+    grids, spec, encoding = Grids(problem), problem.spec, problem.encoding
+    shares = torch.arange(1, candidates + 1) / candidates
+    now = [torch.from_numpy(v.reshape(-1)).to(cells.device).float() for v in (encoding.scale, encoding.zero_point)]
+    tried = [now, *(grids.common(float(share)) for share in shares)]
+    scales, zero_points = (torch.stack(each) for each in zip(*tried, strict=True))
+    squared = SquaredLosses(problem, old - problem.weight)
+    before = squared.errors.clone()
+    start, squared = _start(problem, squared, cells, scales, zero_points)
+    scale, zero_point = scales[start].clone(), zero_points[start].clone()
+    losses = AbsoluteLosses(problem, squared.deviation) if loss == "l1" else squared
+    importance = _importance(problem) if loss == "sqnr" else None
+    for columns in blocks:
+        cell = cells[..., columns][..., 0]
+        block = Block(problem.weight[..., columns], cell, _grid(problem), importance)
+        own, at = losses.of(columns), block.scales
+        choice = best_of(block, own, scales[:, at], zero_points[:, at])
+        best = scales[choice.index, at], zero_points[choice.index, at]
+        if not spec.symmetric:
+            best, choice = _search_ends(block, own, grids, shares.to(cells.device), choice, best)
+        if refine and isinstance(own, Quadratic) and spec.scales_are_free:
+            best, choice = _refined(block, own, *best, choice)
+        if losses is squared:
+            best, choice = _no_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
+        scale[at], zero_point[at] = best
+        losses.settle(columns, choice.deviation, block.of_outputs(choice.losses))
+    shape = encoding.scale.shape
+    values = confined(scale.cpu().numpy().reshape(shape), spec), zero_point.int().cpu().numpy().reshape(shape)
+    found = Encoding(encoding.dtype, *values, encoding.axis, encoding.block_size)
+    if losses is squared and spec.scales_are_free:
+        return _Found(found, squared.deviation + problem.weight, squared.errors, before)
+    weight = fake_quantize(problem, found)
+    return _Found(found, weight, problem.errors(weight), before)
+
+
+def _start(
+    problem: LayerProblem, now: SquaredLosses, cells: Tensor, scales: Tensor, zero_points: Tensor
+) -> tuple[int, SquaredLosses]:
+    """Which of the first and the last grid is better, and the losses from there."""
+    if torch.equal(scales[0], scales[-1]) and torch.equal(zero_points[0], zero_points[-1]):
+        return 0, now
+    weight = on_grid(problem.weight, scales[-1][cells], zero_points[-1][cells], *_grid(problem))
+    last = SquaredLosses(problem, weight - problem.weight)
+    return (-1, last) if last.errors.sum() < now.errors.sum() else (0, now)
+
+
+def _search_ends(
+    block: Block, loss: Loss, grids: Grids, shares: Tensor, choice: Choice, best: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], Choice]:
+    """Search the lower and then the upper end of asymmetric ranges, the other end as it is."""
+    ends = [torch.cat([shares[-1:], shares])[choice.index]] * 2
+    for end in range(2):
+        other = ends[1 - end].expand(len(shares), -1)
+        moved = shares[:, None].expand(-1, len(choice.index))
+        low, high = (moved, other) if end == 0 else (other, moved)
+        scales, zero_points = grids.of(block.scales, low, high)
+        scales, zero_points = (
+            torch.cat([new, old[None]]) for new, old in zip((scales, zero_points), best, strict=True)
+        )
+        choice = best_of(block, loss, scales, zero_points)
+        index = choice.index
+        units = torch.arange(len(index), device=index.device)
+        best = scales[index, units], zero_points[index, units]
+        ends[end] = torch.where(index < len(shares), shares[index.clamp(max=len(shares) - 1)], ends[end])
+    return best, choice
+
+
+def _no_worse(
+    block: Block,
+    losses: SquaredLosses,
+    columns: Columns,
+    now: tuple[Tensor, Tensor],
+    best: tuple[Tensor, Tensor],
+    choice: Choice,
+) -> tuple[tuple[Tensor, Tensor], Choice]:
+    """Leave scales as they are where what was chosen is worse."""
+    known = block.total(losses.now)
+    worse = choice.losses > known
+    if not worse.any():
+        return best, choice
+    kept = block.of_units(worse)[..., None]
+    deviation = torch.where(kept, losses.deviation[..., columns], choice.deviation)
+    scale, zero_point = (torch.where(worse, old, new) for old, new in zip(now, best, strict=True))
+    return (scale, zero_point), replace(choice, losses=torch.minimum(known, choice.losses), deviation=deviation)
+
+
+def _refined(
+    block: Block, loss: Quadratic, scale: Tensor, zero_point: Tensor, choice: Choice
+) -> tuple[tuple[Tensor, Tensor], Choice]:
+    """Replace scales by the best ones for the codes that they lead to, where that lowers the loss."""
+    other = least_squares(block, loss, scale, choice)
+    deviation = block.deviation(other, zero_point)
+    losses = block.total(loss(deviation))
+    falls = losses < choice.losses
+    kept = ~block.of_units(falls)[..., None]
+    return (torch.where(falls, other, scale), zero_point), replace(
+        choice,
+        losses=torch.minimum(losses, choice.losses),
+        deviation=torch.where(kept, choice.deviation, deviation),
+        product=None,
+    )
+
+
+def _importance(problem: LayerProblem) -> Tensor:
+    """One over each output's energy, [groups, outputs]; 0 where an output has none."""
+    energy: Tensor = problem.energy()
+    if problem.layout.kind == "embedding":  # an output is a column of the table, whichever row is read
+        energy = energy.sum(0, keepdim=True).expand_as(energy)
+    return torch.where(energy > 0, 1 / energy, 0)
+
+
+def _better(
+    problem: LayerProblem, cells: Tensor, loss: LossName, weights: Sequence[Tensor], errors: Sequence[Tensor]
+) -> Tensor:
+    """The outputs whose loss falls, and on held-back data the squared error: bool [groups, outputs].
+
+    All or none where outputs share scales.
+    """
+    own = [AbsoluteLosses(problem, weight - problem.weight).now() for weight in weights] if loss == "l1" else errors
+    pairs = [own]
+    if problem.held_back is not None:
+        pairs.append([problem.held_back.errors(weight) for weight in weights])
+    better = torch.ones_like(errors[0], dtype=torch.bool)
+    shared = int(torch.bincount(cells[..., 0].flatten()).max()) > 1
+    importance = _importance(problem) if loss == "sqnr" and shared else torch.ones_like(errors[0])
+    for old, new in pairs:
+        better &= (new * importance).sum() < (old * importance).sum() if shared else new < old
+    return better
+
+
+def _shift(problem: LayerProblem, weight: Tensor) -> Tensor:
+    """The shift of the bias that takes the mean error away, [groups, outputs]; 0 where held-back data knows better."""
+    shift: Tensor = problem.mean_error(weight)
+    if problem.held_back is None:
+        return shift
+    seen = problem.held_back.mean_error(weight)
+    return torch.where((seen - shift).abs() < seen.abs(), shift, 0)
+
+
+def _mixed(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
+    """The new encoding with some of the old one's scales, given as indices into the flattened scale."""
+    flat = np.zeros(old.scale.size, np.bool_)
+    flat[keep.cpu().numpy()] = True
+    mask = flat.reshape(old.scale.shape)
+    scale, zero_point = np.where(mask, old.scale, new.scale), np.where(mask, old.zero_point, new.zero_point)
+    return replace(new, scale=scale, zero_point=zero_point)
+
+
+def column_blocks(cells: Tensor) -> list[Columns] | None:
+    """Split the columns of a weight matrix into blocks that use one scale per row.
+
+    None where they differ between groups, as they do when a block reaches from one group into the next.
+    """
+    scales, block = torch.unique(cells[0, 0], return_inverse=True)
+    blocks: list[Columns] = []
+    for index in range(len(scales)):
+        columns = (block == index).nonzero()[:, 0]
+        start, stop = int(columns[0]), int(columns[-1]) + 1
+        blocks.append(slice(start, stop) if stop - start == len(columns) else columns)
+    uniform = all(bool((cells[..., columns] == cells[..., columns][..., :1]).all()) for columns in blocks)
+    return blocks if uniform else None

@@ -1,0 +1,78 @@
+"""Config files: qsdk's own, AIMET's, and AIMET's built-in ones by name."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
+from qsdk.core.aimet_config.read import from_aimet, is_aimet
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.read_files import text_of
+
+PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
+    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
+)
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    base: QuantConfig | None = None,
+    enforce_kernels: bool = False,
+) -> QuantConfig:
+    """Read a config from a JSON file of qsdk or of AIMET, or from one of AIMET's built-in ones by its name.
+
+    Args:
+        source: a path, the content of a file, or a name: of a preset such as `w4a8`, or of an AIMET config such as
+            `htp_v73`.
+        base: what an AIMET file leaves open, above all the dtypes; `w8a8()` if None.
+        enforce_kernels: where an AIMET file lists supported kernels and the dtypes of `base` are not among them, take
+            the first one (AIMET does so only behind a switch of its own).
+
+    Returns:
+        The config. `notes` of an AIMET one reports, key by key, what was taken over and what has no counterpart.
+
+    Raises:
+        FileFormatError: the file cannot be read, or is no JSON.
+        ConfigError: it holds something that cannot be meant, or no file and no built-in config has this name.
+    """
+    preset = PRESETS.get(source) if isinstance(source, str) else None
+    if preset is not None and base is None and not enforce_kernels:
+        return preset()
+    data, where = (source, "config") if isinstance(source, Mapping) else _opened(source)
+    if is_aimet(data):
+        return from_aimet(data, where, base, enforce_kernels=enforce_kernels)
+    if base is not None or enforce_kernels:
+        raise ConfigError(f"{where} is no AIMET config, so base= and enforce_kernels= mean nothing; leave them out")
+    return QuantConfig.from_dict(data, where=where)
+
+
+def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
+    path, name = Path(source), os.fspath(source)
+    if not path.exists():
+        known = aimet_alias(name)
+        if known is not None:
+            return known, name
+        names = ", ".join((*PRESETS, *aimet_aliases()))
+        raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
+    try:
+        return json.loads(text_of(path, "give a JSON file"), object_pairs_hook=lambda pairs: _unique(pairs, name)), name
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise FileFormatError(f"{name} is truncated or no JSON at {place} ({error.msg}); correct it") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or lists in lists in lists
+        if isinstance(error, FileFormatError):
+            raise
+        raise FileFormatError(f"{name} is no JSON text; give a config file") from error
+
+
+def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise FileFormatError(f"{where} names {max(names, key=names.count)!r} twice; keep one of them")
+    return found

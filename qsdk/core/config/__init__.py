@@ -1,0 +1,1 @@
+"""What the user asks for: presets, rules, and their JSON form."""

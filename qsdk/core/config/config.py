@@ -1,0 +1,255 @@
+"""Configs: presets and rules that say what is wanted where. Plain frozen data."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qsdk.core.atomic_files import write_text
+from qsdk.core.config.json_form import plain, read_object
+from qsdk.core.config.rules import FixedRange, Rule, Shape, make_rule
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import (
+    DType,
+    WeightType,
+    dtype_named,
+    float32,
+    int4,
+    int8,
+    int32,
+    uint8,
+    uint16,
+    weight_type_named,
+)
+from qsdk.core.patterns.terms import Pattern
+from qsdk.core.report import Report
+from qsdk.core.site import matches
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What is wanted at every site, and the rules that differ; the last matching rule wins, choice by choice.
+
+    Attributes:
+        weight: dtype of weights, or a format of blocks such as `mxfp4`; embeddings, norms and other constants stay at 8
+            bits where it is narrower.
+        activation: dtype of activations, and of inputs and outputs unless they are given.
+        bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
+        input: dtype of the model's inputs where it differs from other activations.
+        output: dtype of the model's outputs where it differs from other activations.
+        per_channel: one weight scale per output channel, else per tensor.
+        block_size: one weight scale per run of input channels; None for no blocks.
+        symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
+        symmetric_activations: fixes the zero points of activations.
+        dynamic_activations: uint8 activations have the range of each tensor, found while the model runs
+            (DynamicQuantizeLinear); they need no calibration, and biases behind them stay float.
+        per_channel_activations: one scale per channel, the last axis, for the activations that nothing reads but sums
+            and layer normalizations; all others keep one scale. A transformer's residual sums have channels a hundred
+            times larger than the rest.
+        two_level_scales: block scales are integers, 1 to 16 (256 for more than 4 bits), times one float32 per channel
+            (AIMET's LPBQ).
+        scale_bits: significant binary digits of every scale, 1 for powers of two; None for those of float32.
+        fixed_range: `(low, high)` whatever the data, "observed" for no fixed range at all; None for the ranges that
+            belong to an op (Softmax lies in 0..1).
+        tie: whether a Concat, or another op that keeps the grid, shares its inputs' encoding; None ties all but a
+            Concat of parts of different kinds that leaves the model (boxes and scores of a detector).
+        supergroup: whether ops that run as one are quantized as one.
+        supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
+            all that qsdk knows.
+        hardware: whose rules of placement hold on top, such as `v73`; None for no more than the rules above.
+        rules: in order.
+        layers: class name -> those of its parameters that are read through quantizers.
+        patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
+        notes: what `load_config` has to say about a foreign file; no part of the config.
+    """
+
+    weight: WeightType = int8
+    activation: DType = uint8
+    bias: DType = int32
+    per_channel: bool = True
+    block_size: int | None = None
+    symmetric_activations: bool = False
+    scale_bits: int | None = None
+    tie: bool | None = None
+    rules: tuple[Rule, ...] = ()
+    layers: Mapping[str, tuple[str, ...]] | None = None
+    input: DType | None = None
+    output: DType | None = None
+    symmetric_weights: bool | None = None
+    fixed_range: FixedRange | None = None
+    supergroup: bool = True
+    supergroups: tuple[str, ...] | None = None
+    hardware: str | None = None
+    dynamic_activations: bool = False
+    two_level_scales: bool = False
+    per_channel_activations: bool = False
+    patterns: tuple[Pattern, ...] = ()
+    notes: Report | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Take names of dtypes for dtypes, as `override` does."""
+        object.__setattr__(self, "weight", weight_type_named(self.weight))
+        for choice in ("activation", "bias", "input", "output"):
+            named = getattr(self, choice)
+            object.__setattr__(self, choice, None if named is None else dtype_named(named))
+
+    def override(
+        self,
+        pattern: str = "*",
+        *,
+        op_type: str | Sequence[str] | None = None,
+        shape: Shape | Sequence[int | None] | None = None,
+        tensor_dtype: DType | str | None = None,
+        weight: WeightType | str | None = None,
+        activation: DType | str | None = None,
+        bias: DType | str | None = None,
+        input: DType | str | None = None,
+        output: DType | str | None = None,
+        block_size: int | None = None,
+        per_channel: bool | None = None,
+        symmetric_weights: bool | None = None,
+        symmetric_activations: bool | None = None,
+        dynamic_activations: bool | None = None,
+        per_channel_activations: bool | None = None,
+        two_level_scales: bool | None = None,
+        fixed_range: tuple[float, float] | str | None = None,
+        tie: bool | None = None,
+        supergroup: bool | None = None,
+        scale_bits: int | None = None,
+        optional: bool = False,
+    ) -> "QuantConfig":
+        """Add a rule for the places that fit `pattern` and every condition given; gives a new config.
+
+        Args:
+            pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
+            op_type: ONNX type or types, globs too.
+            shape: of the tensor; None stands for any dimension.
+            tensor_dtype: of the tensor in the float model.
+            weight: dtype or format of blocks, as are the choices that follow those of `QuantConfig`.
+            activation: counts for inputs and outputs too, unless they are given beside it.
+            bias: int32 or a float dtype.
+            input: of the model's inputs.
+            output: of the model's outputs.
+            block_size: input channels per scale.
+            per_channel: one weight scale per output channel.
+            symmetric_weights: fixes the zero points of weights.
+            symmetric_activations: fixes the zero points of activations.
+            dynamic_activations: the range of each tensor, found while the model runs.
+            per_channel_activations: one scale per channel where only sums and layer normalizations read.
+            two_level_scales: block scales are small integers times one scale per channel.
+            fixed_range: `(low, high)`, or "observed" to drop the range that belongs to the op.
+            tie: share the inputs' encoding.
+            supergroup: False to quantize the members of a supergroup one by one.
+            scale_bits: significant binary digits of scales.
+            optional: the rule may match nothing, so it keeps no BatchNorm from being folded either.
+
+        Raises:
+            ConfigError: an unknown dtype, or a rule that says nothing.
+        """
+        options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional")}
+        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
+
+    def skip(
+        self,
+        pattern: str = "*",
+        dtype: DType | str = float32,
+        *,
+        op_type: str | Sequence[str] | None = None,
+        shape: Shape | Sequence[int | None] | None = None,
+        tensor_dtype: DType | str | None = None,
+        optional: bool = False,
+    ) -> "QuantConfig":
+        """Leave the places that fit `pattern` and every condition in a float dtype; gives a new config.
+
+        Raises:
+            ConfigError: dtype is not a float type.
+        """
+        found = dtype_named(dtype)
+        if found.kind != "float":
+            raise ConfigError(f"skip({pattern!r}) keeps owners float; {found} is not a float dtype, use override")
+        where = {"op_type": op_type, "shape": shape, "tensor_dtype": tensor_dtype}
+        options = {**where, "weight": found, "activation": found, "bias": found}
+        return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
+
+    def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
+        """Say which parameters of a module class are read through quantizers; gives a new config.
+
+        Without it a class that qsdk does not know gives all of its own, and the traced graph says what each one is.
+        """
+        return replace(self, layers={**(self.layers or {}), class_name: parameters})
+
+    def pattern(self, *patterns: Pattern) -> "QuantConfig":
+        """Add supergroups of one's own, preferred to those known so far; gives a new config."""
+        return replace(self, patterns=(*patterns, *self.patterns))
+
+    def names(self, owner: str, *op_types: str) -> bool:
+        """Whether a rule names this owner, or one of its op types, by more than a bare `*`; optional rules do not."""
+        return any(
+            (rule.pattern.strip("*") or rule.op_type is not None)
+            and not rule.optional
+            and rule.fits_op_type(op_types)
+            and matches(rule.pattern, owner)
+            for rule in self.rules
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the config as plain values for JSON, of the form that `config_schema` describes.
+
+        Raises:
+            ConfigError: it holds patterns, which are Python.
+        """
+        if self.patterns:
+            named = ", ".join(pattern.name for pattern in self.patterns)
+            raise ConfigError(f"a file cannot hold the patterns {named}; save the config without, and add them again")
+        return plain(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the config as JSON, for `load_config`.
+
+        Raises:
+            ConfigError: it holds patterns, which are Python.
+            ExportError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> "QuantConfig":
+        """Read what `to_dict` gave; `where` names the source in errors.
+
+        Raises:
+            ConfigError: an unknown key, a value of the wrong type, or a rule that cannot be meant.
+        """
+        found = read_object(data, where)
+        rules = found.pop("rules", ())
+        return cls(**found, rules=rules)
+
+
+def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+    """8-bit weights, 8-bit activations."""
+    return QuantConfig(int8, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
+
+
+def w8a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+    """8-bit weights, 16-bit activations."""
+    return QuantConfig(int8, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
+
+
+def w4a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+    """4-bit weights, 8-bit activations."""
+    return QuantConfig(int4, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
+
+
+def w4a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+    """4-bit weights, 16-bit activations."""
+    return QuantConfig(int4, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
+
+
+def weight_only(weight: WeightType | str = int4, *, block_size: int | None = None) -> QuantConfig:
+    """Quantized weights and float activations; `block_size=32` or more is what runtimes have fast kernels for.
+
+    Args:
+        weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.
+        block_size: one scale per so many input channels; None for one per output channel.
+    """
+    return QuantConfig(weight_type_named(weight), float32, block_size=block_size)

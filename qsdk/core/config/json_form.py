@@ -1,0 +1,240 @@
+"""Configs as JSON: one table of fields gives the schema, the writing and the typed reading."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from qsdk.core.config.rules import CHOICES, TENSOR_DTYPES, as_fixed_range, make_rule, require_bias
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, dtype_named, weight_type_named
+
+FORMAT = "qsdk.config"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class JsonType:
+    """How values of one sort look in JSON.
+
+    Attributes:
+        schema: JSON Schema of a value.
+        expected: what a value is, for messages.
+        accepts: whether a value is one.
+        read: the value as Python has it.
+        write: back.
+    """
+
+    schema: Mapping[str, Any]
+    expected: str
+    accepts: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_names(item) for item in value.values())
+
+
+def _is_range(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2 and all(_is_number(end) for end in value)
+    return pair or value == "observed"
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(item is None or type(item) in (int, str) for item in value)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+_STRICT = tuple(d.strict.name for d in DTYPES.values() if d.is_integer and d.signed)
+_DTYPE_NAMES = (*(d.name for d in DTYPES.values() if d.kind != "scale"), *_STRICT)
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_PAIR = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+
+_DTYPE = JsonType(
+    {"$ref": "#/$defs/dtype"},
+    'the name of a dtype, such as "int8"',
+    lambda value: isinstance(value, str),
+    dtype_named,
+    lambda dtype: dtype.name if isinstance(dtype, DType) else dtype,
+)
+_WEIGHT = JsonType(
+    {"anyOf": [{"$ref": "#/$defs/dtype"}, {"enum": list(BLOCK_FORMATS)}]},
+    'the name of a dtype, such as "int8", or of a format of blocks, such as "mxfp4"',
+    lambda value: isinstance(value, str),
+    weight_type_named,
+    lambda given: given if isinstance(given, str) else given.name,
+)
+_FLAG = JsonType({"type": "boolean"}, "true or false", lambda value: type(value) is bool)
+_COUNT = JsonType(
+    {"type": "integer", "minimum": 1}, "a whole number from 1", lambda value: type(value) is int and value > 0
+)
+_TEXT = JsonType({"type": "string"}, "a string", lambda value: isinstance(value, str))
+_NAMES = JsonType(_STRINGS, "a list of strings", _is_names, tuple, list)
+_RANGE = JsonType(
+    {"anyOf": [_PAIR, {"const": "observed"}]}, '[low, high] or "observed"', _is_range, as_fixed_range, _as_list
+)
+_SHAPE = JsonType(
+    {"type": "array", "items": {"type": ["integer", "string", "null"]}},
+    "a list of dimensions, null for any",
+    _is_shape,
+    tuple,
+    list,
+)
+_TENSOR_DTYPE = JsonType(
+    {"enum": list(TENSOR_DTYPES)}, f"one of {', '.join(TENSOR_DTYPES)}", lambda value: value in TENSOR_DTYPES
+)
+_LAYERS = JsonType(
+    {"type": "object", "additionalProperties": _STRINGS},
+    "an object of lists of strings",
+    _is_layers,
+    lambda value: {name: tuple(parameters) for name, parameters in value.items()},
+    lambda value: {name: list(parameters) for name, parameters in value.items()},
+)
+
+_POWER_OF_TWO = "power_of_two"  # what files called scale_bits = 1 before there were other numbers of digits
+
+_FLAGS = (
+    *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations"),
+    *("per_channel_activations", "two_level_scales", "tie", "supergroup"),
+)
+_CHOICE_TYPES = MappingProxyType(
+    {
+        "weight": _WEIGHT,
+        **dict.fromkeys(("activation", "bias", "input", "output"), _DTYPE),
+        **dict.fromkeys(("block_size", "scale_bits"), _COUNT),
+        **dict.fromkeys(_FLAGS, _FLAG),
+        "fixed_range": _RANGE,
+    }
+)
+_RULE_TYPES = MappingProxyType(
+    {"pattern": _TEXT, "op_type": _NAMES, "shape": _SHAPE, "tensor_dtype": _TENSOR_DTYPE, "optional": _FLAG}
+    | {name: _CHOICE_TYPES[name] for name in CHOICES}
+)
+_CONFIG_TYPES = MappingProxyType(
+    {**_CHOICE_TYPES, _POWER_OF_TWO: _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
+)
+
+
+def config_schema() -> dict[str, Any]:
+    """Give the JSON Schema (2020-12) of a config file; `config.schema.json` beside this module holds the same."""
+    rule = {
+        "type": "object",
+        "properties": {name: dict(kind.schema) for name, kind in _RULE_TYPES.items()},
+        "required": ["pattern"],
+        "additionalProperties": False,
+    }
+    head = {"$schema": {"type": "string"}, "format": {"const": FORMAT}, "version": {"const": VERSION}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "qsdk quantization config",
+        "type": "object",
+        "properties": {
+            **head,
+            **{name: dict(kind.schema) for name, kind in _CONFIG_TYPES.items()},
+            "rules": {"type": "array", "items": rule},
+        },
+        "required": ["format", "version"],
+        "additionalProperties": False,
+        "$defs": {"dtype": {"enum": list(_DTYPE_NAMES)}},
+    }
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Give a config's fields, and its rules, as values for JSON; what is None is left out."""
+    found = {"format": FORMAT, "version": VERSION, **_written(config, _CONFIG_TYPES)}
+    rules = [_written(rule, _RULE_TYPES) for rule in config.rules]
+    return {**found, "rules": [{n: v for n, v in rule.items() if (n, v) != ("optional", False)} for rule in rules]}
+
+
+def read_object(data: Any, where: str) -> dict[str, Any]:
+    """Read a config's fields, rules included, out of values from JSON.
+
+    Raises:
+        ConfigError: names the key, what it should be, and the nearest known one.
+    """
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise ConfigError(f'{where} is no {FORMAT}: it lacks "format": "{FORMAT}"; write one with config.save(path)')
+    version = data.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ConfigError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
+    rules = data.get("rules", [])
+    if not isinstance(rules, list):
+        raise ConfigError(f"{where}.rules is a list of objects, not {_shown(rules)}")
+    if not isinstance(data.get("$schema", ""), str):
+        raise ConfigError(f"{where}.$schema is a string, not {_shown(data['$schema'])}")
+    head = ("$schema", "format", "version", "rules")
+    found = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
+    if found.pop(_POWER_OF_TWO, False):
+        found.setdefault("scale_bits", 1)
+    require_bias(found.get("bias"), where)
+    return {**found, "rules": tuple(_rule(rule, f"{where}.rules[{index}]") for index, rule in enumerate(rules))}
+
+
+def _rule(data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is an object, not {_shown(data)}")
+    found = _read(data, _RULE_TYPES, where)
+    if "pattern" not in found:
+        raise ConfigError(f'{where} has no "pattern"; give a glob, "*" for every owner')
+    try:
+        return make_rule(found.pop("pattern"), found, optional=found.pop("optional", False))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, others: tuple[str, ...] = ()) -> Any:
+    found = {}
+    for name, value in data.items():
+        kind = types.get(name)
+        if kind is None:
+            raise ConfigError(f"{where} has the unknown key {name!r}; {nearest_key(name, [*types, *others])}")
+        if value is None:
+            raise ConfigError(f"{where}.{name} is null; leave the key out where it is not meant")
+        found[name] = read_value(value, kind, f"{where}.{name}")
+    return found
+
+
+def read_value(value: Any, kind: JsonType, where: str) -> Any:
+    """Read one value.
+
+    Raises:
+        ConfigError: it is of another type, or cannot be meant.
+    """
+    if not kind.accepts(value):
+        remedy = f"; write {value.lower()} without quotes" if kind is _FLAG and value in ("True", "False") else ""
+        raise ConfigError(f"{where} is {kind.expected}, not {_shown(value)}{remedy}")
+    try:
+        return kind.read(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def nearest_key(name: Any, known: list[str]) -> str:
+    """A remedy for an unknown key: the most similar one, else all of them."""
+    near = get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+def _written(owner: Any, types: Mapping[str, JsonType]) -> dict[str, Any]:
+    names = [field.name for field in fields(owner) if field.name in types]
+    return {name: types[name].write(getattr(owner, name)) for name in names if getattr(owner, name) is not None}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the string {value[:40]!r}"
+    return repr(value)[:60] if not isinstance(value, dict | list) else type(value).__name__

@@ -1,0 +1,242 @@
+"""Rules: what they say, and at which places."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase, translate
+from typing import Any, Literal
+
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
+from qsdk.core.site import names_of, without_calls
+
+Shape = tuple[int | str | None, ...]
+FixedRange = tuple[float, float] | Literal["observed"]
+
+#: what a float tensor of a model may hold
+TENSOR_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What rules look at.
+
+    Attributes:
+        owners: the names that an op, or the supergroup it belongs to, answers to.
+        op_types: its ONNX type, or those of the supergroup's members in order.
+        dtype: of the tensor in the float model, such as `float32`.
+        shape: of the tensor, where known.
+        sites: whole names of the sites that stand here.
+    """
+
+    owners: tuple[str, ...]
+    op_types: tuple[str, ...] = ()
+    dtype: str = "float32"
+    shape: Shape | None = None
+    sites: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Choices for the places that fit every condition; None leaves a choice as it is, and a condition open.
+
+    Attributes:
+        pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
+        weight: dtype, or a format of blocks.
+        activation: dtype; counts for inputs and outputs too, unless they are named beside it.
+        bias: int32 or a float dtype.
+        input: dtype of model inputs.
+        output: dtype of model outputs.
+        block_size: input channels per scale.
+        per_channel: one weight scale per output channel.
+        symmetric_weights: fixes the zero points of weights.
+        symmetric_activations: fixes the zero points of activations.
+        dynamic_activations: activations have the range of each tensor, found while the model runs.
+        per_channel_activations: one scale per channel where only sums and layer normalizations read.
+        two_level_scales: block scales are small integers times one scale per channel.
+        fixed_range: `(low, high)` whatever the data, or "observed" where an op type has one of its own.
+        tie: whether an op that keeps the grid shares its inputs' encoding.
+        supergroup: False to quantize the members of a supergroup one by one.
+        scale_bits: significant binary digits of scales.
+        op_type: globs over ONNX types; one must match.
+        shape: of the tensor; None stands for any dimension.
+        tensor_dtype: of the tensor in the float model.
+        optional: it may match nothing.
+    """
+
+    pattern: str
+    weight: WeightType | None = None
+    activation: DType | None = None
+    bias: DType | None = None
+    input: DType | None = None
+    output: DType | None = None
+    block_size: int | None = None
+    per_channel: bool | None = None
+    symmetric_weights: bool | None = None
+    symmetric_activations: bool | None = None
+    dynamic_activations: bool | None = None
+    per_channel_activations: bool | None = None
+    two_level_scales: bool | None = None
+    fixed_range: FixedRange | None = None
+    tie: bool | None = None
+    supergroup: bool | None = None
+    scale_bits: int | None = None
+    op_type: tuple[str, ...] | None = None
+    shape: Shape | None = None
+    tensor_dtype: str | None = None
+    optional: bool = False
+
+    def __str__(self) -> str:
+        where = [f"{name}={_text(getattr(self, name))}" for name in CONDITIONS if getattr(self, name) is not None]
+        said = ", ".join(f"{name}={value}" for name, value in self.said().items())
+        return f"{self.pattern!r}{' with ' + ', '.join(where) if where else ''} -> {said}"
+
+    def said(self) -> dict[str, Any]:
+        """The choices that this rule makes."""
+        return {name: getattr(self, name) for name in CHOICES if getattr(self, name) is not None}
+
+    @property
+    def names_somebody(self) -> bool:
+        """Whether it says by more than a bare `*` whom it means."""
+        return bool(self.pattern.strip("*")) or self.op_type is not None or self.shape is not None
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it asks for more than its pattern."""
+        return any(getattr(self, name) is not None for name in CONDITIONS)
+
+    def fits(self, place: Place) -> bool:
+        """Whether the conditions hold at a place; the pattern is not asked."""
+        return (
+            self.fits_op_type(place.op_types)
+            and (self.shape is None or _fits_shape(self.shape, place.shape))
+            and self.tensor_dtype in (None, place.dtype)
+        )
+
+    def fits_op_type(self, op_types: Iterable[str]) -> bool:
+        """Whether one of the op types is asked for."""
+        return self.op_type is None or any(fnmatchcase(found, wanted) for found in op_types for wanted in self.op_type)
+
+
+CONDITIONS = ("op_type", "shape", "tensor_dtype")
+CHOICES = tuple(field.name for field in fields(Rule) if field.name not in ("pattern", *CONDITIONS, "optional"))
+DTYPE_CHOICES = ("activation", "bias", "input", "output")
+
+
+def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:
+    """Make a rule of what a user wrote: dtypes by name, one op type or several, sequences of any kind.
+
+    Raises:
+        ConfigError: an unknown dtype, a choice that cannot be meant, or a rule that says nothing.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if "weight" in given:
+        given["weight"] = weight_type_named(given["weight"])
+    for name in DTYPE_CHOICES:
+        if name in given:
+            given[name] = dtype_named(given[name])
+    if not set(CHOICES).intersection(given):
+        raise ConfigError(f"the rule for {pattern!r} overrides nothing; give weight=, activation= or another choice")
+    require_bias(given.get("bias"), f"rule {pattern!r}")
+    if "op_type" in given:
+        given["op_type"] = (given["op_type"],) if isinstance(given["op_type"], str) else tuple(given["op_type"])
+    if "shape" in given:
+        given["shape"] = tuple(given["shape"])
+    if "tensor_dtype" in given:
+        given["tensor_dtype"] = _tensor_dtype(given["tensor_dtype"], pattern)
+    if "fixed_range" in given:
+        given["fixed_range"] = as_fixed_range(given["fixed_range"], f" (rule {pattern!r})")
+    return Rule(pattern, **given, optional=optional)
+
+
+def require_bias(dtype: DType | None, where: str) -> None:
+    """Refuse a bias that is neither int32 nor float.
+
+    Raises:
+        ConfigError: names the dtype and `where`.
+    """
+    if dtype is not None and dtype.kind != "float" and dtype != int32:
+        raise ConfigError(f"a bias is int32 or float, not {dtype} ({where})")
+
+
+def as_fixed_range(given: Any, where: str = "") -> FixedRange:
+    """Read a fixed range: a pair low < high, or "observed".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(given, str) and given == "observed":
+        return "observed"
+    pair = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
+    if len(pair) != 2 or not -float("inf") < pair[0] < pair[1] < float("inf"):
+        raise ConfigError(f"fixed_range={given!r}{where} is no range; give (low, high) with low < high, or 'observed'")
+    return float(pair[0]), float(pair[1])
+
+
+def _tensor_dtype(given: Any, pattern: str) -> str:
+    name = given.name if isinstance(given, DType) else str(given)
+    if name not in TENSOR_DTYPES:
+        raise ConfigError(f"tensor_dtype={name!r} (rule {pattern!r}) is none of {', '.join(TENSOR_DTYPES)}")
+    return name
+
+
+def _fits_shape(wanted: Shape, found: Shape | None) -> bool:
+    if found is None or len(wanted) != len(found):
+        return False
+    return all(want is None or want == have for want, have in zip(wanted, found, strict=True))
+
+
+def _text(condition: Any) -> str:
+    """A condition as a user would write it."""
+    if isinstance(condition, tuple) and len(condition) == 1 and isinstance(condition[0], str):
+        return condition[0]
+    return str(condition)
+
+
+class Matcher:
+    """Finds the rules that match a place; what it has seen of an owner, site or op type it remembers.
+
+    Attributes:
+        matched: indices of the rules that matched so far.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.matched: set[int] = set()
+        self._rules = rules
+        self._globs = [re.compile(translate(rule.pattern)) for rule in rules]
+        self._on_sites = [index for index, rule in enumerate(rules) if ":" in rule.pattern]
+        self._by_owner: dict[str, frozenset[int]] = {}
+        self._by_site: dict[str, frozenset[int]] = {}
+
+    def matching(self, place: Place) -> tuple[int, ...]:
+        """Indices of the rules that match a place, in order."""
+        found = tuple(index for index in sorted(self.named(place)) if self._rules[index].fits(place))
+        self.matched.update(found)
+        return found
+
+    def named(self, place: Place) -> set[int]:
+        """Indices of the rules whose pattern matches one of a place's names."""
+        found = {index for owner in place.owners for index in self.of_owner(owner)}
+        if self._on_sites:
+            found.update(index for site in place.sites for index in self.of_site(site))
+        return found
+
+    def of_owner(self, owner: str) -> frozenset[int]:
+        """Indices of the rules whose pattern matches an owner."""
+        if owner not in self._by_owner:
+            names = names_of(owner)
+            self._by_owner[owner] = frozenset(i for i in range(len(self._rules)) if self._hits(i, names))
+        return self._by_owner[owner]
+
+    def of_site(self, site: str) -> frozenset[int]:
+        """Indices of the rules whose pattern matches a whole site, with or without its call marks."""
+        if site not in self._by_site:
+            owner, colon, port = site.rpartition(":")
+            names = (site, without_calls(owner) + colon + port)
+            self._by_site[site] = frozenset(i for i in self._on_sites if self._hits(i, names))
+        return self._by_site[site]
+
+    def _hits(self, index: int, names: Iterable[str]) -> bool:
+        # brackets of a name are a class in a glob: the name as it is counts too
+        pattern, glob = self._rules[index].pattern, self._globs[index]
+        return any(name == pattern or glob.match(name) is not None for name in names)

@@ -1,0 +1,57 @@
+"""From the tensor names of an AIMET file to sites, with the axes that the file leaves to the model."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from qsdk.core.encodings.aimet.read import AimetFile
+from qsdk.core.encodings.aimet.stated import completed
+from qsdk.core.encodings.qsdk_format import StoredEncodings
+from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
+from qsdk.core.errors import FileFormatError
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+
+
+def at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str) -> StoredEncodings:
+    """Give the encodings of a file by site.
+
+    Args:
+        file: what it says.
+        tensors: of the model; None where there is none, then the names of the file stand for sites.
+        where: its name, for messages.
+
+    Returns:
+        What fits the model; the rest is under `misfits` with the reason.
+
+    Raises:
+        FileFormatError: without a model, an entry that only a model could complete.
+    """
+    known = None if tensors is None else by_name(tensors)
+    encodings: dict[str, Encoding] = {}
+    casts: dict[str, DType] = {}
+    names: dict[str, str] = {}
+    misfits: dict[str, str] = {}
+    for name in (*file.entries, *(file.casts or {})):
+        tensor = None if known is None else known.get(name)
+        if known is not None and tensor is None:
+            near = get_close_matches(name, [facts.name for facts in tensors or ()], n=2, cutoff=0.5)
+            misfits[name] = "no tensor has this name" + (f"; the nearest: {', '.join(near)}" if near else "")
+            continue
+        site = name if tensor is None else tensor.site
+        if site in names:
+            misfits[name] = f"another entry says what {site} is: {names[site]}"
+            continue
+        names[site] = name
+        if name not in file.entries:
+            casts[site] = (file.casts or {})[name]
+            continue
+        try:
+            encodings[site] = completed(file.entries[name], tensor)
+        except FileFormatError as error:
+            if tensor is None:
+                raise FileFormatError(f"{where}, tensor {name!r}: {error}") from error
+            misfits[site] = str(error)
+    provenance = {"format": f"AIMET {file.version}", **file.provenance}
+    stored = file.parameters
+    kinds = {} if stored is None else {s: "weight" if n in stored else "activation" for s, n in names.items()}
+    return StoredEncodings(encodings, None if file.casts is None else casts, provenance, names, kinds, misfits)

@@ -1,0 +1,260 @@
+"""Reading AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0.
+
+Conventions (AIMET 2.42): an offset is minus a zero point; 0.6.1 and 1.0.0 count it on the unsigned grid, also for a
+signed dtype, which is what they call symmetric; 2.0.0 and 2.1.0 have QuantizeLinear's own operands.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qsdk.core.encodings.aimet.fields import Fields, numbers
+from qsdk.core.encodings.aimet.stated import Stated
+from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named, float16
+
+VERSIONS = ("0.6.1", "1.0.0", "2.0.0", "2.1.0")
+_SECTIONS = ("activation_encodings", "param_encodings")
+
+
+@dataclass(frozen=True)
+class AimetFile:
+    """What an AIMET encodings file says.
+
+    Attributes:
+        version: of the format.
+        entries: by tensor name.
+        casts: tensor name -> float16; None for the versions that leave casts out.
+        parameters: the tensors that are parameters; None for the versions that do not say.
+        provenance: what it says of itself.
+    """
+
+    version: str
+    entries: Mapping[str, Stated]
+    casts: Mapping[str, DType] | None
+    parameters: frozenset[str] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_aimet(data: Any) -> bool:
+    """Whether JSON data has the sections of an AIMET encodings file."""
+    if not isinstance(data, dict) or "format" in data:
+        return False
+    return any(name in data for name in _SECTIONS) or isinstance(data.get("encodings"), list)
+
+
+def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
+    """Read JSON data of any of the four versions; one that names none goes by its shape.
+
+    Args:
+        data: see `is_aimet`.
+        where: name of the file, for messages.
+
+    Raises:
+        FileFormatError: an unknown version, or an entry that is incomplete, foreign or contradicts itself; names the
+            file and the tensor.
+    """
+    version = data.get("version", _version_by_shape(data))
+    if version not in VERSIONS:
+        raise FileFormatError(
+            f"{where} has the AIMET version {version!r}; qsdk reads {', '.join(VERSIONS)}: export one of these"
+        )
+    provenance = {name: value for name, value in data.items() if name not in (*_SECTIONS, "encodings")}
+    readers: dict[str, Callable[[Any, str], Stated | DType]] = {"0.6.1": _from_0_6_1, "1.0.0": _from_1_0_0}
+    read = readers.get(version, _from_2)
+    entries: dict[str, Stated] = {}
+    casts: dict[str, DType] = {}
+    for name, entry in _named(data, version, where, _SECTIONS if version in readers else ("encodings",)):
+        place = f"{where}, tensor {name!r}"
+        if name in entries or name in casts:
+            raise FileFormatError(f"{place} has two entries; keep one of them")
+        found = read(entry, place)
+        if isinstance(found, Stated):
+            entries[name] = _on_its_grid(found, place)
+        else:
+            casts[name] = found
+    if version not in readers:
+        return AimetFile(version, entries, None, None, provenance)
+    stored = frozenset(name for name, _ in _named(data, version, where, _SECTIONS[1:]))
+    return AimetFile(version, entries, casts, stored, provenance)
+
+
+def _version_by_shape(data: Mapping[str, Any]) -> str:
+    sections = [data[name] for name in _SECTIONS if name in data]
+    return "2.0.0" if not sections else "1.0.0" if all(isinstance(part, list) for part in sections) else "0.6.1"
+
+
+def _named(data: Mapping[str, Any], version: str, where: str, sections: Sequence[str]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for section in sections:
+        part = data.get(section, {} if version == "0.6.1" else [])
+        kind = dict if version == "0.6.1" else list
+        if not isinstance(part, kind):
+            shown = "an object" if kind is dict else "a list"
+            raise FileFormatError(f"{where}: {section} is {shown} in version {version}; write the file again")
+        if isinstance(part, dict):
+            found += part.items()
+            continue
+        for index, entry in enumerate(part):
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                raise FileFormatError(f"{where}: {section}[{index}] has no name; write the file again")
+            found.append((entry["name"], {key: value for key, value in entry.items() if key != "name"}))
+    return found
+
+
+def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
+    if not isinstance(entry, list) or not entry:
+        raise FileFormatError(
+            f"{where}: an entry of version 0.6.1 is a list with one object per channel (a file ending in "
+            "_torch.encodings goes by modules: give the one beside the ONNX model)"
+        )
+    if entry == [{"bitwidth": 16, "dtype": "float"}]:
+        return float16
+    known = ("bitwidth", "dtype", "is_symmetric", "min", "max", "scale", "offset")
+    parts = [Fields(part, where).having(known, known) for part in entry]
+    if len({(p.whole("bitwidth"), p.text("dtype"), p.flag("is_symmetric")) for p in parts}) > 1:
+        raise FileFormatError(f"{where}: its channels have different types; write the file again")
+    if parts[0].text("dtype") != "int":
+        raise FileFormatError(f"{where}: the dtype {parts[0].text('dtype')!r} is neither int nor a float of 16 bits")
+    dtype = _integer(parts[0].whole("bitwidth"), parts[0].flag("is_symmetric"), where)
+    scale, offset = (np.array([p.number(name) for p in parts]) for name in ("scale", "offset"))
+    for name, steps in (("min", offset), ("max", offset + 2.0**dtype.bits - 1)):
+        stated = np.array([p.number(name) for p in parts])
+        # half a step: other tools round these two for display
+        if not (np.abs(stated - steps * scale) <= 0.5 * scale + 1e-5 * np.abs(stated)).all():
+            raise FileFormatError(f"{where}: {name} contradicts scale and offset; write the file again")
+    return _flat(dtype, scale, offset, "tensor" if len(parts) == 1 else "channel", where)
+
+
+def _from_1_0_0(entry: Any, where: str) -> Stated | DType:
+    fields = Fields(entry, where)
+    if entry == {"bw": 16, "dtype": "FLOAT", "enc_type": "PER_TENSOR"}:
+        return float16
+    base = ("bw", "dtype", "enc_type", "is_sym", "scale", "offset")
+    blocks, two_levels = ("block_size",), ("block_size", "compressed_bw", "per_block_int_scale")
+    extra = {"PER_TENSOR": (), "PER_CHANNEL": (), "PER_BLOCK": blocks, "LPBQ": two_levels}
+    kind = fields.text("enc_type")
+    if kind not in extra:
+        raise FileFormatError(f"{where}: qsdk has no encodings of the kind {kind!r}; use {', '.join(extra)}")
+    fields.having((*base, *extra[kind]), (*base, *extra[kind], "zero_point_shift"))
+    fields.refuse_shift("zero_point_shift")
+    if fields.text("dtype") != "INT":
+        raise FileFormatError(f"{where}: the dtype {fields.text('dtype')!r} is neither INT nor a FLOAT of 16 bits")
+    width = fields.whole("compressed_bw" if kind == "LPBQ" else "bw")
+    dtype = _integer(width, fields.flag("is_sym"), where)
+    scale, offset = fields.flat("scale"), fields.flat("offset")
+    if kind == "LPBQ":
+        middle = -(2.0 ** (fields.whole("bw") - 1)) if 1 <= fields.whole("bw") <= 32 else math.nan
+        if not dtype.signed or not (offset == middle).all():
+            raise FileFormatError(f"{where}: two-level scales are symmetric, with the offset {middle:.0f}")
+        levels = fields.levels("per_block_int_scale")
+        if levels.size % scale.size:
+            raise FileFormatError(f"{where}: {levels.size} block scales for {scale.size} channels")
+        scale = (levels.reshape(scale.size, -1) * _float32(scale).astype(np.float64)[:, None]).reshape(-1)
+        offset = np.full(scale.shape, dtype.lo)
+    granularity = {"PER_TENSOR": "tensor", "PER_CHANNEL": "channel"}.get(kind, "block")
+    return _flat(dtype, scale, offset, granularity, where, fields.positive("block_size") if extra[kind] else None)
+
+
+def _flat(dtype: DType, scale: Any, offset: Any, granularity: Any, where: str, block_size: int | None = None) -> Stated:
+    """An entry of the versions without axes."""
+    if scale.shape != offset.shape or (granularity == "tensor" and scale.size != 1):
+        raise FileFormatError(f"{where}: {scale.size} scales and {offset.size} offsets per {granularity}")
+    zero_point = dtype.lo - offset
+    return Stated(dtype, _float32(scale), _codes(zero_point, where), granularity, None, block_size)
+
+
+def _from_2(entry: Any, where: str) -> Stated | DType:
+    fields = Fields(entry, where)
+    two_levels = {"per_block_int_scale", "per_channel_float_scale"} & set(fields.entry)
+    scales = ("per_block_int_scale", "per_channel_float_scale") if two_levels else ("y_scale",)
+    required = ("output_dtype", *scales)
+    fields.having(required, (*required, "y_zero_point", "axis", "block_size"))
+    dtype = _named_dtype(fields.text("output_dtype"), where)
+    axis = fields.whole("axis") if "axis" in fields.entry else None
+    block_size = fields.positive("block_size") if "block_size" in fields.entry else None
+    nested = isinstance(fields.entry.get("y_scale"), dict)
+    if two_levels:
+        levels = fields.levels("per_block_int_scale")
+        channels = numbers(fields.entry["per_channel_float_scale"], "per_channel_float_scale", where)
+        scale = _product(levels, channels, axis, where)
+    elif nested:
+        inner = Fields(fields.entry["y_scale"], f"{where}, y_scale").having(("x", "x_scale"), ("x", "x_scale", "axis"))
+        levels, channels = inner.levels("x"), numbers(inner.entry["x_scale"], "x_scale", where)
+        along = inner.whole("axis") if "axis" in inner.entry else None
+        if channels.ndim == 1 and along is not None and -levels.ndim <= along < levels.ndim:
+            channels = channels.reshape([channels.size if i == along % levels.ndim else 1 for i in range(levels.ndim)])
+        scale = _product(levels, channels, axis, where)
+    else:
+        scale = numbers(fields.entry["y_scale"], "y_scale", where)
+    zero_point = np.zeros(scale.shape)
+    if fields.entry.get("y_zero_point") is not None:
+        fields.refuse_shift("y_zero_point", whole=True)
+        zero_point = numbers(fields.entry["y_zero_point"], "y_zero_point", where)
+    if zero_point.shape != scale.shape:
+        raise FileFormatError(f"{where}: y_zero_point and y_scale have different shapes; write the file again")
+    return _placed(dtype, scale, zero_point, axis, block_size, where)
+
+
+def _placed(dtype: DType, scale: Any, zero_point: Any, axis: int | None, block_size: int | None, where: str) -> Stated:
+    """An entry with QuantizeLinear's own axis."""
+    if axis is None and (scale.size != 1 or block_size is not None):
+        raise FileFormatError(f"{where}: {scale.size} scales without an axis; write the file again")
+    if axis is not None and block_size is None and scale.ndim != 1:
+        raise FileFormatError(f"{where}: scales per channel are a list of numbers; write the file again")
+    if block_size is not None and (scale.ndim < 2 or axis is None or not -scale.ndim <= axis < scale.ndim):
+        raise FileFormatError(f"{where}: scales per block have the tensor's rank and an axis in it")
+    granularity: Any = "tensor" if axis is None else "channel" if block_size is None else "block"
+    return Stated(dtype, _float32(scale), _codes(zero_point, where), granularity, axis, block_size)
+
+
+def _product(levels: Any, channels: Any, axis: int | None, where: str) -> Any:
+    """Two-level scales as one: products of levels and float32 channel scales, as AIMET's own Q/DQ models have them."""
+    if axis is not None and channels.ndim == 1 and levels.ndim == 2:
+        channels = channels.reshape((1, -1) if axis % 2 == 0 else (-1, 1))
+    try:
+        product = levels * _float32(channels).astype(np.float64)
+    except ValueError as error:
+        raise FileFormatError(f"{where}: its two levels of scales have shapes that do not fit: {error}") from error
+    if product.shape != levels.shape:
+        raise FileFormatError(f"{where}: its two levels of scales have shapes that do not fit; write the file again")
+    return product
+
+
+def _float32(values: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float64).astype(np.float32)
+
+
+def _codes(values: Any, where: str) -> Any:
+    values = np.asarray(values, np.float64)
+    if not ((np.abs(values) <= 2.0**31) & (values == np.rint(values))).all():
+        raise FileFormatError(f"{where}: a zero point is no whole number of 32 bits, which the dtypes here all need")
+    return values.astype(np.int32)
+
+
+def _integer(bits: int, signed: bool, where: str) -> DType:
+    return _named_dtype(f"{'int' if signed else 'uint'}{bits}", where)
+
+
+def _named_dtype(name: str, where: str) -> DType:
+    if name not in DTYPES or not DTYPES[name].is_quantized:
+        try:
+            dtype_named(name)
+        except ConfigError as error:
+            raise FileFormatError(f"{where}: {error}") from error
+        raise FileFormatError(f"{where}: {name} has no scale; leave its entry out")
+    return DTYPES[name]
+
+
+def _on_its_grid(found: Stated, where: str) -> Stated:
+    scale, zero_point, dtype = found.scale, found.zero_point, found.dtype
+    if not (np.isfinite(scale).all() and (scale > 0).all()):
+        raise FileFormatError(f"{where}: a scale is not a positive, finite float32; calibrate again")
+    low, high = (dtype.lo, dtype.hi) if dtype.is_integer else (0, 0)
+    if (zero_point < low).any() or (zero_point > high).any():
+        raise FileFormatError(f"{where}: a zero point lies outside the grid {low}..{high} of {dtype}; calibrate again")
+    return found

@@ -1,0 +1,216 @@
+"""Writing AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0; see `read_encodings` for the conventions.
+
+Scales are written as the doubles that their float32 values are, so that no reader of doubles computes with others.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qsdk.core.encodings.aimet.read import VERSIONS
+from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, stated_of, with_sign_of
+from qsdk.core.encodings.tensor_facts import TensorFacts
+from qsdk.core.errors import ConfigError, ExportError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.two_level_scales import TwoLevel, two_level
+
+_LEGACY = ("0.6.1", "1.0.0")
+
+
+def dumps_aimet(
+    encodings: Mapping[str, Encoding],
+    casts: Mapping[str, DType],
+    tensors: Mapping[str, TensorFacts],
+    *,
+    version: str,
+    producer: str,
+    allow_loss: bool = False,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Write encodings as AIMET does, with one line per entry.
+
+    Args:
+        encodings: by site.
+        casts: site -> float16 or bfloat16.
+        tensors: by site; a site that is not there has no tensor to be written for.
+        version: of the format.
+        producer: the version of qsdk.
+        allow_loss: leave out what the format cannot say, instead of refusing.
+
+    Returns:
+        The text, and rows `site`, `tensor`, `dtype`, `form` and `loss`, what of the site the file does not say.
+
+    Raises:
+        ConfigError: an unknown version.
+        ExportError: lists every site that the format cannot say, with the remedy.
+    """
+    if version not in VERSIONS:
+        raise ConfigError(f"there is no AIMET version {version!r}; choose one of {', '.join(VERSIONS)}")
+    sections: dict[str, list[tuple[str, Any]]] = {"activation_encodings": [], "param_encodings": [], "encodings": []}
+    rows, refused = [], []
+    listed: dict[str, Encoding | DType] = {**encodings, **casts}
+    for site, found in listed.items():
+        row: dict[str, Any] = {"site": site, "tensor": "", "dtype": _dtype_of(found).name, "form": "", "loss": ""}
+        try:
+            tensor = tensors.get(site)
+            if tensor is None:
+                raise FileFormatError("no tensor of the model plays its part; give the float model that was quantized")
+            row["tensor"] = tensor.name
+            entry, row["form"], row["loss"] = _entry(found, tensor, version)
+            section = "encodings" if version not in _LEGACY else _section(tensor)
+            if entry is not None:
+                sections[section].append((tensor.name, entry))
+        except FileFormatError as error:
+            refused.append(f"{site} ({error})")
+            row["loss"] = f"left out: {error}"
+        rows.append(row)
+    if refused and not allow_loss:
+        raise ExportError(
+            f"version {version} cannot say the encodings of {'; '.join(refused)}; choose another version, or leave "
+            "these sites out with allow_loss=True"
+        )
+    names = ("activation_encodings", "param_encodings") if version in _LEGACY else ("encodings",)
+    return _text(version, producer, {name: sections[name] for name in names}), rows
+
+
+def _dtype_of(found: Encoding | DType) -> DType:
+    return found.dtype if isinstance(found, Encoding) else found
+
+
+def _section(tensor: TensorFacts) -> str:
+    return "param_encodings" if tensor.stored else "activation_encodings"
+
+
+def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, Any]]]) -> str:
+    head = [f'"version": {json.dumps(version)}', f'"producer": {json.dumps({"package": "qsdk", "version": producer})}']
+    for section, entries in sections.items():
+        if version == "0.6.1":
+            lines = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries]
+            left, right = "{}"
+        else:
+            lines = [f"    {json.dumps({'name': name, **entry})}" for name, entry in entries]
+            left, right = "[]"
+        body = ",\n".join(lines)
+        head.append(f'"{section}": {left}\n{body}\n  {right}' if lines else f'"{section}": {left}{right}')
+    return "{\n  " + ",\n  ".join(head) + "\n}\n"
+
+
+def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[Any, str, str]:
+    """The entry, its form and what it loses; no entry for a cast that the version leaves out by design."""
+    if not isinstance(found, Encoding):
+        return _cast(found, version)
+    loss = ["frozen"] if found.frozen else []
+    if found.dtype != DTYPES.get(found.dtype.name):
+        raise FileFormatError(f"{found.dtype} has a grid that AIMET has no name for; use {_full(found.dtype)}")
+    if version in _LEGACY:
+        if not found.dtype.is_integer:
+            raise FileFormatError(f"it has no {found.dtype}; write version 2.0.0")
+        if found.dtype.signed and not found.symmetric:
+            if f"u{found.dtype.name}" not in DTYPES:
+                raise FileFormatError(f"it has no {found.dtype} with zero points; write version 2.0.0")
+            found = with_sign_of(found, DTYPES[f"u{found.dtype.name}"])
+            loss.append("sign (the same values in an unsigned dtype)")
+        if found.axis is not None:
+            loss.append("axis (the reader's model gives it)")
+    stated = stated_of(found, tensor)
+    lost = ", ".join(loss)
+    if version == "0.6.1":
+        return _to_0_6_1(stated), stated.granularity, lost
+    if version == "1.0.0":
+        return *_to_1_0_0(stated), lost
+    return *_to_2(stated, nested=version == "2.1.0"), lost
+
+
+def _full(dtype: DType) -> str:
+    return dtype.name.removesuffix("_strict")
+
+
+def _cast(dtype: DType, version: str) -> tuple[Any, str, str]:
+    if version not in _LEGACY:
+        return None, "cast", "left out: versions from 2.0.0 have no casts"
+    if dtype.name != "float16":
+        raise FileFormatError(f"it has no {dtype}; use float16")
+    entry: dict[str, Any] = {"bitwidth": 16, "dtype": "float"}
+    return ([entry] if version == "0.6.1" else {"dtype": "FLOAT", "bw": 16, "enc_type": "PER_TENSOR"}), "cast", ""
+
+
+def _to_0_6_1(stated: Stated) -> list[dict[str, Any]]:
+    if stated.granularity == "block":
+        raise FileFormatError("it has no blocks; write version 1.0.0 or later")
+    dtype = stated.dtype
+    pairs = zip(stated.scale.reshape(-1), stated.zero_point.reshape(-1), strict=True)
+    return [
+        {
+            "min": (dtype.lo - int(zero)) * float(scale),
+            "max": (dtype.hi - int(zero)) * float(scale),
+            "scale": float(scale),
+            "offset": int(dtype.lo) - int(zero),
+            "bitwidth": dtype.bits,
+            "dtype": "int",
+            "is_symmetric": str(dtype.signed),
+        }
+        for scale, zero in pairs
+    ]
+
+
+def _to_1_0_0(stated: Stated) -> tuple[dict[str, Any], str]:
+    parts, dtype = _two_levels(stated), stated.dtype
+    scale: Any = stated.scale
+    offset: Any = int(dtype.lo) - stated.zero_point.astype(np.int64)
+    head: dict[str, Any] = {"dtype": "INT", "bw": dtype.bits, "is_sym": dtype.signed}
+    if stated.granularity != "block":
+        plain = {"scale": _plain(scale.reshape(-1)), "offset": offset.reshape(-1).tolist()}
+        return {**head, **plain, "enc_type": f"PER_{stated.granularity.upper()}"}, stated.granularity
+    assert stated.axis is not None
+    if parts is None:
+        scale, offset = in_order(scale, stated.axis), in_order(offset, stated.axis)
+        plain = {"scale": _plain(scale), "offset": offset.tolist()}
+        return {**head, **plain, "enc_type": "PER_BLOCK", "block_size": stated.block_size}, "block"
+    wide = 2 * dtype.bits
+    return {
+        **head,
+        "bw": wide,
+        "compressed_bw": dtype.bits,
+        "scale": _plain(parts.channel_scale.reshape(-1)),
+        "offset": [-(1 << (wide - 1))] * parts.channel_scale.size,
+        "enc_type": "LPBQ",
+        "per_block_int_scale": in_order(parts.levels, stated.axis).tolist(),
+        "block_size": stated.block_size,
+    }, "two-level block"
+
+
+def _to_2(stated: Stated, *, nested: bool) -> tuple[dict[str, Any], str]:
+    parts, form = _two_levels(stated), stated.granularity
+    entry: dict[str, Any] = {"output_dtype": stated.dtype.name}
+    if parts is not None and nested:
+        inner = {"x": parts.levels.tolist(), "x_scale": _plain(parts.channel_scale.reshape(-1))}
+        entry["y_scale"] = {**inner, "axis": channel_axis_of(stated)}
+    elif parts is not None:
+        entry["per_block_int_scale"] = parts.levels.tolist()
+        entry["per_channel_float_scale"] = _plain(parts.channel_scale)
+    else:
+        single = stated.granularity == "tensor"
+        entry["y_scale"] = float(stated.scale.reshape(())) if single else _plain(stated.scale)
+        if stated.zero_point.any():
+            entry["y_zero_point"] = int(stated.zero_point.reshape(())) if single else stated.zero_point.tolist()
+    if stated.axis is not None:
+        entry["axis"] = stated.axis
+    if stated.block_size is not None:
+        entry["block_size"] = stated.block_size
+    return entry, form if parts is None else "two-level block"
+
+
+def _plain(values: Any) -> Any:
+    return values.astype(np.float64).tolist()
+
+
+def _two_levels(stated: Stated) -> TwoLevel | None:
+    """The factors of block scales; AIMET has two levels where the product has twice the bits."""
+    if stated.granularity != "block" or stated.dtype.name not in ("int4", "int8") or stated.zero_point.any():
+        return None
+    assert stated.axis is not None
+    if stated.scale.shape[stated.axis] < 2:
+        return None
+    return two_level(Encoding(stated.dtype, stated.scale, stated.zero_point, stated.axis, stated.block_size))

@@ -1,0 +1,101 @@
+"""All the formats of encodings files, told apart by what is in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from qsdk.core.encodings.aimet.at_sites import at_sites
+from qsdk.core.encodings.aimet.read import VERSIONS, is_aimet, read_aimet
+from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, parsed, read_own
+from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
+from qsdk.core.errors import ConfigError, FileFormatError
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+
+#: what `version=` takes besides None, which is qsdk's own as well
+OWN = "qsdk"
+
+
+def require_version(version: str | None) -> str:
+    """Give the version of a format by its name, `qsdk` for None.
+
+    Raises:
+        ConfigError: there is no such version.
+    """
+    if version not in (None, OWN, *VERSIONS):
+        raise ConfigError(f"there is no encodings version {version!r}; choose one of {', '.join((OWN, *VERSIONS))}")
+    return version or OWN
+
+
+def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None) -> StoredEncodings:
+    """Read an encodings file of qsdk, or of AIMET in version 0.6.1, 1.0.0, 2.0.0 or 2.1.0.
+
+    Args:
+        text: the file's content.
+        where: its name, for messages.
+        tensors: of the model that it belongs to, which gives AIMET's tensor names their sites and its older versions
+            their axes; None leaves the names, and fails where an axis is missing.
+
+    Raises:
+        FileFormatError: the text is truncated, foreign, of an unknown version, or contradicts itself; the message names
+            the file and the place in it.
+    """
+    data = parsed(text, where)
+    if is_own(data):
+        return read_own(data, where)
+    if is_aimet(data):
+        return at_sites(read_aimet(data, where), tensors, where)
+    raise FileFormatError(
+        f"{where} is no {FORMAT} file, nor one of AIMET ({', '.join(VERSIONS)}); write one with qsdk.save_encodings"
+    )
+
+
+def facts_of(
+    stored: StoredEncodings, tensors: Sequence[TensorFacts] | None, where: str, *, needs_kinds: bool
+) -> dict[str, TensorFacts]:
+    """Site -> the tensor that a file's entry is about: of the model, or as far as the file says.
+
+    Args:
+        stored: what the file says.
+        tensors: of the model, or None; a site that has none of its tensors is left out.
+        where: name of the file, for messages.
+        needs_kinds: whether it must be known which tensors are parameters.
+
+    Raises:
+        FileFormatError: without a model, a file that does not say it all.
+    """
+    sites = (*stored.encodings, *(stored.casts or {}))
+    if tensors is not None:
+        known = by_name(tensors)
+        found = {site: known.get(stored.tensors.get(site, site)) or known.get(site) for site in sites}
+        return {site: tensor for site, tensor in found.items() if tensor is not None}
+    for said, what in ((stored.tensors, "names"), (stored.kinds, "kinds")):
+        missing = [site for site in sites if site not in said]
+        if missing and (what == "names" or needs_kinds):
+            raise FileFormatError(
+                f"{where} does not say the {what} of the tensors at {', '.join(missing[:4])}; pass the float ONNX "
+                "model (model=, or --model)"
+            )
+    stored_kinds = ("weight", "bias")
+    return {site: TensorFacts(site, stored.tensors[site], stored.kinds.get(site) in stored_kinds) for site in sites}
+
+
+def own_rows(stored: StoredEncodings) -> list[dict[str, Any]]:
+    """The rows of a report on a file in qsdk's own format, which loses nothing."""
+    listed: dict[str, Encoding | DType] = {**stored.encodings, **(stored.casts or {})}
+    return [
+        {
+            "site": site,
+            "tensor": stored.tensors.get(site, ""),
+            "dtype": (found.dtype if isinstance(found, Encoding) else found).name,
+            "form": _form(found),
+            "frozen": isinstance(found, Encoding) and found.frozen,
+            "loss": "",
+        }
+        for site, found in listed.items()
+    ]
+
+
+def _form(found: Encoding | DType) -> str:
+    if not isinstance(found, Encoding):
+        return "cast"
+    return "tensor" if found.axis is None else "channel" if found.block_size is None else "block"

@@ -1,0 +1,252 @@
+"""qsdk's own encodings file: versioned JSON in which float32 scales survive digit for digit.
+
+`encodings.schema.json` beside this module is its JSON Schema.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+
+from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES, DType, bfloat16, dtype_named, float16
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Kind
+
+FORMAT = "qsdk.encodings"
+VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 no tensor names, and wrote what goes without saying
+_FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
+_KINDS = get_args(Kind)
+_MAX_RANK = 64  # of NumPy
+
+
+@dataclass(frozen=True)
+class StoredEncodings:
+    """What an encodings file, or a Q/DQ model, says.
+
+    Attributes:
+        encodings: by site.
+        casts: site -> float16 or bfloat16; None where a file could not say.
+        provenance: plain values that say where they come from.
+        tensors: site -> name in the ONNX model, as far as the file says.
+        kinds: site -> weight, bias, activation, input or output, as far as the file says.
+        misfits: name -> why its entry fits nothing in the model that was given with it.
+    """
+
+    encodings: Mapping[str, Encoding]
+    casts: Mapping[str, DType] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    misfits: Mapping[str, str] = field(default_factory=dict)
+
+
+def dumps(
+    encodings: Mapping[str, Encoding],
+    provenance: Mapping[str, Any],
+    casts: Mapping[str, DType] | None = None,
+    *,
+    tensors: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> str:
+    """Write encodings as JSON text, one line per site.
+
+    Args:
+        encodings: by site.
+        provenance: plain values that say where they come from (config, method, versions).
+        casts: site -> float16 or bfloat16.
+        tensors: site -> name in the ONNX model.
+        kinds: site -> weight, bias, activation, input or output.
+    """
+    entries = {site: _plain(encoding) for site, encoding in encodings.items()}
+    entries |= {site: {"dtype": dtype.name} for site, dtype in (casts or {}).items()}
+    for key, said in (("tensor", tensors), ("kind", kinds)):
+        for site, text in (said or {}).items():
+            if site in entries:
+                entries[site][key] = text
+    body = ",\n".join(f"    {json.dumps(site)}: {json.dumps(entry)}" for site, entry in entries.items())
+    head = f'  "format": "{FORMAT}",\n  "version": {VERSION},\n  "provenance": {json.dumps(dict(provenance))}'
+    return f'{{\n{head},\n  "encodings": {{\n{body}\n  }}\n}}\n'
+
+
+def loads(text: str, where: str) -> StoredEncodings:
+    """Read what `dumps` wrote.
+
+    Args:
+        text: the file's content.
+        where: its name, for messages.
+
+    Raises:
+        FileFormatError: the text is truncated, foreign, of a later version, or contradicts itself; the message names
+            the file and the place in it.
+    """
+    data = parsed(text, where)
+    if not is_own(data):
+        raise FileFormatError(f"{where} is no {FORMAT} file; write one with qsdk.save_encodings")
+    return read_own(data, where)
+
+
+def is_own(data: Any) -> bool:
+    """Whether JSON data calls itself an encodings file of qsdk."""
+    return isinstance(data, dict) and data.get("format") == FORMAT
+
+
+def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
+    """Read JSON data of this format; see `loads`."""
+    version = data.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise FileFormatError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
+    sites, provenance = data.get("encodings"), data.get("provenance", {})
+    if not isinstance(sites, dict) or not isinstance(provenance, dict):
+        raise FileFormatError(f"{where} has no mapping under 'encodings' or 'provenance'; write it again")
+    encodings: dict[str, Encoding] = {}
+    casts: dict[str, DType] = {}
+    tensors: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    for site, entry in sites.items():
+        place = f"{where}, site {site!r}"
+        if not isinstance(entry, dict) or not set(entry) <= _FIELDS or "dtype" not in entry:
+            raise FileFormatError(
+                f"{place}: an entry has the fields {', '.join(sorted(_FIELDS))}; write the file again"
+            )
+        if "tensor" in entry:
+            tensors[site] = _text(entry["tensor"], "tensor", place)
+        if "kind" in entry:
+            kinds[site] = _text(entry["kind"], "kind", place)
+        cast = _cast(entry)
+        if cast is None:
+            encodings[site] = _encoding(entry, place)
+        else:
+            casts[site] = cast
+    return StoredEncodings(encodings, None if version == 1 else casts, provenance, tensors, kinds)
+
+
+def _plain(encoding: Encoding) -> dict[str, Any]:
+    """An entry without what goes without saying: zero points of 0, a list's own length, no axis, not frozen."""
+    # the shortest decimal that names a float32 reads back as that float32, also through a double
+    found: dict[str, Any] = {
+        "dtype": encoding.dtype.name,
+        "scale": [float(str(value)) for value in encoding.scale.reshape(-1)],
+    }
+    if not encoding.symmetric:
+        found["zero_point"] = [int(value) for value in encoding.zero_point.reshape(-1)]
+    if encoding.scale.ndim > 1:
+        found["shape"] = list(encoding.scale.shape)
+    if encoding.axis is not None:
+        found["axis"] = encoding.axis
+    if encoding.block_size is not None:
+        found["block_size"] = encoding.block_size
+    return {**found, "frozen": True} if encoding.frozen else found
+
+
+def parsed(text: str, where: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        FileFormatError: it is truncated or none, names a key twice, or is nested too deeply; names the place.
+    """
+
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if repeated:
+            raise FileFormatError(f"{where} names {repeated[0]!r} twice; keep one of them")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=no_repeats)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise FileFormatError(f"{where} is truncated or no JSON at {place} ({error.msg}); write it again") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise FileFormatError(f"{where} holds what no encoding has: {error}; write it again") from error
+    except RecursionError as error:
+        raise FileFormatError(f"{where} is nested too deeply to be an encodings file; write it again") from error
+
+
+def _cast(entry: Mapping[str, Any]) -> DType | None:
+    """The float dtype of an entry that says no more than one."""
+    if not set(entry) <= {"dtype", "tensor", "kind"}:
+        return None
+    return next((dtype for dtype in (float16, bfloat16) if dtype.name == entry["dtype"]), None)
+
+
+def _encoding(entry: Mapping[str, Any], where: str) -> Encoding:
+    scale = _numbers(entry.get("scale"), float, "scale", where)
+    zero_point = _numbers(entry["zero_point"], int, "zero_point", where) if "zero_point" in entry else [0] * len(scale)
+    axis, block_size = (_whole(entry.get(name), name, where) for name in ("axis", "block_size"))
+    shape, frozen = entry.get("shape", [len(scale)]), entry.get("frozen", False)
+    if not isinstance(shape, list) or any(type(n) is not int or n < 1 for n in shape) or type(frozen) is not bool:
+        raise FileFormatError(f"{where}: shape is a list of positive integers and frozen true or false; correct them")
+    if len(zero_point) != len(scale) or math.prod(shape) != len(scale) or len(shape) > _MAX_RANK:
+        message = f"{len(scale)} scales, {len(zero_point)} zero points and the shape {shape} contradict each other"
+        raise FileFormatError(f"{where}: {message}; write the file again")
+    try:
+        with np.errstate(over="ignore"):
+            scales = np.array(scale, np.float32).reshape(shape)
+        zero_points = np.array(zero_point, np.int32).reshape(shape)
+        return Encoding(dtype_named(entry["dtype"]), scales, zero_points, axis, block_size, frozen)
+    except (CalibrationError, ConfigError, OverflowError, TypeError) as error:
+        raise FileFormatError(f"{where}: {error}; write the file again") from error
+
+
+def _numbers(value: Any, kind: type, name: str, where: str) -> list[Any]:
+    allowed = (int, float) if kind is float else (int,)
+    if not isinstance(value, list) or not value or any(type(item) not in allowed for item in value):
+        raise FileFormatError(f"{where}: {name} is a list of numbers, not {str(value)[:40]!r}; correct it")
+    return value
+
+
+def _whole(value: Any, name: str, where: str) -> int | None:
+    if value is not None and (type(value) is not int or (name == "block_size" and value < 1)):
+        raise FileFormatError(f"{where}: {name} is an integer or null, not {value!r}; correct it")
+    return value
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str) or (name == "kind" and value not in _KINDS):
+        wanted = f"one of {', '.join(_KINDS)}" if name == "kind" else "a name"
+        raise FileFormatError(f"{where}: {name} is {wanted}, not {str(value)[:40]!r}; correct it")
+    return value
+
+
+def encodings_schema() -> dict[str, Any]:
+    """Give the JSON Schema (2020-12) of a file; `encodings.schema.json` beside this module holds the same."""
+    names = [dtype.name for dtype in DTYPES.values() if dtype.is_quantized]
+    strict = [f"{dtype.name}_strict" for dtype in DTYPES.values() if dtype.is_integer and dtype.signed]
+    whole = {"type": "integer"}
+    encoding = {
+        "dtype": {"enum": [*names, *strict]},
+        "scale": {"type": "array", "items": {"type": "number", "minimum": 0}, "minItems": 1},
+        "zero_point": {"type": "array", "items": whole, "minItems": 1},
+        "shape": {"type": "array", "items": {**whole, "minimum": 1}},
+        "axis": {"type": ["integer", "null"]},
+        "block_size": {"type": ["integer", "null"], "minimum": 1},
+        "frozen": {"type": "boolean"},
+    }
+    both = {"tensor": {"type": "string"}, "kind": {"enum": list(_KINDS)}}
+    cast = {"dtype": {"enum": [float16.name, bfloat16.name]}, **both}
+    entries = [
+        {
+            "type": "object",
+            "properties": {**encoding, **both},
+            "required": ["dtype", "scale"],
+            "additionalProperties": False,
+        },
+        {"type": "object", "properties": cast, "required": ["dtype"], "additionalProperties": False},
+    ]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "qsdk encodings",
+        "type": "object",
+        "properties": {
+            "format": {"const": FORMAT},
+            "version": {"const": VERSION},
+            "provenance": {"type": "object"},
+            "encodings": {"type": "object", "additionalProperties": {"anyOf": entries}},
+        },
+        "required": ["format", "version", "encodings"],
+    }

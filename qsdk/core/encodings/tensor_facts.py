@@ -1,0 +1,123 @@
+"""What encodings files need to know of a model's tensors: their names, shapes and axes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel
+from qsdk.core.planning.graph_matching import match_graphs
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor of a model, as far as encodings go.
+
+    Attributes:
+        site: its name in qsdk; that of the tensor where it has none.
+        name: its name in the ONNX model; for a parameter of a module its path.
+        stored: whether it is a parameter.
+        shape: dimensions; a name or None where dynamic; None where even the rank is unknown.
+        channel_axis: output channels, None where per channel has no meaning.
+        block_axis: input channels, which blocks run along.
+        wanted: the dtype that a plan gives it, or None.
+    """
+
+    site: str
+    name: str
+    stored: bool = False
+    shape: tuple[int | str | None, ...] | None = None
+    channel_axis: int | None = None
+    block_axis: int | None = None
+    wanted: DType | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...] | None:
+        """The shape, if no dimension is dynamic."""
+        if self.shape is None or not all(isinstance(n, int) for n in self.shape):
+            return None
+        return tuple(n for n in self.shape if isinstance(n, int))
+
+
+def tensor_facts(graph: Graph, plan: Plan | None = None) -> list[TensorFacts]:
+    """List the float tensors of a graph, those that have a site first and in graph order.
+
+    Args:
+        graph: of a model.
+        plan: its axes and dtypes come first; None for those that the ops give.
+    """
+    facts = _facts_by_id(graph, plan)
+    sited = [facts[index] for index in graph.sites.values()]
+    return sited + [found for index, found in facts.items() if graph.tensors[index].site is None]
+
+
+def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
+    axes = _axes(graph)
+    found = {}
+    for index, tensor in enumerate(graph.tensors):
+        if tensor.site is None and not tensor.is_float:
+            continue
+        site = tensor.site or tensor.name
+        decision = None if plan is None else plan.decisions.get(site)
+        spec = None if decision is None else decision.spec
+        channel, block = axes.get(index, (None, None))
+        if spec is not None and isinstance(spec.granularity, PerChannel):
+            channel = spec.granularity.axis
+        if spec is not None and isinstance(spec.granularity, PerBlock):
+            block = spec.granularity.axis
+        wanted = None if spec is None else spec.dtype
+        found[index] = TensorFacts(site, tensor.name, tensor.constant, tensor.shape, channel, block, wanted)
+    return found
+
+
+def _axes(graph: Graph) -> dict[int, tuple[int | None, int | None]]:
+    """Stored tensor -> the axes of output and input channels that the first op to read it gives."""
+    found: dict[int, tuple[int | None, int | None]] = {}
+    for index in range(len(graph.ops)):
+        for operand in operands_of(graph, index):
+            found.setdefault(operand.root, (operand.channel_axis, operand.input_axis))
+    return found
+
+
+def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
+    """Every name that an encodings file may call a tensor by: its own first, then its site, then `owner.weight`."""
+    listed = list(tensors)
+    found = {tensor.name: tensor for tensor in reversed(listed)}
+    for tensor in listed:
+        found.setdefault(tensor.site, tensor)
+    for tensor in listed:
+        if tensor.stored:
+            found.setdefault(tensor.site.replace(":", "."), tensor)
+    return found
+
+
+def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[TensorFacts, TensorFacts]]:
+    """Pair the tensors of a graph with those of another model that play the same part, on structure alone.
+
+    Returns:
+        What is known of each tensor in the graph and in the model; tensors without a counterpart are left out.
+    """
+    mine, theirs = _facts_by_id(graph, plan), _facts_by_id(model, None)
+    matched = match_graphs(graph, model)
+    return [
+        (mine[index], theirs[matched[index]])
+        for index in graph.sites.values()
+        if index in matched and matched[index] in theirs
+    ]
+
+
+def moved(encoding: Encoding, source: TensorFacts, target: TensorFacts) -> Encoding:
+    """The encoding of a matrix as its counterpart has it, which may be stored transposed."""
+    pair = (source.channel_axis, target.channel_axis)
+    if encoding.axis is None or None in pair or pair[0] == pair[1] or len(source.shape or ()) != 2:
+        return encoding
+    blocked = encoding.block_size is not None
+    return replace(
+        encoding,
+        scale=encoding.scale.T if blocked else encoding.scale,
+        zero_point=encoding.zero_point.T if blocked else encoding.zero_point,
+        axis=1 - encoding.axis % 2,
+    )

@@ -1,0 +1,1 @@
+"""The neutral graph of ops and tensors that both sides build."""

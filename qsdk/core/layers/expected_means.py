@@ -1,0 +1,182 @@
+"""What BatchNorms say of the values in a network, followed through the ops behind them: means without any data.
+
+A BatchNorm gives values of mean beta and standard deviation |gamma| per channel; Relu and Clip make a clipped normal of
+them. Source: Nagel et al. 2019, Data-Free Quantization, section 4.2.1 and appendix C.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.layers.activation import activation_of
+from qsdk.core.layers.folded_norms import FoldedNorm
+from qsdk.core.patterns.linear import bias_of_add
+from qsdk.core.site import owner_of
+
+FloatArray = npt.NDArray[np.float64]
+Stored = Callable[[str], npt.NDArray[np.float32] | None]
+_KEEPS = frozenset({"Identity", "Dropout"})
+_POOLS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a tensor's values are expected to be, per channel (axis 1).
+
+    Attributes:
+        mean: float64 [channels].
+        variance: float64 [channels] of values that are taken as normal; None where they are not, or it is not known.
+    """
+
+    mean: FloatArray
+    variance: FloatArray | None
+
+
+def expected_values(graph: Graph, norms: Mapping[str, FoldedNorm], stored: Stored) -> dict[int, Expected]:
+    """Follow what BatchNorms say through a graph: tensor id -> what is expected there, as far as that is known.
+
+    Sums take their terms as independent and normal; zero padding is left out, as in the paper.
+
+    Args:
+        graph: of either door.
+        norms: owner of a layer -> what the BatchNorm said that was folded into it.
+        stored: gives a stored tensor, or None, by its name in the graph: for BatchNorms that were not folded.
+    """
+    found: dict[int, Expected] = {}
+    for index, op in enumerate(graph.ops):
+        norm = _folded_into(graph, op, norms)
+        tensor = None if norm is None else op.inputs[0] if norm.before else _result(graph, index)
+        if norm is not None and tensor is not None:
+            found[tensor] = Expected(norm.mean.astype(np.float64), np.square(norm.std.astype(np.float64)))
+        if op.outputs and op.outputs[0] not in found:
+            made = _made(graph, op, found, stored)
+            if made is not None:
+                found[op.outputs[0]] = made
+    return found
+
+
+def clipped_normal(mean: FloatArray, std: FloatArray, low: float, high: float) -> FloatArray:
+    """The mean of a normal variable that is clipped to `low..high` (either may be infinite), elementwise.
+
+    Source: Nagel et al. 2019, appendix C, equation 19.
+    """
+    spread = np.maximum(std, 1e-30)
+    below, above = (low - mean) / spread, (high - mean) / spread
+    inside = _share(above) - _share(below)
+    result = mean * inside + spread * (_density(below) - _density(above))
+    if math.isfinite(low):
+        result = result + low * _share(below)
+    if math.isfinite(high):
+        result = result + high * (1 - _share(above))
+    return np.where(std > 0, result, mean.clip(low, high))
+
+
+def _density(x: FloatArray) -> FloatArray:
+    return np.asarray(np.exp(-0.5 * np.square(x)) / math.sqrt(2 * math.pi))
+
+
+def _share(x: FloatArray) -> FloatArray:
+    """How much of a standard normal lies below."""
+    return np.asarray(np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[np.float64])(x))
+
+
+def _folded_into(graph: Graph, op: Op, norms: Mapping[str, FoldedNorm]) -> FoldedNorm | None:
+    """What the BatchNorm said that was folded into the layer that an op is."""
+    if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul") or op.inputs[1] is None:
+        return None
+    root = graph.constant_root(op.inputs[1])
+    site = None if root is None else graph.tensors[root].site
+    return None if site is None else norms.get(owner_of(site))
+
+
+def _result(graph: Graph, index: int) -> int:
+    """What a layer gives, its bias added."""
+    following = graph.sole_consumer(graph.ops[index].outputs[0])
+    if graph.ops[index].type == "MatMul" and following is not None and bias_of_add(graph, following) is not None:
+        return graph.ops[following].outputs[0]
+    return graph.ops[index].outputs[0]
+
+
+def _made(graph: Graph, op: Op, found: Mapping[int, Expected], stored: Stored) -> Expected | None:
+    """What is expected of what an op makes; None where that is not known."""
+    if op.type == "BatchNormalization":
+        gamma, beta = (None if t is None else graph.constant_root(t) for t in op.inputs[1:3])
+        if gamma is None or beta is None:
+            return None
+        shift, scale = (stored(graph.tensors[root].name) for root in (beta, gamma))
+        if shift is None or scale is None:
+            return None
+        return Expected(shift.astype(np.float64), np.square(scale.astype(np.float64)))
+    read = [None if tensor is None else found.get(tensor) for tensor in op.inputs]
+    first = read[0] if read else None
+    if op.type == "Add" and len(read) == 2 and first is not None and read[1] is not None:
+        return _sum(first, read[1])
+    if op.type == "Concat" and op.attributes.get("axis") == 1 and all(part is not None for part in read):
+        return _joined([part for part in read if part is not None])
+    if first is None:
+        return None
+    if op.type in ("Relu", "Clip"):
+        return _clipped(graph, op, first)
+    if op.type in _KEEPS:
+        return first
+    if op.type in _POOLS and _keeps_means(graph, op):
+        return Expected(first.mean, None)
+    if op.type in ("Flatten", "Reshape", "Squeeze"):
+        return _flattened(graph, op, first)
+    return None
+
+
+def _sum(one: Expected, other: Expected) -> Expected | None:
+    if one.mean.shape != other.mean.shape:
+        return None
+    known = one.variance is not None and other.variance is not None
+    return Expected(one.mean + other.mean, one.variance + other.variance if known else None)  # type: ignore[operator]
+
+
+def _joined(parts: list[Expected]) -> Expected:
+    variances = [part.variance for part in parts if part.variance is not None]
+    mean = np.concatenate([part.mean for part in parts])
+    return Expected(mean, np.concatenate(variances) if len(variances) == len(parts) else None)
+
+
+def _clipped(graph: Graph, op: Op, x: Expected) -> Expected | None:
+    function = activation_of(graph, op)
+    if function is None or x.variance is None:
+        return None
+    return Expected(clipped_normal(x.mean, np.sqrt(x.variance), function.low, function.high), None)
+
+
+def _keeps_means(graph: Graph, op: Op) -> bool:
+    """Whether a pooling op averages within channels and counts no padding."""
+    if op.type == "AveragePool":
+        return not any(op.attributes.get("pads") or ()) and op.attributes.get("auto_pad", "NOTSET") in (
+            "NOTSET",
+            "VALID",
+        )
+    if op.type == "ReduceMean":
+        given = op.attributes.get("axes")
+        axes = graph.value(op.inputs[1]) if given is None and len(op.inputs) > 1 else given
+        rank = len(graph.tensors[op.inputs[0]].shape or ()) if op.inputs[0] is not None else 0
+        return axes is not None and all(int(axis) % max(rank, 1) >= 2 for axis in np.reshape(axes, -1))
+    return True
+
+
+def _flattened(graph: Graph, op: Op, x: Expected) -> Expected | None:
+    """[N, C, ...] to [N, C * ...]: each channel's values stand one after the other."""
+    assert op.inputs[0] is not None
+    before, after = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
+    channels = len(x.mean)
+    if before is None or after is None or len(before) < 2 or len(after) != 2 or before[1] != channels:
+        return None
+    inner, size = before[2:], after[1]
+    if not isinstance(size, int) or size % channels:
+        return None
+    if all(isinstance(n, int) for n in inner) and math.prod(n for n in inner if isinstance(n, int)) * channels != size:
+        return None
+    repeats = size // channels
+    variance = None if x.variance is None else np.repeat(x.variance, repeats)
+    return Expected(np.repeat(x.mean, repeats), variance)

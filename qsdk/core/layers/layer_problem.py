@@ -1,0 +1,361 @@
+"""Layer problems: one linear layer as a solver sees it, the same for both doors.
+
+A linear layer, or a convolution seen as patches, has the weight matrix W, float inputs X and quantized inputs X~
+(one column per row of data). All a solver of W~ needs of them are second moments: with d = W~ - W and H = X~X~', the
+output error is `||WX - W~X~||^2 = tr(d H d') + 2 tr(d (W (X~ - X) X~')') + ||W (X - X~)||^2`.
+Arrays are duck-typed: NumPy or torch, on any device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import ModelError
+from qsdk.core.layers.activation import Activation
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
+
+LayerKind = Literal["linear", "conv", "conv_transpose", "embedding"]
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How a stored weight becomes a matrix [groups, out_per_group, K] and back.
+
+    K runs over the input channels of a group and, within them, over the kernel's positions in order.
+
+    Attributes:
+        kind: what the layer computes.
+        shape: of the stored weight.
+        groups: of a convolution.
+        channel_axis: output channels of the stored weight (those of one group for `conv_transpose`).
+        input_axis: input channels of the stored weight (those of one group for `conv`).
+
+    Raises:
+        ModelError: a linear weight is not a matrix, or the groups do not divide their axis.
+    """
+
+    kind: LayerKind
+    shape: tuple[int, ...]
+    groups: int = 1
+    channel_axis: int = 0
+    input_axis: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind == "linear" and (len(self.shape) != 2 or self.groups != 1):
+            raise ModelError(f"a linear weight is one matrix; got shape {self.shape} with {self.groups} groups")
+        if self.shape[self._grouped] % self.groups:
+            raise ModelError(f"{self.groups} groups do not divide axis {self._grouped} of a weight of {self.shape}")
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Groups, outputs per group, and K."""
+        rows = self.shape[self.channel_axis] // (self.groups if self.kind == "conv" else 1)
+        return self.groups, rows, int(np.prod(self.shape)) // (self.groups * rows)
+
+    def to_matrix(self, stored: Any) -> Any:
+        """Reshape an array of the stored shape to [groups, out_per_group, K]."""
+        split = stored.reshape(self._split)
+        for source, target in self._moves:
+            split = _move_axis(split, source, target)
+        return split.reshape(self.matrix_shape)
+
+    def from_matrix(self, matrix: Any) -> Any:
+        """Reshape [groups, out_per_group, K] to the stored shape."""
+        moved = np.empty(self._split, np.bool_)
+        for source, target in self._moves:
+            moved = _move_axis(moved, source, target)
+        split = matrix.reshape(moved.shape)
+        for source, target in reversed(self._moves):
+            split = _move_axis(split, target, source)
+        return split.reshape(self.shape)
+
+    def cells(self, encoding: Encoding) -> npt.NDArray[np.int64]:
+        """Which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
+        index = np.arange(encoding.scale.size).reshape(encoding.scale.shape)
+        aligned = affine.align(index, self.shape, encoding.axis, encoding.block_size)
+        return np.array(self.to_matrix(np.broadcast_to(aligned, self.shape)), np.int64)
+
+    @property
+    def _grouped(self) -> int:
+        return self.channel_axis if self.kind in ("linear", "conv") else self.input_axis
+
+    @property
+    def _split(self) -> tuple[int, ...]:
+        at = self._grouped
+        return (*self.shape[:at], self.groups, self.shape[at] // self.groups, *self.shape[at + 1 :])
+
+    @property
+    def _moves(self) -> list[tuple[int, int]]:
+        """Axis moves, in order, that bring the split weight's group, channel and input axes to the front."""
+        axes = list(range(len(self.shape) + 1))
+        moves = []
+        shifted = [axis + (axis >= self._grouped) for axis in (self.channel_axis, self.input_axis)]
+        for target, axis in enumerate((self._grouped, *shifted)):
+            source = axes.index(axis)
+            axes.insert(target, axes.pop(source))
+            moves.append((source, target))
+        return moves
+
+
+def _move_axis(x: Any, source: int, target: int) -> Any:
+    # swapaxes is the one permutation that NumPy and torch spell alike
+    step = 1 if target > source else -1
+    for axis in range(source, target, step):
+        x = x.swapaxes(axis, axis + step)
+    return x
+
+
+@dataclass(frozen=True)
+class PatchGeometry:
+    """Which inputs a convolution multiplies for each of its outputs; one entry per spatial dimension.
+
+    Attributes:
+        kernel: sizes.
+        stride: steps between outputs (between inputs, transposed).
+        padding: `(before, after)`.
+        dilation: steps between the kernel's elements.
+        groups: of the channels.
+        mode: what stands in the padding.
+        transposed: a transposed convolution.
+        output_padding: of a transposed convolution.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros"
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial size of the output for a spatial input size."""
+        extents = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        pads = [sum(pad) for pad in self.padding]
+        if not self.transposed:
+            spans = zip(size, pads, extents, self.stride, strict=True)
+            return tuple((n + pad - extent) // stride + 1 for n, pad, extent, stride in spans)
+        extra = self.output_padding or (0,) * len(size)
+        parts = zip(size, pads, extents, self.stride, extra, strict=True)
+        return tuple((n - 1) * stride - pad + extent + more for n, pad, extent, stride, more in parts)
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """A weight, how it is to be quantized, and what the data says about its inputs.
+
+    Attributes:
+        site: of the weight.
+        spec: what is wanted.
+        encoding: what it has now.
+        layout: how `weight` is stored.
+        weight: W, float32 [groups, out_per_group, K].
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it, or where a solver wanted means only.
+        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K]; None where `h` is and `drifted` stands for it.
+        drifts: `||W (X - X~)||^2` per output, [groups, out_per_group]; None likewise.
+        rows: how many rows of data the moments were made of.
+        count: how many rows they stand for: more, where a convolution's patches were sampled.
+        x_quantized: all rows of X~, float32 [groups, rows, K], where they are few; a row that stands for n is
+            multiplied by the root of n.
+        drifted: W (X~ - X) for these rows, float32 [groups, rows, out_per_group], multiplied likewise.
+        roots: what the rows are multiplied by, float32 [rows]; None for ones.
+        mean: of X over the rows, float32 [groups, K]; None where it was not gathered.
+        mean_quantized: of X~, likewise.
+        samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver asked for them.
+        held_back: the same problem as data tells it that was not used for the moments here, to guard against
+            solutions that fit the data and not the layer; None where nothing was held back.
+        activation: the function that is one with the layer, if there is one and it is known.
+        bias: of the float model's layer, float32 [groups, out_per_group]; None where it has none.
+        without_mean: whether errors leave out what a shift of the bias takes away; see `centered`.
+
+    Raises:
+        ModelError: the shapes do not belong together.
+    """
+
+    site: str
+    spec: Spec
+    encoding: Encoding
+    layout: WeightLayout
+    weight: Any
+    h: Any | None
+    linear: Any
+    drifts: Any
+    rows: int
+    count: float
+    x_quantized: Any | None = None
+    drifted: Any | None = None
+    roots: Any | None = None
+    mean: Any | None = None
+    mean_quantized: Any | None = None
+    samples: tuple[Any, Any] | None = None
+    held_back: "LayerProblem | None" = None
+    activation: Activation | None = None
+    bias: Any | None = None
+    without_mean: bool = False
+
+    def __post_init__(self) -> None:
+        groups, out, k = self.layout.matrix_shape
+        for name, found, wanted in (
+            ("weight", self.weight, (groups, out, k)),
+            ("linear term", self.linear, (groups, out, k)),
+            ("second moment", self.h, (groups, k, k)),
+        ):
+            if found is not None and tuple(found.shape) != wanted:
+                raise ModelError(f"{self.site}: a {name} of {tuple(found.shape)}, not {wanted}")
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias, which can take a shift."""
+        return self.bias is not None
+
+    @cached_property
+    def g_quantized(self) -> Any:
+        """X~X~', float32 [groups, K, K]."""
+        return self.h if self.x_quantized is None else self.x_quantized.swapaxes(-1, -2) @ self.x_quantized
+
+    def linear_term(self) -> Any:
+        """`W (X~ - X) X~'`, [groups, out_per_group, K].
+
+        With d = W~ - W the output error is `d g_quantized d' + 2 d linear_term' + drift`: unlike the three traces,
+        this form does not lose a small error in the difference of large numbers.
+        """
+        return self._linear
+
+    @cached_property
+    def _linear(self) -> Any:
+        if self.linear is not None or self.drifted is None:
+            return self.linear
+        return self.drifted.swapaxes(-1, -2) @ self.x_quantized
+
+    def drift(self) -> Any:
+        """`||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
+        return self._drifts
+
+    @cached_property
+    def _drifts(self) -> Any:
+        if self.drifts is not None or self.drifted is None:
+            return self.drifts
+        return (self.drifted * self.drifted).sum(-2)
+
+    def energy(self) -> Any:
+        """`||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
+        return self._energies
+
+    @cached_property
+    def _energies(self) -> Any:
+        # WX = WX~ + W(X - X~), and the cross term is that of `linear_term`
+        if self.drifted is not None:
+            outputs = self._outputs(self.weight) - self.drifted.swapaxes(-1, -2)
+            energies = (outputs * outputs).sum(-1)
+        else:
+            energies = ((self.weight_product - 2 * self.linear) * self.weight).sum(-1) + self.drifts
+        if self.without_mean:
+            assert self.mean is not None
+            energies = energies + self.count * (self.weight @ self.mean[..., None])[..., 0] ** 2
+        return energies.clip(0, None)
+
+    @cached_property
+    def weight_product(self) -> Any:
+        """`W X~X~'`, [groups, out_per_group, K]."""
+        return self.product(self.weight)
+
+    def product(self, d: Any) -> Any:
+        """`d X~X~'`, [groups, out_per_group, K], for a deviation of the weight."""
+        if self.h is not None:
+            return d * self.h if d.shape[-1] == 1 else d @ self.h
+        if self.x_quantized is None:
+            raise ModelError(f"{self.site}: the second moments of its inputs were not gathered")
+        return self._outputs(d) @ self.x_quantized
+
+    def quadratic(self, d: Any) -> Any:
+        """`||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
+        if self.x_quantized is None:
+            return (self.product(d) * d).sum(-1)
+        outputs = self._outputs(d)
+        return (outputs * outputs).sum(-1)
+
+    def _outputs(self, d: Any) -> Any:
+        """`d X~`, [groups, out_per_group, rows], where rows stand for second moments."""
+        rows: Any = self.x_quantized
+        return d @ rows.swapaxes(-1, -2)
+
+    def errors(self, quantized: Any) -> Any:
+        """`||WX - W~X~||^2` per output, [groups, out_per_group], for W~ as a matrix."""
+        d = quantized - self.weight
+        if self.drifted is not None:
+            outputs = self._outputs(d) + self.drifted.swapaxes(-1, -2)
+            return (outputs * outputs).sum(-1)
+        if self.x_quantized is None:
+            return ((self.product(d) + 2 * self.linear) * d).sum(-1) + self.drifts
+        return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
+
+    def relative_error(self, quantized: Any) -> float:
+        """`||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where there is nothing to get wrong."""
+        return self.relative(self.errors(quantized))
+
+    def relative(self, errors: Any) -> float:
+        """The sum of errors per output over the layer's energy; 0 where there is nothing to get wrong."""
+        energy = float(self.energy().sum())
+        return max(float(errors.sum()), 0.0) / energy if energy > 0 else 0.0
+
+    def mean_error(self, quantized: Any) -> Any:
+        """`E[WX - W~X~]` per output, [groups, out_per_group]: what a shift of the bias takes away."""
+        if self.mean is None or self.mean_quantized is None:
+            raise ModelError(f"{self.site}: the means of its inputs were not gathered")
+        return ((self.weight @ self.mean[..., None]) - quantized @ self.mean_quantized[..., None])[..., 0]
+
+    def centered(self) -> "LayerProblem":
+        """The problem that is left when the bias takes up whatever mean error a solution has.
+
+        Its errors are those after the shift; energies and means are what they were.
+        """
+        shift, mean = -self.mean_error(self.weight), self.mean_quantized
+        assert mean is not None
+        assert self.mean is not None
+        root = 1 if self.roots is None else self.roots[:, None]
+
+        def less(values: Any, product: Any) -> Any:
+            return None if values is None else values - product
+
+        return replace(
+            self,
+            h=less(self.h, (self.count * mean)[..., :, None] * mean[..., None, :]),
+            x_quantized=less(self.x_quantized, root * mean[..., None, :]),
+            drifted=less(self.drifted, root * shift[..., None, :]),
+            linear=less(self.linear, (self.count * shift)[..., None] * mean[..., None, :]),
+            drifts=less(self.drifts, self.count * shift * shift),
+            samples=self.samples and (self.samples[0] - self.mean[..., None, :], self.samples[1] - mean[..., None, :]),
+            held_back=self.held_back and self.held_back.centered(),
+            without_mean=True,
+        )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found for a layer problem.
+
+    Attributes:
+        encoding: to use from now on.
+        weight: W~ on that encoding's grid, float32 [groups, out_per_group, K]; None where W is to stay.
+        error_before: relative output error with the problem's encoding and nearest rounding.
+        error_after: the same with this solution.
+        note: why nothing was done, where nothing was.
+        bias_shift: what to add to the layer's bias, float32 [groups, out_per_group]; None where it stays.
+    """
+
+    encoding: Encoding
+    weight: Any | None
+    error_before: float
+    error_after: float
+    note: str = ""
+    bias_shift: Any | None = None
+
+
+Solver = Callable[[LayerProblem], Solution]

@@ -1,0 +1,103 @@
+"""Walking a model layer by layer, in float and quantized side by side: what the doors give and solvers are run on."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qsdk.core.layers.activation import Activation
+from qsdk.core.layers.layer_problem import PatchGeometry, WeightLayout
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A stored weight that inputs are multiplied with.
+
+    Attributes:
+        site: of the weight.
+        spec: what is wanted there.
+        layout: how the stored weight becomes a matrix.
+        geometry: of a convolution, None for a linear layer.
+        bias: site of the bias that is added to the product, `""` where there is none.
+        activation: the function that is one with the layer, if there is one and it is known.
+    """
+
+    site: str
+    spec: Spec
+    layout: WeightLayout
+    geometry: PatchGeometry | None = None
+    bias: str = ""
+    activation: Activation | None = None
+
+
+class Step(Protocol):
+    """Where a walk stops: layers that read one input and are solved together.
+
+    Attributes:
+        layers: at least one.
+    """
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers that read this input."""
+
+    def inputs(self) -> Iterable[tuple[Any, Any]]:
+        """The input that the layers read, call by call: in the float model, and in the quantized one as it is now.
+
+        Float32 arrays of one shape, NumPy or torch, [..., groups * K] for a layer without geometry and
+        [N, C, *spatial] for a convolution; of an embedding its integer indices, twice.
+        The quantized input is what the layer multiplies, fake-quantized. May be iterated more than once.
+        """
+
+
+class Walk(Protocol):
+    """The layers of a sim in the order they run; each step sees the solutions that were written before it.
+
+    Attributes:
+        layers: all that the walk will come by.
+        left: weight site -> why it is no layer here ("float: ...", "its encoding is frozen").
+        batches: how many batches there are.
+        float_seconds: what the float model has taken so far, so that costs can be told in float passes.
+    """
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """All layers, in order."""
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """Weight sites that cannot be solved, and why."""
+
+    @property
+    def batches(self) -> int:
+        """How many batches the data has."""
+
+    @property
+    def float_seconds(self) -> float:
+        """Seconds spent in the float model so far."""
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps; to ask for the next one goes on with what was written."""
+
+    def weight(self, site: str) -> Any:
+        """The stored weight in the float model, float32, of its stored shape."""
+
+    def bias(self, site: str) -> Any | None:
+        """The stored bias of the layer with this weight in the float model, float32 [out channels]; None for none."""
+
+    def encoding(self, site: str) -> Encoding:
+        """The encoding that a weight has now."""
+
+    def write(
+        self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
+    ) -> None:
+        """Change the quantized model at a layer.
+
+        Args:
+            site: of the layer's weight.
+            encoding: its new encoding.
+            weight: its new values, of the stored shape and on the encoding's grid; the encoding is then frozen, since
+                any other grid would round them again.
+            bias_shift: what the layer's bias is to be above that of the float model, [out channels].
+        """

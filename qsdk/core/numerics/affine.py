@@ -1,0 +1,88 @@
+"""The quantization formula, once, for NumPy, PyTorch and the integer lowering.
+
+Duck-typed: `/`, `.round()`, `+` and `.clip()` exist on NumPy arrays and torch tensors and agree bit for bit
+(half to even). Order matters: divide, round, add the zero point, saturate (ONNX QuantizeLinear). Adding the
+zero point before rounding, or multiplying by 1/scale, gives other integers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from qsdk.core.numerics.dtypes import DType
+
+Rounding = Callable[[Any], Any]
+
+
+def nearest(value: Any) -> Any:
+    """Round to the nearest integer, half to even."""
+    return value.round()
+
+
+def quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rounding: Rounding = nearest) -> Any:
+    """Give `clip(round(x / scale) + zero_point, lo, hi)`, still in x's float type.
+
+    `scale` and `zero_point` broadcast against x (see `align`); `zero_point` is in x's type.
+    """
+    return (rounding(x / scale) + zero_point).clip(lo, hi)
+
+
+def dequantize(q: Any, scale: Any, zero_point: Any) -> Any:
+    """Give `(q - zero_point) * scale`; `q` is in the float type of the result."""
+    return (q - zero_point) * scale
+
+
+def fake_quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rounding: Rounding = nearest) -> Any:
+    """Quantize and dequantize: x moved to the nearest point of its grid."""
+    return dequantize(quantize(x, scale, zero_point, lo, hi, rounding), scale, zero_point)
+
+
+def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
+    """Give the scale and zero point of uint8 for a tensor with these extremes, as ONNX's DynamicQuantizeLinear does.
+
+    The range is extended to 0. A tensor of zeros has the scale 1, as in ONNX Runtime.
+    """
+    low, high = low.clip(None, 0), high.clip(0, None)
+    scale = (high - low) / 255
+    scale = scale + (scale == 0)
+    return scale, (-low / scale).clip(0, 255).round()
+
+
+def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:
+    """The float8/float4 twin: divide, saturate to the largest finite value, cast, multiply.
+
+    `cast` rounds its argument to the minifloat's values and gives it back in x's type (ml_dtypes in NumPy,
+    torch's own float8 types in PyTorch).
+    """
+    return cast((x / scale).clip(dtype.lo, dtype.hi)) * scale
+
+
+def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: int | None) -> Any:
+    """Reshape a scale or zero point so that it broadcasts against a tensor of `shape`.
+
+    Per tensor (`axis` None): shape () or (1,), given back with one element. Per channel: shape (C,), C =
+    shape[axis]. Per block: x's rank, `ceil(shape[axis] / block_size)` along axis, repeated to full length.
+
+    Raises:
+        ValueError: the parameter's shape does not belong to that granularity, or the axis not to the tensor.
+    """
+    found = tuple(parameter.shape)
+    if axis is None:
+        if math.prod(found) != 1:
+            raise ValueError(f"a scale of shape {found} is not one scale per tensor; name the channel axis")
+        return parameter.reshape(())
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis {axis} is outside a tensor of shape {shape}")
+    axis %= len(shape)
+    if block_size is None:
+        if found != (shape[axis],):
+            raise ValueError(
+                f"a scale of shape {found} does not fit the {shape[axis]} channels (axis {axis}) of {shape}"
+            )
+        return parameter.reshape(tuple(shape[axis] if i == axis else 1 for i in range(len(shape))))
+    blocks = -(-shape[axis] // block_size)
+    if found != (*shape[:axis], blocks, *shape[axis + 1 :]):
+        raise ValueError(f"a scale of shape {found} does not fit blocks of {block_size} (axis {axis}) in {shape}")
+    index = [slice(None)] * len(shape)
+    index[axis] = [position // block_size for position in range(shape[axis])]  # type: ignore[call-overload]
+    return parameter[tuple(index)]

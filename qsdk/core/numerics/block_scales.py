@@ -1,0 +1,111 @@
+"""Scales that are stored in less than a float32: short ones, and block scales of two levels.
+
+A block's scale is a float32 in an `Encoding` and everywhere in the simulation; what it is confined to says `Spec`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.numerics.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
+from qsdk.core.numerics.encoding import Encoding, FloatArray
+from qsdk.core.numerics.spec import PerBlock, Spec
+from qsdk.core.numerics.two_level_scales import TwoLevel, lowered, top_level, two_level
+
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_SMALLEST_FLOAT8, _LARGEST_FLOAT8 = np.float32(2.0**-9), np.float32(float8e4m3fn.hi)
+_EXPONENTS = (-126, 127)  # float8e8m0 has -127 too, which is subnormal in float32
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Scales:
+    """The two factors of NVFP4's block scales.
+
+    Attributes:
+        codes: float8e4m3fn, of the scales' shape.
+        tensor_scale: one float32 for the tensor.
+    """
+
+    codes: npt.NDArray[Any]
+    tensor_scale: np.float32
+
+    def product(self) -> FloatArray:
+        """The block scales, one float32 product each."""
+        return np.asarray(self.codes.astype(np.float32) * self.tensor_scale, np.float32)
+
+
+def shortened(scale: FloatArray, bits: int) -> FloatArray:
+    """Round positive scales up to the next float32 with `bits` significant binary digits, the largest there is at most.
+
+    One digit gives powers of two. With fewer digits than 24, products of scales and integers are exact for longer.
+    """
+    mantissa, exponent = np.frexp(scale.astype(np.float64))
+    short = np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
+    return np.asarray(np.minimum(short, np.ldexp(2.0**bits - 1, 128 - bits)), np.float32)
+
+
+def shared_exponents(largest: FloatArray, dtype: DType) -> FloatArray:
+    """Give the scales of blocks whose largest magnitudes are given: `2**(floor(log2(largest)) - emax)`.
+
+    OCP Microscaling Formats (MX) 1.0, section 6.3; emax is the exponent of the element type's largest value. Elements
+    that end up beyond that value saturate.
+    """
+    exponent = np.frexp(largest.astype(np.float64))[1] - np.frexp(np.float64(dtype.hi))[1]
+    exponent = np.where(largest > 0, exponent, _EXPONENTS[0]).clip(*_EXPONENTS)
+    return np.asarray(np.ldexp(1.0, exponent), np.float32)
+
+
+def confined(scale: FloatArray, spec: Spec) -> FloatArray:
+    """Move block scales to those that the spec's `scale_dtype` can hold; others are given back.
+
+    With `uint4` a channel's scale is a 16th of its largest block scale, and levels are `clip(round(scale / channel), 1,
+    16)`, with `uint8` the same of 256 (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` the tensor's
+    scale is the largest block scale over 448, the others are rounded to the nearest float8 times it (NVIDIA, NVFP4).
+    """
+    if spec.scale_dtype in (uint4, uint8):
+        assert isinstance(spec.granularity, PerBlock)
+        top = top_level(spec.dtype)
+        channel = _outer(scale.max(axis=spec.granularity.axis, keepdims=True) / np.float32(top), spec)
+        return lowered(TwoLevel(channel, np.rint(scale / channel).clip(1, top).astype(np.int32)))
+    if spec.scale_dtype == float8e4m3fn:
+        return _float8_scales(scale, _outer(scale.max() / _LARGEST_FLOAT8, spec)).product()
+    return scale
+
+
+def _outer(scale: Any, spec: Spec) -> Any:
+    positive = np.maximum(scale, np.finfo(np.float32).tiny)
+    return positive if spec.scale_bits is None else shortened(positive, spec.scale_bits)
+
+
+def _float8_scales(scale: FloatArray, tensor_scale: Any) -> Float8Scales:
+    codes = (scale / tensor_scale).clip(_SMALLEST_FLOAT8, _LARGEST_FLOAT8).astype(_FLOAT8)
+    return Float8Scales(codes, np.float32(tensor_scale))
+
+
+def float8_scales(encoding: Encoding) -> Float8Scales | None:
+    """Find the factors of block scales that are float8 values times one float32, to the last bit, or None."""
+    if encoding.block_size is None or encoding.dtype.is_integer:
+        return None
+    quotient = np.float32(encoding.scale.max() / _LARGEST_FLOAT8)
+    # the quotient's rounding may hide the factor that made the product: it is then a neighbour
+    for tensor_scale in (quotient, *(np.nextafter(quotient, np.float32(end)) for end in (0, np.inf))):
+        if tensor_scale > 0:
+            found = _float8_scales(encoding.scale, tensor_scale)
+            if np.array_equal(found.product(), encoding.scale):
+                return found
+    return None
+
+
+def scale_dtype_of(encoding: Encoding) -> DType | None:
+    """The `scale_dtype` of a spec under which an encoding's block scales can be found; None for any float32."""
+    if encoding.block_size is None or not encoding.symmetric:
+        return None
+    if encoding.dtype.is_integer:
+        return None if two_level(encoding) is None else level_dtype(encoding.dtype)
+    mantissa, exponent = np.frexp(encoding.scale)
+    if (mantissa == 0.5).all() and (exponent - 1 >= _EXPONENTS[0]).all():
+        return float8e8m0
+    return float8e4m3fn if float8_scales(encoding) is not None else None

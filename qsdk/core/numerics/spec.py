@@ -1,0 +1,117 @@
+"""Specs: what is wanted at a site, before any data has been seen."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the tensor."""
+
+    def __str__(self) -> str:
+        return "per tensor"
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale per index of `axis`: shape (C,)."""
+
+    axis: int
+
+    def __str__(self) -> str:
+        return f"per channel (axis {self.axis})"
+
+
+@dataclass(frozen=True)
+class PerBlock:
+    """One scale per run of `size` elements along `axis`: x's rank, `ceil(C / size)` along axis."""
+
+    axis: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"per block of {self.size} (axis {self.axis})"
+
+
+Granularity = PerTensor | PerChannel | PerBlock
+
+
+def axis_of(granularity: Granularity) -> int | None:
+    """The channel or block axis, or None per tensor."""
+    return None if isinstance(granularity, PerTensor) else granularity.axis
+
+
+def block_size_of(granularity: Granularity) -> int | None:
+    """The block size, or None where there are no blocks."""
+    return granularity.size if isinstance(granularity, PerBlock) else None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a site is to be quantized.
+
+    Attributes:
+        dtype: the stored type; its grid is the dtype's own.
+        granularity: per tensor, channel or block.
+        symmetric: fixes the zero point (0; the grid's middle for an unsigned dtype that sees negative values).
+        scale_bits: rounds scales up to so many significant binary digits, 1 for powers of two; None keeps float32's 24.
+        fixed_range: `(low, high)` that calibration does not touch (a Softmax lives in 0..1).
+        scale_dtype: what the scales of symmetric blocks are confined to; None for float32. `float8e8m0`: powers of two
+            (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
+            float32 per channel (AIMET's LPBQ), for integers of up to 4 bits; `uint8`: 1 to 256 times one, for others.
+        dynamic: the range is each tensor's own, found while the model runs; there is no encoding.
+    """
+
+    dtype: DType
+    granularity: Granularity = PerTensor()
+    symmetric: bool = True
+    scale_bits: int | None = None
+    fixed_range: tuple[float, float] | None = None
+    scale_dtype: DType | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype.kind == "scale":
+            raise ConfigError(f"{self.dtype.name} is a type for scales; it cannot hold a tensor")
+        if self.dtype.kind == "minifloat" and not self.symmetric:
+            raise ConfigError(f"{self.dtype.name} has no zero point; ask for symmetric=True")
+        if isinstance(self.granularity, PerBlock) and self.granularity.size < 1:
+            raise ConfigError(f"block size {self.granularity.size} is not positive")
+        if self.scale_bits is not None and not 1 <= self.scale_bits <= 24:
+            raise ConfigError(f"scale_bits={self.scale_bits} is no number of digits of a float32; give 1 to 24")
+        if self.scale_dtype is not None:
+            self._require_block_scales(self.scale_dtype)
+        if self.dynamic and (self.dtype != uint8 or self.symmetric or self.granularity != PerTensor()):
+            wanted = f"{'symmetric ' if self.symmetric else ''}{self.dtype} {self.granularity}"
+            raise ConfigError(
+                f"a dynamic activation is asymmetric uint8 per tensor (DynamicQuantizeLinear), not {wanted}"
+            )
+
+    @property
+    def scales_are_free(self) -> bool:
+        """Whether every positive float32 may be a scale, so that training can move them."""
+        return self.scale_bits is None and self.scale_dtype is None
+
+    def _require_block_scales(self, scale_dtype: DType) -> None:
+        if scale_dtype not in (float8e8m0, float8e4m3fn, uint4, uint8):
+            raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn, uint4 or uint8")
+        if not isinstance(self.granularity, PerBlock) or not self.symmetric:
+            raise ConfigError(f"scales in {scale_dtype} belong to symmetric blocks; ask for blocks and symmetric=True")
+        if scale_dtype != level_dtype(self.dtype) if self.dtype.is_integer else scale_dtype in (uint4, uint8):
+            raise ConfigError(
+                f"{self.dtype} has no blocks with scales in {scale_dtype}; uint4 is for integers of up to 4 bits, "
+                "uint8 for wider ones"
+            )
+
+
+def float_spec(dtype: DType) -> Spec | None:
+    """The spec of a site that a rule keeps in a float dtype: none for float32, a cast for the others."""
+    return None if dtype.name == "float32" else Spec(dtype)
+
+
+Kind = Literal["weight", "bias", "activation", "input", "output"]
+#: the part a stored tensor plays in the op that reads it
+Role = Literal["weight", "bias", "embedding", "constant", "statistic"]

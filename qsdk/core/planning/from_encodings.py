@@ -1,0 +1,245 @@
+"""Plans that follow encodings which are given: those of a Q/DQ file, or of an encodings file for a float model."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.block_scales import scale_dtype_of
+from qsdk.core.numerics.dtypes import DType, uint8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.ties import keeps_grid
+
+AS_GIVEN, THE_FILE = "as the file says", "the file"
+
+
+def plan_as_given(
+    graph: Graph,
+    encodings: Mapping[str, Encoding],
+    casts: Mapping[str, DType],
+    *,
+    kinds: Mapping[str, Kind] | None = None,
+    missing: str = "",
+    dynamic: Collection[str] = (),
+) -> Plan:
+    """The plan of a graph that quantizes what is given, and nothing else.
+
+    Args:
+        graph: of the model.
+        encodings: by site.
+        casts: site -> float16 or bfloat16.
+        kinds: of sites, where they are known; the graph says the rest.
+        missing: why the other sites stay float.
+        dynamic: sites whose range is found while the model runs.
+    """
+    by_structure = kinds_of(graph)
+    biases = {site: parts for site, parts in bias_parts(graph).items() if _is_product(site, parts, encodings)}
+    found = {}
+    for site, tensor in graph.sites.items():
+        facts = graph.tensors[tensor]
+        maker = graph.producer.get(tensor)
+        op_type = graph.ops[maker].type if maker is not None else "Stored" if facts.constant else "Input"
+        spec = spec_of(encodings[site]) if site in encodings else Spec(casts[site]) if site in casts else None
+        if site in dynamic:
+            spec = Spec(uint8, symmetric=False, dynamic=True)
+        reason, rule = (missing, "default") if spec is None else (AS_GIVEN, THE_FILE)
+        kind = (kinds or {}).get(site) or by_structure[site]
+        found[site] = Decision(site, op_type, kind, spec, reason, rule, bias_of=biases.get(site), shape=facts.shape)
+    _tie_what_passes_through(graph, found, encodings)
+    return Plan(found)
+
+
+def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
+    """Tie the results of ops that only move values to what they move, where both have one encoding."""
+    for op in graph.ops:
+        sources = _moved_sites(graph, op)
+        if not sources:
+            continue
+        for output in op.outputs:
+            site = graph.tensors[output].site or ""
+            if site in encodings and all(encodings.get(source) == encodings[site] for source in sources):
+                found[site] = replace(found[site], tied_to=found[sources[0]].encoding_site, passes_through=True)
+    for site, decision in found.items():
+        if decision.bias_of is not None:
+            found[site] = replace(decision, bias_of=_homes(found, decision.bias_of))
+
+
+def _moved_sites(graph: Graph, op: Op) -> list[str]:
+    """The sites whose values an op only moves, through results that have no site; "" for what has none at all."""
+    if not keeps_grid(graph, op):
+        return []
+    found: list[str] = []
+    for tensor in op.inputs if op.type == "Concat" else op.inputs[:1]:
+        if tensor is None:
+            continue
+        maker = graph.producer.get(tensor)
+        site = graph.tensors[tensor].site
+        through = [] if site is not None or maker is None else _moved_sites(graph, graph.ops[maker])
+        found += through or [site or ""]
+    return found
+
+
+def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding], casts: Mapping[str, DType]) -> Plan:
+    """A plan in which the given encodings win, and which stays as it is elsewhere.
+
+    Sites that the plan ties take the one encoding that is given for any of them; where several are given that differ,
+    each of those stands alone.
+
+    Args:
+        graph: that the plan was made of.
+        plan: of a config.
+        encodings: by site.
+        casts: site -> float16 or bfloat16.
+    """
+    found = dict(plan.decisions)
+    for home, members in _classes(plan).items():
+        stated = [site for site in members if site in encodings]
+        if not stated:
+            continue
+        first = encodings[stated[0]]
+        if all(encodings[site] == first for site in stated) and not any(site in casts for site in members):
+            for site in members:
+                reason = AS_GIVEN if site in encodings else f"{AS_GIVEN} of {stated[0]}"
+                found[site] = replace(found[site], spec=spec_of(first), reason=reason, rule=THE_FILE)
+            continue
+        for site in members:
+            found[site] = replace(found[site], passes_through=False)
+        for site in (*stated, *((home,) if home not in encodings else ())):
+            found[site] = replace(found[site], tied_to=None)
+    for site, encoding in encodings.items():
+        if found[site].rule != THE_FILE:
+            alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
+            found[site] = replace(alone, spec=spec_of(encoding), reason=AS_GIVEN, rule=THE_FILE)
+    for site, dtype in casts.items():
+        alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
+        found[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
+    _plan_biases(graph, found, encodings)
+    return Plan(found, plan.inside)
+
+
+def owned_encodings(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Site -> encoding of the sites that own one: given for the site itself, or for one that is tied to it."""
+    found: dict[str, Encoding] = {}
+    for site, encoding in encodings.items():
+        decision = plan.decisions[site]
+        if decision.bias_of is None:
+            found.setdefault(decision.encoding_site, encoding)
+    return {site: found[site] for site in plan.decisions if site in found}
+
+
+def misfit(encoding: Encoding, shape: tuple[int | str | None, ...] | None) -> str:
+    """Why an encoding does not fit a tensor of this shape; "" where it does, as far as is known."""
+    axis = encoding.axis
+    if shape is None or axis is None:
+        return ""
+    if not -len(shape) <= axis < len(shape):
+        return f"axis {axis} does not exist in the shape {_text(shape)}"
+    if encoding.block_size is not None and encoding.scale.ndim != len(shape):
+        return f"scales of shape {encoding.scale.shape} are no blocks of a tensor of shape {_text(shape)}"
+    known = tuple(n if isinstance(n, int) else _length(encoding, i, axis % len(shape)) for i, n in enumerate(shape))
+    try:
+        affine.align(encoding.scale, known, axis, encoding.block_size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _length(encoding: Encoding, index: int, axis: int) -> int:
+    """A length for a dynamic dimension, which any number of scales fits."""
+    if encoding.block_size is not None:
+        return int(encoding.scale.shape[index]) * (encoding.block_size if index == axis else 1)
+    return int(encoding.scale.size) if index == axis else 1
+
+
+def _text(shape: Iterable[int | str | None]) -> str:
+    return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"
+
+
+def spec_of(encoding: Encoding) -> Spec:
+    """The spec that an encoding fulfils."""
+    granularity: Granularity = PerTensor()
+    if encoding.axis is not None:
+        granularity = PerChannel(encoding.axis)
+        if encoding.block_size is not None:
+            granularity = PerBlock(encoding.axis, encoding.block_size)
+    return Spec(encoding.dtype, granularity, encoding.symmetric, scale_dtype=scale_dtype_of(encoding))
+
+
+def kinds_of(graph: Graph) -> dict[str, Kind]:
+    """Site -> kind, as the structure of a graph says it."""
+    biases = {o.root for index in range(len(graph.ops)) for o in operands_of(graph, index) if o.role == "bias"}
+    found: dict[str, Kind] = {}
+    for site, tensor in graph.sites.items():
+        if graph.tensors[tensor].constant:
+            found[site] = "bias" if tensor in biases else "weight"
+        elif tensor in graph.inputs:
+            found[site] = "input"
+        else:
+            found[site] = "output" if tensor in graph.output_set else "activation"
+    return found
+
+
+def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
+    """Site of a bias -> the sites of the input and the weight of its layer."""
+    found: dict[str, tuple[str, str]] = {}
+    for index, op in enumerate(graph.ops):
+        for operand in operands_of(graph, index):
+            bias = graph.tensors[operand.root].site
+            if operand.role != "bias" or bias is None:
+                continue
+            head = index
+            if op.type == "Add":
+                head = graph.producer[next(t for t in op.inputs if t is not None and t != operand.tensor)]
+            source, weight = graph.ops[head].inputs[:2]
+            root = None if weight is None else graph.constant_root(weight)
+            if source is None or root is None:
+                continue
+            sites = (graph.tensors[source].site, graph.tensors[root].site)
+            if sites[0] is not None and sites[1] is not None:
+                found[bias] = (sites[0], sites[1])
+    return found
+
+
+def _is_product(bias: str, parts: tuple[str, str], encodings: Mapping[str, Encoding]) -> bool:
+    """Whether a bias's scales are those of input and weight, multiplied, to the last digit."""
+    if bias not in encodings or any(part not in encodings for part in parts):
+        return False
+    product = np.multiply(encodings[parts[0]].scale, encodings[parts[1]].scale)
+    return encodings[bias].symmetric and np.array_equal(product, encodings[bias].scale)
+
+
+def _classes(plan: Plan) -> dict[str, list[str]]:
+    """Site that owns an encoding -> the sites that share it, itself included."""
+    found: dict[str, list[str]] = {}
+    for site, decision in plan.decisions.items():
+        if decision.quantized and decision.bias_of is None:
+            found.setdefault(decision.encoding_site, []).append(site)
+    return found
+
+
+def _plan_biases(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
+    """Derive the int32 biases from what input and weight are now; one that no longer can be stays float."""
+    for site, parts in bias_parts(graph).items():
+        decision = found[site]
+        derived = decision.bias_of is not None and all(_is_narrow(found[part]) for part in parts)
+        if derived or _is_product(site, parts, encodings):
+            found[site] = replace(decision, bias_of=_homes(found, parts))
+        elif decision.bias_of is not None:
+            reason = "an int32 bias needs an input and a weight of 8 bits or fewer, and the file has others"
+            found[site] = replace(decision, spec=None, bias_of=None, reason=reason)
+
+
+def _homes(found: Mapping[str, Decision], parts: tuple[str, str]) -> tuple[str, str]:
+    return found[parts[0]].encoding_site, found[parts[1]].encoding_site
+
+
+def _is_narrow(decision: Decision) -> bool:
+    spec = decision.spec
+    if spec is None or not decision.quantized or isinstance(spec.granularity, PerBlock):
+        return False
+    return spec.dtype.is_integer and spec.dtype.bits <= 8

@@ -1,0 +1,360 @@
+"""Which tensor of one graph is which of another, and whether two plans say the same of them.
+
+The same network reaches the two doors in two spellings: the trace of a module computes shapes at run time, keeps
+weights behind a Transpose and shows every view that the code makes; a file written by an exporter has all that
+folded. Names tell nothing. What both spellings share is what is matched here:
+
+- graph inputs, by position;
+- ops that compute (everything but Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Expand, Identity and idle Casts),
+  by type, by the matched tensors that they read, and by what is made of their results;
+- their outputs and their stored operands, by position (a stored tensor is the one behind its Transposes);
+- views between two matched ops, by their types along the way; a view that only one side makes stays unmatched.
+
+What depends on no input and on no stored table (a shape, a mask made from one) counts as a constant, however it is
+made. `Where(IsNaN(x), 0, x)` behind a Softmax belongs to it: some spellings guard rows that a mask leaves empty,
+others do not. A file exported with fixed sizes has more folded than that (position embeddings become one constant);
+it matches up to there.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
+from qsdk.core.planning.plan import Decision, Plan
+
+_VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand"})
+_SPREADING = frozenset({"Tile"})  # makes an operand of a stored tensor when sizes are dynamic, as Expand does
+_COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum", "And", "Or", "Equal"})
+_SHAPE_OPS = frozenset({"Shape", "Size"})
+_STORED = -1  # stands for any tensor that depends on no input
+_ABSENT = -2
+
+
+def match_graphs(left: Graph, right: Graph) -> Mapping[int, int]:
+    """Map the tensors of one graph to those of another that play the same part, on structure alone.
+
+    Returns:
+        Left tensor id -> right tensor id, for inputs, op outputs and stored tensors. A tensor without a counterpart is
+        absent: a view that one side does not make, or everything behind an op that the other side does not have.
+        Time is linear in the number of ops.
+    """
+    return _Matching(_Reduced(left), _Reduced(right)).run()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two plans say different things about one tensor; `right` is "" where the other graph has no such tensor."""
+
+    left: str
+    right: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.left or '(none)'} | {self.right or '(none)'}: {self.what}"
+
+
+def compare_plans(
+    left: Graph, left_plan: Plan, right: Graph, right_plan: Plan, mapping: Mapping[int, int]
+) -> list[Difference]:
+    """List what two plans say differently of matched tensors; nothing for the same plan.
+
+    Compared are kind, dtype, granularity (its axis as the op sees it), symmetry, fixed range, state, and which tensors
+    share an encoding. A tensor that only hands on the values of its class needs no quantizer, so it may as well have
+    none (a view inside a function has no site); the same goes for tensors without a counterpart.
+    """
+    return _Comparison(left, left_plan, right, right_plan, mapping).run()
+
+
+class _Reduced:
+    """A graph without its views: every tensor goes by the tensor that it is a view of."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.fixed = self._fixed()
+        self.guard_of: dict[int, int] = {}  # Softmax output -> what its guard against NaN makes of it
+        self.guards: set[int] = set()
+        for index in range(len(graph.ops)):
+            self._find_guard(index)
+        self.origin = self._origins()
+        self.computing = [i for i in range(len(graph.ops)) if self._computes(i)]
+
+    def _fixed(self) -> set[int]:
+        """The tensors that are constants, or made from constants and shapes alone by more than a look at a table."""
+        graph = self.graph
+        found = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
+        for op in graph.ops:
+            read = self.read(op)
+            if op.type in _SHAPE_OPS or (all(t in found for t in read) and not self._looks_up(op, read)):
+                found.update(op.outputs)
+        return found
+
+    def read(self, op: Op) -> list[int]:
+        """The tensors whose values an op reads: not what only gives a type, or sizes that others leave out."""
+        count = 1 if op.type in ("CastLike", "Split") or self.is_view(op) else len(op.inputs)
+        return [t for t in op.inputs[:count] if t is not None]
+
+    def _looks_up(self, op: Op, read: Sequence[int]) -> bool:
+        """Whether an op computes with a stored tensor that is more than a scalar, so that its result is data."""
+        if self.is_view(op) or op.type in _SPREADING:
+            return False
+        stored = [self.graph.tensors[root] for t in read if (root := self.stored_root(t)) is not None]
+        return any(tensor.is_float and any(n != 1 for n in tensor.shape or ()) for tensor in stored)
+
+    def is_computed(self, tensor: int) -> bool:
+        """Whether an op makes the tensor."""
+        return tensor in self.graph.producer
+
+    def stored_root(self, tensor: int) -> int | None:
+        """The stored tensor behind views and copies of it, or None if the tensor is computed."""
+        current = tensor
+        while not self.graph.tensors[current].constant:
+            made_by = self.graph.producer.get(current)
+            if made_by is None or not (self.is_view(op := self.graph.ops[made_by]) or op.type in _SPREADING):
+                return None
+            source = op.inputs[0]
+            assert source is not None
+            current = source
+        return current
+
+    def _find_guard(self, index: int) -> None:
+        graph, op = self.graph, self.graph.ops[index]
+        if op.type != "Softmax":
+            return
+        readers = graph.consumers[op.outputs[0]]
+        tests = [r for r in readers if graph.ops[r].type == "IsNaN"]
+        chosen = [r for r in readers if graph.ops[r].type == "Where"]
+        if len(readers) == 2 and len(tests) == 1 and len(chosen) == 1:
+            where = graph.ops[chosen[0]]
+            if where.inputs[0] == graph.ops[tests[0]].outputs[0] and where.inputs[2] == op.outputs[0]:
+                self.guard_of[op.outputs[0]] = where.outputs[0]
+                self.guards.update((tests[0], chosen[0]))
+
+    def is_view(self, op: Op) -> bool:
+        """Whether an op gives back the elements of its first input."""
+        if op.type in _VIEWS:
+            return True
+        if op.type not in ("Cast", "CastLike") or op.inputs[0] is None:
+            return False
+        return self.graph.tensors[op.inputs[0]].dtype == self.graph.tensors[op.outputs[0]].dtype
+
+    def _computes(self, index: int) -> bool:
+        op = self.graph.ops[index]
+        return not (self.is_view(op) or index in self.guards or all(t in self.fixed for t in op.outputs))
+
+    def _origins(self) -> dict[int, int]:
+        """Tensor -> the tensor that it is a view of."""
+        found = {index: index for index in range(len(self.graph.tensors))}
+        for op in self.graph.ops:
+            if self.is_view(op) and op.inputs[0] is not None and op.outputs[0] not in self.fixed:
+                found[op.outputs[0]] = found[op.inputs[0]]
+        return found
+
+    def result(self, tensor: int) -> int:
+        """An op's output as others read it: behind its guard."""
+        return self.guard_of.get(tensor, tensor)
+
+    @cached_property
+    def readers(self) -> Mapping[int, list[tuple[int, int]]]:
+        """Origin -> the computing ops that read it, and where."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for index in self.computing:
+            op = self.graph.ops[index]
+            for position, tensor in enumerate(op.inputs):
+                if tensor is not None and tensor not in self.fixed:
+                    place = 0 if op.type in _COMMUTATIVE else position
+                    found.setdefault(self.origin[tensor], []).append((index, place))
+        return found
+
+    @cached_property
+    def colours(self) -> Mapping[int, int]:
+        """Computing op -> a hash of what is made of its results, which tells equal siblings (Q, K, V) apart."""
+        leaving = {self.origin[t]: number for number, t in enumerate(self.graph.outputs)}
+        found: dict[int, int] = {}
+        for index in reversed(self.computing):
+            op = self.graph.ops[index]
+            seen = []
+            for output in (self.result(t) for t in op.outputs):
+                users = sorted((found[reader], place) for reader, place in self.readers.get(output, ()))
+                seen.append((leaving.get(output, -1), tuple(users)))
+            found[index] = hash((op.type, tuple(seen)))
+        return found
+
+    def key(self, index: int, renamed: Mapping[int, int] | None = None) -> tuple[object, ...] | None:
+        """What an op is known by: its type and what it reads, in the names of the other graph where `renamed`."""
+        op = self.graph.ops[index]
+        read = []
+        for tensor in op.inputs[: 1 if op.type == "Split" else None]:
+            if tensor is None or tensor in self.fixed:
+                read.append(_ABSENT if tensor is None else _STORED)
+                continue
+            origin: int | None = self.origin[tensor]
+            if renamed is not None and origin is not None:
+                origin = renamed.get(origin)
+            if origin is None:
+                return None
+            read.append(origin)
+        while read and read[-1] == _ABSENT:
+            read.pop()
+        return (op.type, *(sorted(read) if op.type in _COMMUTATIVE else read))
+
+    def bounds(self, index: int) -> tuple[object, ...]:
+        """The small stored operands of an op: which part a Slice or Gather takes."""
+        op = self.graph.ops[index]
+        values = [self.graph.value(t) for t in op.inputs]
+        return tuple(None if v is None or v.dtype.kind not in "iub" else tuple(np.ravel(v).tolist()) for v in values)
+
+
+@dataclass
+class _Matching:
+    left: _Reduced
+    right: _Reduced
+    found: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> Mapping[int, int]:
+        left, right = self.left.graph, self.right.graph
+        self.found.update(zip(left.inputs, right.inputs, strict=False))
+        waiting: dict[tuple[object, ...], list[int]] = {}
+        taken: dict[tuple[object, ...], list[int]] = {}
+        for index in self.right.computing:
+            key = self.right.key(index)
+            assert key is not None
+            waiting.setdefault(key, []).append(index)
+        for index in self.left.computing:
+            key = self.left.key(index, self.found)
+            if key is None:
+                continue
+            # an exporter joins equal ops, so that one of them may stand for several
+            candidates = waiting.get(key) or taken.get(key, [])
+            if candidates:
+                chosen = min(candidates, key=functools.partial(self._unlike, index))
+                self._pair(left.ops[index], right.ops[chosen])
+                if candidates is waiting.get(key):
+                    candidates.remove(chosen)
+                    taken.setdefault(key, []).append(chosen)
+        self._pair_views()
+        return dict(sorted(self.found.items()))
+
+    def _unlike(self, index: int, other: int) -> tuple[bool, bool]:
+        """False sorts first; the order of the ops decides between equals."""
+        bounds = self.left.bounds(index) != self.right.bounds(other)
+        return bounds, self.left.colours[index] != self.right.colours[other]
+
+    def _pair(self, one: Op, other: Op) -> None:
+        for mine, theirs in zip(one.outputs, other.outputs, strict=False):
+            self.found[self.left.result(mine)] = self.right.result(theirs)
+            if mine in self.left.guard_of and theirs in self.right.guard_of:
+                self.found[mine] = theirs
+        mine_stored = [t for t in one.inputs if t is not None and t in self.left.fixed]
+        theirs_stored = [t for t in other.inputs if t is not None and t in self.right.fixed]
+        for mine, theirs in zip(mine_stored, theirs_stored, strict=False):
+            root, other_root = self.left.stored_root(mine), self.right.stored_root(theirs)
+            if root is not None and other_root is not None:
+                self.found.setdefault(root, other_root)
+            if mine != root and theirs != other_root and self.left.is_computed(mine) and self.right.is_computed(theirs):
+                self.found.setdefault(mine, theirs)
+
+    def _pair_views(self) -> None:
+        """Match views by the matched tensor they start from, their types on the way, and their number."""
+        theirs: dict[tuple[object, ...], list[int]] = {}
+        for tensor, key in _view_keys(self.right, None):
+            theirs.setdefault(key, []).append(tensor)
+        for tensor, key in _view_keys(self.left, self.found):
+            if theirs.get(key):
+                self.found[tensor] = theirs[key].pop(0)
+
+
+def _view_keys(side: _Reduced, renamed: Mapping[int, int] | None) -> Iterable[tuple[int, tuple[object, ...]]]:
+    paths: dict[int, tuple[str, ...]] = {}
+    for op in side.graph.ops:
+        if not side.is_view(op) or op.inputs[0] is None or op.outputs[0] in side.fixed:
+            continue
+        output = op.outputs[0]
+        paths[output] = (*paths.get(op.inputs[0], ()), op.type)
+        origin = side.origin[output] if renamed is None else renamed.get(side.origin[output])
+        if origin is not None:
+            yield output, (origin, paths[output])
+
+
+@dataclass
+class _Comparison:
+    left: Graph
+    left_plan: Plan
+    right: Graph
+    right_plan: Plan
+    mapping: Mapping[int, int]
+
+    def run(self) -> list[Difference]:
+        mine, theirs = _by_tensor(self.left, self.left_plan), _by_tensor(self.right, self.right_plan)
+        found = []
+        for left_id, decision in mine.items():
+            other = theirs.get(self.mapping[left_id]) if left_id in self.mapping else None
+            if left_id not in self.mapping:
+                found += _alone(decision, swapped=False)
+            elif other is not None:
+                found += self._differences(left_id, decision, other)
+        matched = set(self.mapping.values())
+        for right_id, decision in theirs.items():
+            if right_id not in matched:
+                found += _alone(decision, swapped=True)
+        return found + self._other_classes(mine, theirs)
+
+    def _differences(self, left_id: int, mine: Decision, theirs: Decision) -> list[Difference]:
+        pairs: list[tuple[str, object, object]] = [("kind", mine.kind, theirs.kind)]
+        handed_on = [d.passes_through or d.site.startswith("(") for d in (mine, theirs)]
+        if not (all(handed_on) or (any(handed_on) and any(d.passes_through for d in (mine, theirs)))):
+            specs = _seen(self.left, left_id, mine.spec), _seen(self.right, self.mapping[left_id], theirs.spec)
+            pairs += [("state", mine.state, theirs.state), ("spec", *specs)]
+            if mine.spec is None and theirs.spec is None:
+                pairs.append(("reason", mine.reason, theirs.reason))
+        return [Difference(mine.site, theirs.site, f"{what} {a} | {b}") for what, a, b in pairs if a != b]
+
+    def _other_classes(self, mine: Mapping[int, Decision], theirs: Mapping[int, Decision]) -> list[Difference]:
+        """Matched tensors that share an encoding on one side only."""
+        found = []
+        homes: dict[str, str] = {}
+        back: dict[str, str] = {}
+        for left_id, right_id in self.mapping.items():
+            one, other = mine.get(left_id), theirs.get(right_id)
+            if one is None or other is None or not (one.quantized and other.quantized):
+                continue
+            ours, yours = one.encoding_site, other.encoding_site
+            if homes.setdefault(ours, yours) != yours or back.setdefault(yours, ours) != ours:
+                found.append(Difference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
+        return found
+
+
+def _alone(decision: Decision, *, swapped: bool) -> list[Difference]:
+    """A tensor without a counterpart must need no quantizer."""
+    if not decision.quantized or decision.passes_through:
+        return []
+    sites = ("", decision.site) if swapped else (decision.site, "")
+    return [Difference(*sites, f"{decision.state} ({decision.op_type}) on one side, absent on the other")]
+
+
+def _by_tensor(graph: Graph, plan: Plan) -> dict[int, Decision]:
+    inside = {decision.site: decision for decision in plan.inside}
+    found = {}
+    for index, tensor in enumerate(graph.tensors):
+        decision = plan.decisions.get(tensor.site) if tensor.site is not None else inside.get(f"({tensor.name})")
+        if decision is not None:
+            found[index] = decision
+    return found
+
+
+def _seen(graph: Graph, tensor: int, spec: Spec | None) -> Spec | None:
+    """A spec with its axis as the op that reads the stored tensor sees it."""
+    if spec is None or not isinstance(spec.granularity, PerChannel | PerBlock) or not graph.tensors[tensor].constant:
+        return spec
+    current, axis = tensor, spec.granularity.axis
+    while True:
+        moved = next((graph.ops[r] for r in graph.consumers[current] if graph.ops[r].type == "Transpose"), None)
+        if moved is None:
+            return replace(spec, granularity=replace(spec.granularity, axis=axis))
+        rank = len(graph.tensors[current].shape or ())
+        permutation = list(moved.attributes.get("perm") or reversed(range(rank)))
+        current, axis = moved.outputs[0], permutation.index(axis)

@@ -1,0 +1,1 @@
+"""Tensors that no grid serves: divisors, positions, angles, masks, and what proves it."""

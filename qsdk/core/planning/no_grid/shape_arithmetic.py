@@ -1,0 +1,96 @@
+"""Tensors made of integers and constants alone: a causal mask at run time, positions and their angles, first states."""
+
+from collections.abc import Collection, Mapping
+
+from qsdk.core.graph.graph import Graph, Op
+
+_SHAPE_OPS = frozenset({"Shape", "Size"})
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+_PERIODIC = frozenset({"Sin", "Cos"})
+_OF_ANGLES = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Pow", "Exp", "Neg", "Reciprocal", "Sqrt", "Cast", "Floor", "Mod", "Where", "CumSum"}
+    | {
+        "Concat",
+        "Unsqueeze",
+        "Squeeze",
+        "Reshape",
+        "Expand",
+        "Transpose",
+        "Slice",
+        "Split",
+        "Tile",
+        "Identity",
+        "Range",
+    }
+    | {"ConstantOfShape", "MatMul", "Gather"}
+)
+
+
+def steering_tensors(graph: Graph, masks: Collection[int]) -> Mapping[int, str]:
+    """The floating-point tensors made of shapes and integers that no quantized op computes with; gives id -> reason.
+
+    They only become other such tensors, bools, integers or masks, or are the first state of a recurrent layer, which
+    computes in float; or they are the angles of positions, of which Sin and Cos need every digit. A table of positions
+    made of shapes is data: it is added to what is quantized.
+    """
+    steering = _only_read_by(graph, _made_of_integers(graph), masks, _RECURRENT)
+    angles = _only_read_by(graph, _made_as_angles(graph), steering | frozenset(masks), _PERIODIC)
+    found = dict.fromkeys(angles, "an angle made of positions: Sin and Cos need all its digits")
+    return found | dict.fromkeys(steering, "made of shapes and integers: no quantized op computes with it")
+
+
+def _made_of_integers(graph: Graph) -> set[int]:
+    """The tensors that are made of integers, bools, shapes and single numbers."""
+    found = {index for index in range(len(graph.tensors)) if _is_counted(graph, index) or _is_number(graph, index)}
+    for op in graph.ops:
+        read = [t for t in op.inputs[: 1 if op.type == "CastLike" else None] if t is not None]
+        if op.type in _SHAPE_OPS or (read and found.issuperset(read)):
+            found.update(op.outputs)
+    return found
+
+
+def _made_as_angles(graph: Graph) -> set[int]:
+    """The tensors made of integers and stored numbers by the arithmetic of positions, not looked up in a table."""
+    found = {index for index, facts in enumerate(graph.tensors) if _is_counted(graph, index) or facts.constant}
+    for index, op in enumerate(graph.ops):
+        read = [t for t in op.inputs if t is not None]
+        if op.type in _OF_ANGLES and found.issuperset(read) and not _takes_from_data(graph, index):
+            found.update(op.outputs)
+    return found
+
+
+def _takes_from_data(graph: Graph, op_id: int) -> bool:
+    """Whether an op looks something up in a stored table, or mixes the features of one: no arithmetic of positions."""
+    op = graph.ops[op_id]
+    if op.type == "Gather":
+        return op.inputs[0] is None or graph.origin(op.inputs[0]) is not None
+    if op.type != "MatMul" or op.inputs[0] is None:
+        return False
+    # positions times frequencies is an outer product
+    return (graph.tensors[op.inputs[0]].shape or (None,))[-1] != 1
+
+
+def _only_read_by(graph: Graph, made: Collection[int], others: Collection[int], sinks: Collection[str]) -> set[int]:
+    """Those of `made` that ops compute in floating point and that only these ops, or ops that steer, read."""
+    found = {t for t in made if graph.tensors[t].is_float and t not in graph.output_set and t in graph.producer}
+    for op in reversed(graph.ops):
+        for tensor in op.outputs:
+            readers = graph.consumers[tensor]
+            if tensor in found and not all(_steers(graph, graph.ops[r], found, others, sinks) for r in readers):
+                found.discard(tensor)
+    return found
+
+
+def _is_counted(graph: Graph, tensor: int) -> bool:
+    """Whether a tensor holds integers or bools, wherever they are from."""
+    return graph.tensors[tensor].dtype != "" and not graph.tensors[tensor].is_float
+
+
+def _is_number(graph: Graph, tensor: int) -> bool:
+    facts = graph.tensors[tensor]
+    return facts.constant and not any(n != 1 for n in facts.shape or ())
+
+
+def _steers(graph: Graph, op: Op, found: Collection[int], others: Collection[int], sinks: Collection[str]) -> bool:
+    made = [t for t in op.outputs if graph.tensors[t].is_float and t not in found and t not in others]
+    return not made or op.type in sinks

@@ -1,0 +1,1 @@
+"""From statistics of a tensor to its range, and which ranges no grid serves."""

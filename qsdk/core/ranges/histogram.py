@@ -1,0 +1,223 @@
+"""Histograms that grow: bins of a power-of-two width, aligned to multiples of it, so that merging moves no count.
+
+Where data outgrows the bins their width doubles and neighbours are added up, which is what counting everything in the
+wider bins would have given. The result depends neither on the order of the batches nor on who merges with whom.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import CalibrationError
+from qsdk.core.numerics.encoding import FloatArray
+from qsdk.core.ranges.ranges import Range
+
+#: Bins of a histogram; between half of them and all are in use.
+BINS = 2048
+#: How many values of a tensor one batch contributes at most; of larger tensors every `sample_step`-th counts.
+SAMPLES = 1 << 15
+#: Steps through a flattened tensor. Primes, so that a step does not fall on the same channels or columns every time.
+STEPS = (1, 3, 5, 11, 17, 23, 37, 53, 79, 113, 163, 233, 331, 479, 677, 967, 1373, 1951, 2767, 3931, 5569, 7901)
+
+_SMALLEST_EXPONENT = -126
+_CHUNK = 1 << 18  # values counted at once, so that a large tensor needs no copies of its size
+_MANTISSA = 23  # multiples of the width must be exact in float32
+
+
+def sample_step(size: int) -> int:
+    """Which values of a tensor of `size` elements count: every n-th of the flattened tensor, about `SAMPLES` or fewer.
+
+    Example:
+        >>> sample_step(1000), sample_step(100_000)
+        (1, 5)
+    """
+    wanted = -(-size // SAMPLES)
+    return next((step for step in STEPS if step >= wanted), STEPS[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts per group (a tensor, its channels or its blocks); each group has a bin width of its own.
+
+    Attributes:
+        exponent: int64 [G]; a bin is `2 ** exponent` wide.
+        first: int64 [G]; bin i covers `(first + i) * width` up to the next multiple, which only the last one includes.
+        counts: float64 [G, bins].
+        low: float32 [G], the smallest value seen.
+        high: float32 [G], the largest.
+    """
+
+    exponent: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.float64]
+    low: FloatArray
+    high: FloatArray
+
+    @property
+    def width(self) -> npt.NDArray[np.float64]:
+        """The width of a bin, [G]."""
+        return np.asarray(np.exp2(self.exponent.astype(np.float64)))
+
+    @property
+    def edges(self) -> npt.NDArray[np.float64]:
+        """The edges of the bins, [G, bins + 1]."""
+        index = self.first[:, None] + np.arange(self.counts.shape[1] + 1)
+        return np.asarray(index * self.width[:, None])
+
+    @property
+    def centers(self) -> npt.NDArray[np.float64]:
+        """The middles of the bins, [G, bins], of the first and last one as far as values reach."""
+        edges = self.edges.clip(self.low[:, None], self.high[:, None])
+        return np.asarray((edges[:, 1:] + edges[:, :-1]) / 2)
+
+    def merge(self, other: "Histogram") -> "Histogram":
+        """The histogram of what both have counted.
+
+        Raises:
+            CalibrationError: their groups or numbers of bins differ.
+        """
+        if self.counts.shape != other.counts.shape:
+            raise CalibrationError(f"histograms of shapes {self.counts.shape} and {other.counts.shape} do not merge")
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        exponent = np.maximum(self.exponent, other.exponent)
+        while True:
+            first = np.minimum(_shifted(self.first, self, exponent), _shifted(other.first, other, exponent))
+            short = _last(high, exponent) - first >= self.counts.shape[1]
+            if not short.any():
+                break
+            exponent = exponent + short
+        counts = _moved(self, exponent, first) + _moved(other, exponent, first)
+        return Histogram(exponent, first, counts, low, high)
+
+
+def histogram_of(
+    values: FloatArray,
+    *,
+    bins: int = BINS,
+    weight: float = 1.0,
+    ends: Range | None = None,
+) -> Histogram:
+    """Count finite values.
+
+    Args:
+        values: float32 [G, n].
+        bins: how many.
+        weight: what each value counts for: the step it was sampled with.
+        ends: the extremes of all values, [G], where `values` is a sample; they count once.
+
+    Raises:
+        CalibrationError: there are no values.
+    """
+    if ends is None and values.size == 0:
+        raise CalibrationError("there is no histogram of an empty tensor; give data with at least one element")
+    low = values.min(axis=1) if ends is None else np.asarray(ends.low, np.float32)
+    high = values.max(axis=1) if ends is None else np.asarray(ends.high, np.float32)
+    exponent, first = _fit(low, high, bins)
+    found = _count(values, exponent, first, high, bins)
+    if weight != 1:
+        found *= weight
+        if ends is not None:
+            rows = np.arange(len(found))
+            found[:, 0] += 1
+            found[rows, _last(high, exponent) - first] += 1
+    return Histogram(exponent, first, found, low, high)
+
+
+def _count(
+    values: FloatArray,
+    exponent: npt.NDArray[np.int64],
+    first: npt.NDArray[np.int64],
+    high: FloatArray,
+    bins: int,
+) -> npt.NDArray[np.float64]:
+    """How often values [G, n] fall into each bin, [G, bins]."""
+    groups, length = values.shape
+    shrink = np.exp2(-exponent).astype(np.float32)[:, None]  # a power of two, so that the products are exact
+    last = _last(high, exponent)[:, None].astype(np.float32)
+    rows = np.arange(groups)[:, None] * bins
+    counted = np.zeros(groups * bins)
+    columns = max(_CHUNK // groups, 1)
+    for start in range(0, length, columns):
+        index = values[:, start : start + columns] * shrink
+        np.floor(index, out=index)
+        np.minimum(index, last, out=index)
+        index -= first[:, None].astype(np.float32)
+        places = index.astype(np.intp)
+        if groups > 1:
+            places += rows
+        counted += np.bincount(places.ravel(), minlength=groups * bins)
+    return counted.reshape(groups, bins)
+
+
+def _last(high: FloatArray, exponent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The index of the bin that the largest value belongs to: the one below, if it is a multiple of the width."""
+    scaled = np.ldexp(high.astype(np.float64), -exponent)
+    return (np.ceil(scaled) - 1).astype(np.int64)
+
+
+def _fit(low: FloatArray, high: FloatArray, bins: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The smallest exponent with which the bins reach from low to high, and the first bin."""
+    span = _exponent_of((high.astype(np.float64) - low) / bins) - 1
+    exact = _exponent_of(np.maximum(np.abs(low), np.abs(high))) - _MANTISSA
+    exponent = np.maximum(np.maximum(span, exact), _SMALLEST_EXPONENT)
+    while True:
+        first = np.floor(np.ldexp(low.astype(np.float64), -exponent)).astype(np.int64)
+        first = np.minimum(first, _last(high, exponent))  # a constant on an edge lies in the bin below it
+        short = _last(high, exponent) - first >= bins
+        if not short.any():
+            return exponent, first
+        exponent = exponent + short
+
+
+def _exponent_of(value: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The exponent of the power of two above a value; the smallest one for 0."""
+    return np.where(value == 0, _SMALLEST_EXPONENT, np.frexp(value)[1]).astype(np.int64)
+
+
+def _shifted(
+    index: npt.NDArray[np.int64], histogram: Histogram, exponent: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Indices of a histogram's bins, [G] or [G, n], among wider ones."""
+    shift = (exponent - histogram.exponent).clip(0, 62)
+    return np.asarray(index >> (shift if index.ndim == 1 else shift[:, None]))
+
+
+def _moved(
+    histogram: Histogram, exponent: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The counts in wider bins that begin elsewhere: neighbours add up."""
+    groups, bins = histogram.counts.shape
+    if np.array_equal(exponent, histogram.exponent) and np.array_equal(first, histogram.first):
+        return histogram.counts
+    index = histogram.first[:, None] + np.arange(bins)
+    places = _shifted(index, histogram, exponent) - first[:, None]
+    # what lies beyond the new bins is empty: it was beyond the largest value before
+    places = places.clip(0, bins - 1) + np.arange(groups)[:, None] * bins
+    counted = np.bincount(places.ravel(), histogram.counts.ravel(), groups * bins)
+    return np.asarray(counted.reshape(groups, bins), np.float64)
+
+
+def percentiles(histogram: Histogram, percent: float) -> npt.NDArray[np.float64]:
+    """The value below which `percent` of the values lie, [G], interpolated inside its bin.
+
+    Values are taken to lie evenly in their bin; a rank r of n values is NumPy's, `percent / 100 * (n - 1)`.
+    """
+    counts = histogram.counts
+    before = np.cumsum(counts, axis=1) - counts
+    total = before[:, -1] + counts[:, -1]
+    rank = percent / 100 * (total - 1).clip(0)
+    # the last bin that holds anything and begins at or below the rank
+    reached = (before <= rank[:, None]) & (counts > 0)
+    place = counts.shape[1] - 1 - reached[:, ::-1].argmax(axis=1)
+    rows = np.arange(len(counts))
+    inside, held = rank - before[rows, place], counts[rows, place]
+    edges = histogram.edges
+    start = np.maximum(edges[rows, place], histogram.low)
+    end = np.minimum(edges[rows, place + 1], histogram.high)
+    # the last value of all is the largest, so in the last bin the values reach its end
+    is_last = end == histogram.high
+    steps = np.where(is_last, held - 1, held)
+    share = np.where(steps > 0, inside / np.where(steps > 0, steps, 1), is_last)
+    return np.asarray(start + (end - start) * share.clip(0, 1))

@@ -1,0 +1,117 @@
+"""Ranges: observed minima and maxima, and the scale and zero point they lead to.
+
+Conventions and their measured values: a range always contains 0, which is exactly representable; a symmetric
+scale is the smallest that covers both ends, `max(high / hi, -low / -lo)`; scales never fall below float32's
+machine epsilon (its 256th at 16 bits), so that a tensor of zeros has an encoding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import CalibrationError
+from qsdk.core.numerics.block_scales import confined, shared_exponents, shortened
+from qsdk.core.numerics.dtypes import float8e8m0
+from qsdk.core.numerics.encoding import Encoding, FloatArray
+from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
+
+SMALLEST_SCALE = np.float32(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Minimum and maximum per tensor (shape (1,)), channel (C,) or block (x's rank); float32."""
+
+    low: FloatArray
+    high: FloatArray
+
+    def merge(self, other: "Range") -> "Range":
+        """The smallest range that covers both."""
+        return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+
+
+def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
+    """Observe the minimum and maximum of x at the spec's granularity.
+
+    Raises:
+        CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
+    """
+    with np.errstate(over="ignore"):  # a float64 too large for float32 is reported below
+        values = np.asarray(x, np.float32)
+    if values.size == 0:
+        raise CalibrationError("there is no range in an empty tensor; give data with at least one element")
+    axis_wanted = axis_of(spec.granularity)
+    if axis_wanted is not None and not -values.ndim <= axis_wanted < values.ndim:
+        raise CalibrationError(f"axis {axis_wanted} is outside a tensor of shape {values.shape}; name one of its axes")
+    match spec.granularity:
+        case PerTensor():
+            low, high = values.min(keepdims=True).reshape(1), values.max(keepdims=True).reshape(1)
+        case PerBlock(axis, size):
+            starts = np.arange(0, values.shape[axis], size)
+            low, high = np.minimum.reduceat(values, starts, axis), np.maximum.reduceat(values, starts, axis)
+        case granularity:
+            others = tuple(i for i in range(values.ndim) if i != granularity.axis % values.ndim)
+            low, high = values.min(axis=others), values.max(axis=others)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise CalibrationError("the data holds NaN or an infinity")
+    return Range(low, high)
+
+
+def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
+    """Give the encoding whose grid covers `observed`, extended to contain 0.
+
+    Symmetric on an unsigned dtype means zero point 0 where nothing is negative, else the grid's middle.
+    Minifloats use the largest finite value; `scale_bits` rounds scales up (powers of two:
+    Jain et al. 2020, TQT, section 3).
+
+    Raises:
+        CalibrationError: the range is not finite, or its ends are the wrong way round.
+    """
+    low = np.minimum(np.asarray(observed.low, np.float32), np.float32(0))
+    high = np.maximum(np.asarray(observed.high, np.float32), np.float32(0))
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise CalibrationError("a range must be finite")
+    if (np.asarray(observed.low) > np.asarray(observed.high)).any():
+        raise CalibrationError("a range must have its minimum below its maximum")
+    scale, zero_point = scale_and_zero_point(low, high, spec)
+    scale = confined(scale, spec)
+    return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
+
+
+def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    """Give the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape.
+
+    Scales that depend on those of other blocks are not confined yet; see `block_scales.confined`.
+    """
+    if spec.scale_dtype == float8e8m0:
+        scale = shared_exponents(np.maximum(-low, high), spec.dtype)
+        return scale, np.zeros(scale.shape, np.int32)
+    return _symmetric(low, high, spec) if spec.symmetric else _asymmetric(low, high, spec)
+
+
+def _symmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    lo, hi = spec.dtype.lo, spec.dtype.hi
+    middle = 0
+    if not spec.dtype.signed and (low < 0).any():
+        middle = 1 << (spec.dtype.bits - 1)
+    above, below = np.float32(hi - middle), np.float32(middle - lo)
+    scale = high / above
+    if below > 0:
+        scale = np.maximum(scale, -low / below)
+    return _positive(scale, spec), np.full(scale.shape, middle, np.int32)
+
+
+def _asymmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
+    lo, hi = spec.dtype.lo, spec.dtype.hi
+    # halves first: high - low itself may overflow float32
+    scale = _positive(high / np.float32(hi - lo) - low / np.float32(hi - lo), spec)
+    zero_point = np.clip(np.rint(lo - low.astype(np.float64) / scale), lo, hi)
+    return scale, zero_point.astype(np.int32)
+
+
+def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
+    # a finer grid may have finer steps: the floor is on the range, as it is at 8 bits
+    finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
+    floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)
+    return floored if spec.scale_bits is None else shortened(floored, spec.scale_bits)

@@ -1,0 +1,184 @@
+"""The search for the range whose grid moves values least: squared error, clipped values counting `gamma` times.
+
+Ranges inside the full one are tried coarsely, then finely around the best. Values that are given one by one are
+quantized under every candidate; values that were counted in bins are not: with F(b) the sum of count * (b - x) over
+x <= b, which is piecewise linear and made once, the error of a grid of scale s that ends at e is
+sum of count * (e - x)^2 - 2 s * sum of F(b) over the boundaries b between its levels (summation by parts), so that a
+candidate costs a look-up per level, not a pass over the bins.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import FloatArray, storage_type
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.ranges.ranges import Range, scale_and_zero_point
+
+_CHUNK = 1 << 16  # elements of one candidate x value array: what a core's own cache holds
+_COARSE, _FINE = 32, 8  # candidates (i / 32), then i / 256 around the best
+_COARSE_ENDS = 16  # of each end, where both are searched
+
+Scales = npt.NDArray[np.float32]
+ZeroPoints = npt.NDArray[np.int32]
+Doubles = npt.NDArray[np.float64]
+#: Scales and zero points of candidates, [C, G] -> their costs, [C, G].
+Cost = Callable[[Scales, ZeroPoints], Doubles]
+
+
+def least_moved(values: FloatArray, spec: Spec, gamma: float) -> Range:
+    """Search the range of each group of values, [G, n]."""
+
+    def cost(scale: Scales, zero_point: ZeroPoints) -> Doubles:
+        return _each_cost(values, None, scale, zero_point, spec.dtype, gamma)
+
+    return _search(cost, Range(values.min(axis=1), values.max(axis=1)), spec, values.size)
+
+
+def least_moved_counted(centers: Doubles, counts: Doubles, full: Range, spec: Spec, gamma: float) -> Range:
+    """Search the range of each group from how often each value occurs.
+
+    Args:
+        centers: [G, n], ascending.
+        counts: [G, n].
+        full: the extremes of each group.
+        spec: what the grid is like.
+        gamma: what the error of a clipped value counts for.
+    """
+    levels = spec.dtype.hi - spec.dtype.lo
+    if not spec.dtype.is_integer or levels > centers.shape[1]:
+        values = centers.astype(np.float32)
+
+        def each(scale: Scales, zero_point: ZeroPoints) -> Doubles:
+            return _each_cost(values, counts, scale, zero_point, spec.dtype, gamma)
+
+        return _search(each, full, spec, centers.size)
+    groups = [_Counted(x, count) for x, count in zip(centers, counts, strict=True)]
+
+    def cost(scale: Scales, zero_point: ZeroPoints) -> Doubles:
+        found = [
+            group.cost(scale[:, number], zero_point[:, number], spec.dtype, gamma)
+            for number, group in enumerate(groups)
+        ]
+        return np.stack(found, axis=1)
+
+    return _search(cost, full, spec, len(groups) * int(levels))
+
+
+def cast_to(dtype: DType) -> Callable[[Any], Any]:
+    """Give the rounding of float32 to a minifloat's values."""
+    return lambda value: value.astype(storage_type(dtype)).astype(np.float32)
+
+
+def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
+    """The range of smallest cost, the full one among the candidates and winning a tie.
+
+    Args:
+        cost: of candidates.
+        full: the extremes of each group, [G].
+        spec: what the grid is like.
+        size: numbers that one candidate for every group takes.
+    """
+    low, high = np.minimum(full.low, 0), np.maximum(full.high, 0)
+    full = Range(low, high)
+    both = not spec.symmetric and bool(((low < 0) & (high > 0)).any())
+    steps = _COARSE_ENDS if both else _COARSE
+    shares = np.arange(steps, 0, -1) / steps
+    coarse = _pairs(shares, shares) if both else np.stack([shares, shares])
+    best = _best(cost, full, spec, np.repeat(coarse[:, :, None], len(low), axis=2), size)
+    near = np.arange(_FINE - 1, -_FINE, -1) / (steps * _FINE)
+    offsets = _pairs(near, near) if both else np.stack([near, near])
+    fine = (best[:, None, :] + offsets[:, :, None]).clip(1 / (steps * _FINE), 1)
+    low_share, high_share = _best(cost, full, spec, np.concatenate([best[:, None, :], fine], axis=1), size)
+    return Range((low * low_share).astype(np.float32), (high * high_share).astype(np.float32))
+
+
+def _pairs(left: Doubles, right: Doubles) -> Doubles:
+    """Every pair, [2, len(left) * len(right)], the widest first."""
+    pairs = np.stack([side.ravel() for side in np.meshgrid(left, right, indexing="ij")])
+    return pairs[:, np.argsort(-pairs.sum(axis=0), kind="stable")]
+
+
+def _best(cost: Cost, full: Range, spec: Spec, shares: Doubles, size: int) -> Doubles:
+    """The shares of low and high, [2, G], with the smallest cost among candidates [2, C, G]."""
+    per_chunk = max(_CHUNK // size, 1)
+    costs = []
+    for start in range(0, shares.shape[1], per_chunk):
+        low_share, high_share = shares[:, start : start + per_chunk]
+        low, high = (full.low * low_share).astype(np.float32), (full.high * high_share).astype(np.float32)
+        costs.append(cost(*scale_and_zero_point(low, high, spec)))
+    chosen = np.concatenate(costs).argmin(axis=0)
+    return np.asarray(shares[:, chosen, np.arange(shares.shape[2])])
+
+
+def _each_cost(
+    x: FloatArray, counts: Doubles | None, scale: Scales, zero_point: ZeroPoints, dtype: DType, gamma: float
+) -> Doubles:
+    """The weighted squared error of each candidate and group, [C, G], of values [G, n]; scales are [C, G].
+
+    In units of the scale, and without the zero point: a few passes fewer than quantizing as it is exported.
+    """
+    scaled = x * (1 / scale[:, :, None])
+    # a minifloat has the zero point 0
+    z = zero_point[:, :, None].astype(np.float32)
+    ends = np.float32(dtype.lo) - z, np.float32(dtype.hi) - z
+    if dtype.is_integer:
+        error = np.rint(scaled)
+        np.clip(error, *ends, out=error)
+    else:
+        error = cast_to(dtype)(scaled.clip(*ends))
+    error -= scaled
+    found = _summed(error, counts)
+    if gamma != 1:
+        np.clip(scaled, *ends, out=error)
+        error -= scaled  # of clipped values alone
+        found += (gamma - 1) * _summed(error, counts)
+    return np.asarray(found * np.square(scale, dtype=np.float64))
+
+
+def _summed(error: FloatArray, counts: Doubles | None) -> Doubles:
+    """Squares [C, G, n] added up over n; they are overwritten where values are counted."""
+    if counts is None:
+        return np.asarray(np.einsum("cgn,cgn->cg", error, error), np.float64)
+    error *= error
+    return np.asarray(np.einsum("cgn,gn->cg", error, counts))
+
+
+class _Counted:
+    """Sums over the counted values of a group up to a bound, by which the cost of a grid is looked up."""
+
+    def __init__(self, values: Doubles, counts: Doubles) -> None:
+        held = counts > 0
+        self.values, kept = values[held], counts[held]
+        # of counts, of count * x and of count * x^2 over the values before each one
+        self.sums = np.zeros((3, len(kept) + 1))
+        for power, sums in enumerate(self.sums):
+            np.cumsum(kept * self.values**power, out=sums[1:])
+        self.shortfall = self.values * self.sums[0, 1:] - self.sums[1, 1:]  # F at each value
+
+    def cost(self, scale: Scales, zero_point: ZeroPoints, dtype: DType, gamma: float) -> Doubles:
+        """The cost of each candidate, [C], for scales [C]."""
+        s, z = scale.astype(np.float64), zero_point.astype(np.float64)
+        bounds = (np.arange(dtype.lo, dtype.hi) + 0.5 - z[:, None]) * s[:, None]
+        lowest, highest = (dtype.lo - z) * s, (dtype.hi - z) * s
+        total = self.sums[:, -1]
+        squared = _square(highest, total) - 2 * s * self._shortfall(bounds).sum(axis=1)
+        if gamma == 1:
+            return np.asarray(squared)
+        below = self.sums[:, np.searchsorted(self.values, lowest)]
+        above = total[:, None] - self.sums[:, np.searchsorted(self.values, highest, "right")]
+        clipped = _square(lowest, below) + _square(highest, above)
+        return np.asarray(squared + (gamma - 1) * clipped)
+
+    def _shortfall(self, bounds: Doubles) -> Doubles:
+        """F at any bound: linear between values, 0 below them, and beyond the last one of the slope of all counts."""
+        found = np.interp(bounds, self.values, self.shortfall, left=0)
+        return np.asarray(found + self.sums[0, -1] * np.maximum(bounds - self.values[-1], 0))
+
+
+def _square(end: Doubles, sums: Doubles) -> Doubles:
+    """The sum of count * (end - x)^2 over the values whose counts, x and x^2 add up to `sums`."""
+    return np.asarray(end * end * sums[0] - 2 * end * sums[1] + sums[2])

@@ -1,0 +1,202 @@
+"""Statistics of activations, collected batch by batch at either door, and the encodings they lead to."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import CalibrationError, DataError
+from qsdk.core.numerics.encoding import Encoding, FloatArray
+from qsdk.core.numerics.spec import Spec, axis_of
+from qsdk.core.planning.plan import Decision
+from qsdk.core.ranges.estimators import Estimator, averaged, range_from_histogram
+from qsdk.core.ranges.histogram import Histogram, histogram_of
+from qsdk.core.ranges.ranges import Range, encoding_from_range
+
+#: What each rank gives -> what all of them gave, in the order of the ranks.
+Gather = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """The `Gather` of a process that is the only one."""
+    return [value]
+
+
+class Statistics:
+    """The extremes of each site, and a histogram where the estimator reads one. Its size does not depend on the data.
+
+    Attributes:
+        ranges: site -> extremes so far (their moving average, if that is the estimator).
+        histograms: site -> what was counted so far.
+    """
+
+    def __init__(self, chosen: Estimator) -> None:
+        self.chosen = chosen
+        self.ranges: dict[str, Range] = {}
+        self.histograms: dict[str, Histogram] = {}
+
+    def add(
+        self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
+    ) -> None:
+        """Take in a batch at a site.
+
+        Args:
+            site: whose.
+            low: the smallest value, or that of each channel; finite.
+            high: the largest.
+            sample: every `step`-th value, flattened; needed if the estimator reads histograms, but not per channel,
+                where the extremes count whatever the estimator.
+            step: see `sample_step`.
+        """
+        new = Range(*(np.array(end, np.float32).reshape(-1) for end in (low, high)))
+        before = self.ranges.get(site)
+        if self.chosen.name == "moving_average":
+            self.ranges[site] = averaged(before, new)
+        else:
+            self.ranges[site] = new if before is None else before.merge(new)
+        if sample is not None:
+            counted = histogram_of(sample.reshape(1, -1), weight=float(step), ends=new)
+            known = self.histograms.get(site)
+            self.histograms[site] = counted if known is None else known.merge(counted)
+
+    def merge(self, *others: "Statistics") -> "Statistics":
+        """What all of them have seen, exactly as one would have found that had seen it all, in any order.
+
+        Moving averages depend on an order that ranks do not have: there it is the mean of theirs.
+        """
+        merged, everyone = Statistics(self.chosen), (self, *others)
+        for site in dict.fromkeys(site for one in everyone for site in one.ranges):
+            ranges = [one.ranges[site] for one in everyone if site in one.ranges]
+            merged.ranges[site] = _mean(ranges) if self.chosen.name == "moving_average" else reduce(Range.merge, ranges)
+        for site in dict.fromkeys(site for one in everyone for site in one.histograms):
+            counted = [one.histograms[site] for one in everyone if site in one.histograms]
+            merged.histograms[site] = reduce(Histogram.merge, counted)
+        return merged
+
+    def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
+        """The range that all these sites share, or None if no batch has reached any of them."""
+        seen = [site for site in sites if site in self.ranges]
+        if not seen:
+            return None
+        counted = [self.histograms[site] for site in seen if site in self.histograms]
+        if not self.chosen.reads_histogram or not counted:
+            merged = self.ranges[seen[0]]
+            for site in seen[1:]:
+                merged = merged.merge(self.ranges[site])
+            return merged
+        together = counted[0]
+        for histogram in counted[1:]:
+            together = together.merge(histogram)
+        return range_from_histogram(together, spec, self.chosen)
+
+
+def _mean(ranges: list[Range]) -> Range:
+    low, high = (np.stack([getattr(one, end) for one in ranges]) for end in ("low", "high"))
+    return Range(low.mean(axis=0), high.mean(axis=0))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank has no statistics."""
+
+    reason: str
+
+
+def of_all_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistics:
+    """Observe this rank's data, and merge what the ranks have found.
+
+    Args:
+        observe: over the data of this rank.
+        gather: gives what every rank gave.
+
+    Raises:
+        DataError: observing failed on another rank. What this one raises is raised here, after the others know of it.
+    """
+    try:
+        own = observe()
+    except Exception as error:
+        gather(_Failure(str(error)))
+        raise
+    everyone = gather(own)
+    for rank, found in enumerate(everyone):
+        if isinstance(found, _Failure):
+            raise DataError(f"rank {rank}: {found.reason}")
+    return everyone[0].merge(*everyone[1:]) if len(everyone) > 1 else own
+
+
+def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
+    """Refuse what is not finite.
+
+    Raises:
+        DataError: NaN or an infinity; names the site and the batch.
+    """
+    if not all(np.isfinite(value).all() for value in values):
+        raise DataError(
+            f"NaN or inf at the site {site} in batch {number}; clean the data, or skip the owner if its float values "
+            "are meant to be infinite"
+        )
+
+
+def channel_axis(decision: Decision) -> int | None:
+    """The axis whose channels have ranges of their own; None where there is one range."""
+    return None if decision.spec is None else axis_of(decision.spec.granularity)
+
+
+def reads_histogram(decision: Decision, chosen: Estimator) -> bool:
+    """Whether the range of a site comes from a histogram of its values."""
+    fixed = decision.spec is not None and decision.spec.fixed_range is not None
+    return chosen.reads_histogram and not fixed and channel_axis(decision) is None
+
+
+def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:
+    """The sites whose range counts: those of tie classes too, but nothing that merely passes values on."""
+    kinds = ("activation", "input", "output")
+    return {d.site: d for d in decisions if d.quantized and d.kind in kinds and not d.passes_through}
+
+
+def activation_encodings(
+    wanted: Iterable[Decision], statistics: Statistics, *, frozen: Collection[str], known: Collection[str]
+) -> dict[str, Encoding]:
+    """Give the encodings of the sites that have one of their own.
+
+    A fixed range holds whatever the data says. Members of a tie share one range, estimated from all they have seen.
+
+    Args:
+        wanted: see `observed`.
+        statistics: what the data has shown.
+        frozen: sites whose encoding stays.
+        known: sites that have an encoding, and keep it if no batch reached them.
+
+    Raises:
+        CalibrationError: a site that no batch reached and that has no encoding.
+    """
+    decisions = list(wanted)
+    members: dict[str, list[str]] = {}
+    for decision in decisions:
+        members.setdefault(decision.encoding_site, []).append(decision.site)
+    found, unseen = {}, []
+    for decision in decisions:
+        site, spec = decision.site, decision.spec
+        if decision.tied_to is not None or decision.bias_of is not None or spec is None or site in frozen:
+            continue
+        estimate = _fixed(spec) or statistics.range_of(members[site], spec)
+        if estimate is not None:
+            found[site] = encoding_from_range(estimate, spec)
+        elif site not in known:
+            unseen.append(site)
+    if unseen:
+        raise CalibrationError(
+            f"no batch reached {', '.join(unseen[:8])}; calibrate with data that takes this path through the model, or "
+            "skip these owners"
+        )
+    return found
+
+
+def _fixed(spec: Spec) -> Range | None:
+    if spec.fixed_range is None:
+        return None
+    low, high = (np.array([end], np.float32) for end in spec.fixed_range)
+    return Range(low, high)

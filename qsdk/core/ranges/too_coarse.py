@@ -1,0 +1,154 @@
+"""Sites that the ranges of a calibration show no grid to serve: divisors that would become 0, angles of many turns."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.no_grid.poles import divisors
+from qsdk.core.planning.operands import operands_of
+from qsdk.core.planning.plan import BY_CALIBRATION, Plan
+from qsdk.core.planning.ties import keeps_grid
+from qsdk.core.ranges.ranges import Range
+
+#: radians; a grid of 8 bits holds four turns in such steps
+_COARSEST_ANGLE = 8.0 * math.pi / 255.0
+_PERIODIC = frozenset({"Sin", "Cos"})
+#: ops whose result is 0 where their operands are
+_ZERO_OF_ZERO = frozenset({"Abs", "Sqrt", "Mul", "Pow", "Neg"})
+_SAME_SIZE = frozenset({"Add", "Sub", "Sum", "Neg", "Abs", "Where", "Cast", "Mod", "Clip"})
+#: a MatMul over so few is one of coordinates with frequencies, and no layer
+_COORDINATES = 4
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a calibration has found.
+
+    Attributes:
+        plan: by which it observed.
+        ranges: site -> smallest and largest value that was seen there.
+        encodings: of the sites that have one of their own.
+    """
+
+    plan: Plan
+    ranges: Mapping[str, Range]
+    encodings: Mapping[str, Encoding]
+
+    def of(self, site: str | None) -> tuple[Range | None, Encoding | None]:
+        """The range and the encoding of a site that a calibration decides; None where there are none."""
+        decision = None if site is None else self.plan.decisions.get(site)
+        if decision is None or not decision.quantized or decision.kind in ("weight", "bias"):
+            return None, None
+        encoding = self.encodings.get(decision.encoding_site)
+        free = encoding is not None and not encoding.frozen
+        found = self.ranges.get(decision.site, self.ranges.get(decision.encoding_site))
+        return found, encoding if free else None
+
+
+def too_coarse(graph: Graph, observed: Observed) -> dict[str, str]:
+    """Give site -> why it has to stay float, for what reads it and the range that it was seen to have.
+
+    Args:
+        graph: that was planned.
+        observed: by the calibration.
+    """
+    return {**_divisors_of_zero(graph, observed), **_wide_angles(graph, observed)}
+
+
+def left_float(plan: Plan) -> dict[str, str]:
+    """The sites that calibrations have left float, and why."""
+    decisions = plan.decisions.values()
+    return {d.site: d.reason for d in decisions if d.rule == BY_CALIBRATION and d.state == "float"}
+
+
+def _divisors_of_zero(graph: Graph, observed: Observed) -> dict[str, str]:
+    found: dict[str, str] = {}
+    waiting, seen = list(divisors(graph)), set[int]()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor in seen or graph.tensors[tensor].constant:
+            continue
+        seen.add(tensor)
+        site = graph.tensors[tensor].site
+        seen_there, encoding = observed.of(site)
+        if site is not None and seen_there is not None and encoding is not None:
+            nearest = np.maximum(np.maximum(seen_there.low, -seen_there.high), 0.0)
+            if (nearest < encoding.scale.reshape(-1)).any():
+                found[site] = f"a divisor, or what a logarithm reads: 0 lies within a step of {_step(encoding)} of it"
+        maker = graph.producer.get(tensor)
+        op = None if maker is None else graph.ops[maker]
+        if op is not None and (op.type in _ZERO_OF_ZERO or keeps_grid(graph, op)):
+            waiting += [t for t in (op.inputs if op.type in ("Mul", "Concat") else op.inputs[:1]) if t is not None]
+    return found
+
+
+def _wide_angles(graph: Graph, observed: Observed) -> dict[str, str]:
+    found: dict[str, str] = {}
+    gains: dict[int, float] = {}
+    for op in graph.ops:
+        if op.type in _PERIODIC and op.inputs[0] is not None:
+            gains[op.inputs[0]] = 1.0
+    # from the last op to the first, so that a tensor's gain is known when it is asked for
+    for index in reversed(range(len(graph.ops))):
+        gain = max((gains.get(t, 0.0) for t in graph.ops[index].outputs), default=0.0)
+        if gain > 0.0:
+            for tensor, factor in _factors(graph, index, observed).items():
+                gains[tensor] = max(gains.get(tensor, 0.0), gain * factor)
+    for tensor, gain in gains.items():
+        site = graph.tensors[tensor].site
+        _, encoding = observed.of(site)
+        if site is not None and encoding is not None and float(encoding.scale.max()) * gain > _COARSEST_ANGLE:
+            found[site] = f"an angle of Sin or Cos: a step of {_step(encoding)} would turn it too far"
+    return found
+
+
+def _factors(graph: Graph, index: int, observed: Observed) -> dict[int, float]:
+    """The tensors that an op makes an angle of, and by how much it multiplies an error of theirs."""
+    op = graph.ops[index]
+    read = [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
+    if op.type in _SAME_SIZE:
+        return dict.fromkeys(read, 1.0)
+    if keeps_grid(graph, op):
+        return dict.fromkeys(read if op.type == "Concat" else read[:1], 1.0)
+    if op.type == "Mul" and len(read) == 2:
+        return {read[0]: _largest(graph, read[1], observed), read[1]: _largest(graph, read[0], observed)}
+    if op.type == "Div" and len(read) == 2:
+        divisor = graph.scalar(read[1])
+        return {read[0]: 1.0 / abs(divisor) if divisor else 1.0}
+    if op.type in ("MatMul", "Gemm") and len(read) >= 2:
+        return _of_coordinates(graph, op, index, read, observed)
+    return {}
+
+
+def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed: Observed) -> dict[int, float]:
+    """The operands of a product over a few coordinates; the inputs of a layer are no angles, and it ends there.
+
+    What a layer with a bias of its own hands to it is an angle like the sum.
+    """
+    weights = [o for o in operands_of(graph, index) if o.role == "weight" and o.input_axis is not None]
+    shape = (
+        (graph.tensors[read[0]].shape or (None,)) if not weights else graph.tensors[weights[0].root].shape or (None,)
+    )
+    width = shape[weights[0].input_axis or 0] if weights else shape[-1]
+    if not isinstance(width, int) or width > _COORDINATES:
+        return {}
+    left, right = read[:2]
+    return {left: width * _largest(graph, right, observed), right: width * _largest(graph, left, observed)}
+
+
+def _largest(graph: Graph, tensor: int, observed: Observed) -> float:
+    """The largest size of a tensor's values, as far as it is known; 1 where it is not."""
+    root = graph.constant_root(tensor)
+    value = graph.value(tensor if root is None else root)
+    if value is not None and value.size:
+        return float(np.abs(value).max())
+    seen, _ = observed.of(graph.tensors[tensor].site)
+    return 1.0 if seen is None else float(max(np.abs(seen.low).max(), np.abs(seen.high).max()))
+
+
+def _step(encoding: Encoding) -> str:
+    return f"{float(encoding.scale.max()):.2g}"

@@ -1,0 +1,107 @@
+"""The verb that brings a float ONNX model and given encodings together."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from onnx import ModelProto
+
+from onnx_backend.apply import NOT_MENTIONED, sim_with_encodings
+from onnx_backend.opening.stored_encodings import stored_encodings
+from onnx_backend.proto import model as onnx_model
+from onnx_backend.qdq.runtime_table import Dialect
+from onnx_backend.sim import OnnxSim
+from qsdk.core.encodings.formats import read_any
+from qsdk.core.encodings.match_to_model import UNMATCHED, Placed, placed_by_name, placed_by_structure
+from qsdk.core.encodings.provenance import GRAPH
+from qsdk.core.encodings.qsdk_format import StoredEncodings
+from qsdk.core.encodings.tensor_facts import tensor_facts
+from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.graph_json import graph_from_text
+from qsdk.core.read_files import text_of
+from qsdk.core.report import Report
+from qsdk.verbs.quantize import OnnxSource, export, opened_qdq
+
+ABSORBED = "absorbed"
+
+
+def apply_encodings(
+    model: OnnxSource,
+    encodings: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    opset: int = 21,
+    dialect: Dialect = "onnxruntime",
+    strict: bool = True,
+) -> Report:
+    """Quantize a float ONNX model with encodings that exist already, without data and without the PyTorch model.
+
+    What the encodings do not mention stays float.
+
+    Args:
+        model: the float model, a path or an onnx model.
+        encodings: a file of encodings, of qsdk or of AIMET (0.6.1, 1.0.0, 2.0.0, 2.1.0), whose entries name tensors or
+            sites of the model; or a Q/DQ model (`.onnx`) of the same network, whose sites are found on structure, or
+            else by name.
+        out: where the Q/DQ model is written, with its own encodings file beside it.
+        opset: 21 to 25.
+        dialect: see `qsdk.export`.
+        strict: refuse encodings that no tensor takes; otherwise they are listed in the report.
+
+    Returns:
+        Rows `site`, `name` (in the encodings), `state` (applied, float, absorbed: a table whose rows the model stores
+        instead, or unmatched), `dtype`, `form` and `detail`.
+
+    Raises:
+        FileFormatError: a file cannot be read, or a list of all entries that no tensor takes, or that have other scales
+            than their tensor has channels or blocks. Nothing is written.
+        ModelError: the model is quantized already, or cannot be raised.
+        ConfigError: an opset or dialect that cannot be written.
+        ExportError: the folder cannot be written.
+    """
+    where = "the model with encodings" if isinstance(encodings, ModelProto) else os.fspath(encodings)
+    sim, placed = sim_with_encodings(onnx_model.load(model), _placing(encodings, where), where, strict=strict)
+    exported = export(sim, out, opset=opset, dialect=dialect)
+    return _report(exported, placed, where)
+
+
+def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
+    """Say how the given encodings find their tensors: on structure if they hold a graph, else by name."""
+    if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
+        opened = opened_qdq(source)
+        file, graph = stored_encodings(opened), OnnxSim.from_qdq(opened).graph
+        return lambda target: _placed(file, graph, target)
+    text = text_of(source, "give an encodings file or an .onnx model")
+
+    def place(target: Graph) -> Placed:
+        read = read_any(text, where, tensor_facts(target))
+        if GRAPH not in read.provenance:
+            return placed_by_name(read, target)
+        return _placed(read, graph_from_text(read.provenance[GRAPH], where), target)
+
+    return place
+
+
+def _placed(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
+    """On structure; or, where a tool has changed that (dropped a Relu, for one), by name, if all names are there."""
+    placed = placed_by_structure(file, source, target)
+    named = placed_by_name(file, target) if placed.problems else placed
+    return placed if named.problems else named
+
+
+def _report(exported: Report, placed: Placed, where: str) -> Report:
+    rows = []
+    for row in exported.rows:
+        name = placed.names.get(str(row["site"]), "")
+        state = "applied" if name else "float"
+        detail = "" if name else NOT_MENTIONED
+        rows.append({"site": row["site"], "name": name, "state": state, "dtype": row["dtype"], "form": row["form"]})
+        rows[-1]["detail"] = detail
+    unplaced = {name: ("", UNMATCHED, why) for name, (_, why) in placed.problems.items()}
+    for name, (_, site) in placed.absorbed.items():
+        unplaced[name] = site, ABSORBED, f"the model stores {placed.names[site]} instead, which is quantized twice"
+    for name, (site, state, why) in unplaced.items():
+        rows.append({"site": site, "name": name, "state": state, "dtype": "", "form": "", "detail": why})
+    states = ("applied", "float", ABSORBED, UNMATCHED)
+    counts = {state: sum(row["state"] == state for row in rows) for state in states}
+    return Report("Applied encodings", rows, {"encodings": where, **counts, **exported.summary})

@@ -1,0 +1,214 @@
+"""The verb `correct_bias`: biases take up the mean error that quantized weights leave. It knows both doors."""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.solvers import bias
+from qsdk.algorithms.solvers.outputs import SAMPLES
+from qsdk.core.errors import ConfigError
+from qsdk.core.layers.expected_means import Expected, expected_values
+from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts
+from qsdk.core.sims.state import SimState, put_back_on_error
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.held_back import HeldBack, output_error, outputs_of
+from qsdk.verbs.layers import Run, solved
+from qsdk.verbs.quantize import Forward, Sim
+
+_GATHERS = Gathers(second_moments=False, samples=SAMPLES, held_back=0)
+_TITLE = "Bias correction"
+
+
+def correct_bias(
+    sim: Sim,
+    data: Iterable[Any] | None = None,
+    *,
+    method: Literal["empirical", "analytic"] = "empirical",
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    max_memory: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Shift the bias of each layer so that the mean of its output is that of the float model (Nagel et al. 2019).
+
+    Quantized weights, and ranges that are narrower than the values, move the mean of a layer's output; the layers
+    behind see that as a signal. Frozen encodings stay, as all encodings do: only stored biases change.
+
+    `empirical` compares the float and the quantized model on data, layer by layer, each after the corrections before
+    it, and behind its Relu, Clip or LeakyRelu where it has one. Earlier corrections are taken back first, so a second
+    call corrects anew. Layers that `adaround` or `gptq` has rounded together with their biases are left: what the float
+    weights were is gone. Every fourth batch is held back (where there are fewer, the first one judges too); if the
+    model's outputs there are not nearer to the float model's, all biases stay as they were.
+    `analytic` needs no data: it takes the means of a layer's inputs from the BatchNorms that were folded, or stand, in
+    front of it, through Relu, Relu6 and pooling; other layers are left.
+
+    Args:
+        sim: of either door, calibrated.
+        data: batches as for `calibrate`; None with `analytic`.
+        method: `empirical` or `analytic`.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+        seed: of the patches that are sampled of convolutions' inputs.
+        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
+        checkpoint: a folder that keeps what was solved; a second run takes up there.
+
+    Returns:
+        Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output, behind the
+        activation function; with `analytic` of the means alone, over the means), `seconds`, `note`: why a layer was
+        left. A bias that does not fit int32 any more has a row of its own, with the note that says so. Summary
+        `layers`, `left`, `seconds`, `passes`, and with `empirical` `output_error_before`, `output_error_after` (of the
+        model's outputs on what was held back, relative to their energy) and `kept`.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        ConfigError: another method, no data, or data with `analytic`; a checkpoint of another run.
+        DataError: data that the model does not take. In every case the sim stays as it was.
+    """
+    require_sim(sim)
+    _require_sense(method, data, forward)
+    _ = sim.encodings  # names the sites that have none
+    remarks = sim.bias_remarks()
+    with put_back_on_error(sim, weights=True) as before:
+        if data is None:
+            take_back_shifts(sim)  # else they would be made twice
+            with noting_shifts(sim):
+                report = _analytic(sim)
+        else:
+            report = _empirical(sim, before, data, Run(forward, progress, seed, max_memory, checkpoint))
+        new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
+        return with_notes(report, new)
+
+
+def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Report:
+    held_back = HeldBack(data)
+    left = rounded_for_good(sim) | _with_frozen_biases(sim)
+    own = {site: replace(e, frozen=site in left) for site, e in before.own.items()}
+    sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
+    report = solved(sim, held_back.others(), bias.solve, _TITLE, gathers=_GATHERS, run=run)
+    sim.restore(replace(before, stored=None))
+    return _judged(sim, before, report, held_back.batches, run.forward)
+
+
+def _with_frozen_biases(sim: Sim) -> set[str]:
+    """The weights of the layers whose biases hold frozen values."""
+    layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
+    return {layer.site for layer in layers if layer.bias in sim.frozen_values}
+
+
+def _judged(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None) -> Report:
+    """Keep what was corrected if it brings the model's outputs nearer to the float model's, else put it back.
+
+    Only biases were changed since `before`, which holds the weights.
+    """
+    start = time.perf_counter()
+    sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
+    corrected = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
+    known = dict(sim.original_biases)
+    after = outputs_of(sim, batches, forward)
+    sim.store_floats(float_biases(sim))
+    exact = outputs_of(sim, batches, forward, in_float=True)
+    sim.restore(before)
+    errors = [output_error(exact, found) for found in (outputs_of(sim, batches, forward), after)]
+    kept = errors[0] is None or errors[1] is None or errors[1] <= errors[0]
+    if kept:
+        sim.store_floats(corrected)
+        sim.original_biases = known
+    spent, old = time.perf_counter() - start, report.summary
+    total = old["seconds"] + spent
+    summary = {
+        "layers": old["layers"] if kept else 0,
+        "left": old["left"] if kept else len(report.rows),
+        "output_error_before": errors[0],
+        "output_error_after": errors[int(kept)],
+        "kept": kept,
+        "seconds": total,
+        "passes": old["passes"] and old["passes"] * total / old["seconds"],
+    }
+    rows = report.rows if kept else [_put_back(row) for row in report.rows]
+    return Report(report.title, rows, summary)
+
+
+def _put_back(row: Mapping[str, Any]) -> dict[str, Any]:
+    note = row["note"] or "put back: with all corrections the model's outputs on held-back data were worse"
+    return {**row, "error_after": row["error_before"], "note": note}
+
+
+def _require_sense(method: str, data: Any, forward: Any) -> None:
+    if method not in ("empirical", "analytic"):
+        raise ConfigError(f"method={method!r} is no way to correct biases; choose 'empirical' or 'analytic'")
+    if method == "empirical" and data is None:
+        raise ConfigError("empirical bias correction reads data; pass batches, or method='analytic'")
+    if method == "analytic" and (data is not None or forward is not None):
+        raise ConfigError(
+            "analytic bias correction reads no data; pass data=None and no forward, or method='empirical'"
+        )
+
+
+def _analytic(sim: Sim) -> Report:
+    start = time.perf_counter()
+    layers, left = graph_layers(sim.graph, sim.plan, frozen=())
+    expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
+    sites = [layer.layer.site for layer in layers]
+    weights, encodings, shifts, rows = sim.stored_floats(sites), sim.encodings, {}, []
+    for found in layers:
+        begun, site = time.perf_counter(), found.layer.site
+        means = _means(found, expected)
+        row: dict[str, Any] = {"site": site, "error_before": None, "error_after": None, "seconds": None, "note": ""}
+        if not found.layer.bias:
+            row["note"] = "it has no bias that could take the shift"
+        elif found.layer.bias in sim.frozen_values:
+            row["note"] = "the values of its bias are frozen"
+        elif means is None:
+            row["note"] = "no BatchNorm says what its input is"
+        else:
+            shift, error = _shift(found, weights[site], encodings[site], means)
+            shifts[found.layer.bias] = shift
+            row |= {"error_before": error, "error_after": 0.0, "seconds": time.perf_counter() - begun}
+        rows.append(row)
+    biases = sim.stored_floats(list(shifts))
+    sim.store_floats({site: biases[site] + shift.astype(np.float32) for site, shift in shifts.items()})
+    done = [row for row in rows if not row["note"]]
+    rows += [{"site": site, "note": note} for site, note in left.items()]
+    summary = {
+        "layers": len(done),
+        "left": len(rows) - len(done),
+        "seconds": time.perf_counter() - start,
+        "passes": 0.0,
+    }
+    return Report(_TITLE, rows, summary)
+
+
+def _means(found: GraphLayer, expected: Mapping[int, Expected]) -> Any:
+    """The mean of a layer's input, float64 [groups, K]; None where nothing is known of it."""
+    groups, _, k = found.layer.layout.matrix_shape
+    known = expected.get(found.inputs[0])
+    if known is None or len(found.inputs) > 1:
+        return None
+    channels = groups * k // (1 if found.layer.geometry is None else int(np.prod(found.layer.geometry.kernel)))
+    if known.mean.size != channels:
+        return None
+    geometry = found.layer.geometry
+    # a transposed convolution leaves zeros between its inputs
+    share = math.prod(geometry.stride) if geometry is not None and geometry.transposed else 1
+    return np.repeat(known.mean, groups * k // channels).reshape(groups, k) / share
+
+
+def _shift(found: GraphLayer, weight: Any, encoding: Encoding, means: Any) -> tuple[Any, float]:
+    """`(W - W~) E[x]` per output channel, and its size relative to `W E[x]`."""
+    layout = found.layer.layout
+    exact = layout.to_matrix(weight.astype(np.float64))
+    rounded = layout.to_matrix(encoding.fake_quantize(weight).astype(np.float64))
+    shift = ((exact - rounded) @ means[..., None])[..., 0]
+    size = float(np.square((exact @ means[..., None])[..., 0]).sum())
+    return shift.reshape(-1), float(np.square(shift).sum()) / size if size > 0 else 0.0

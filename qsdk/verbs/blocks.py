@@ -1,0 +1,230 @@
+"""The verb that tunes blocks by gradient; it needs autograd through a module, which the PyTorch door has."""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from onnx_backend.sim import OnnxSim
+from qsdk.algorithms.checkpoint import Checkpoint
+from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.layers.layer_problem import Solution
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
+from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.quantize import Forward, Sim
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.parameters import find_stored
+from torch_bridge.tuning.block_calls import Piece, floats_of
+from torch_bridge.tuning.block_tuning import BlockRun, Change, Options, Tuned, learnable_sites, pieces_of, tune_block
+from torch_bridge.tuning.find_blocks import Blocks, find_blocks
+from torch_bridge.walk.module_walk import ModuleCall, ModuleStep, ModuleWalk, walk_modules
+from torch_bridge.walk.paused_forward import attributes_set_by
+
+_LEARN = ("rounding", "scales")
+
+
+def tune_blocks(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    blocks: Sequence[str] | None = None,
+    iterations: int = 200,
+    learn: Sequence[str] = _LEARN,
+    batch_size: int = 32,
+    lr: float = 0.04,
+    drop: float = 0.0,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Learn, block by block, how weights are rounded and what the scales are, by the error of the block's output.
+
+    Each block meets its quantized inputs and is to give the float model's output; what it learns is kept where the
+    error on held-back samples fell. Rounded weights are exactly on their grids, and their encodings frozen.
+
+    Args:
+        sim: of an nn.Module, calibrated. Sites that are float, frozen or shared with other modules stay as they are.
+        data: batches as for `calibrate`, read once; a forward pass of each is held at the current block.
+        blocks: shell globs that name modules (`"layers.*"`), tuned each as one. None finds them: the repeated members
+            of lists and sequences, modules with branches, and single layers where there are none.
+        iterations: optimizer steps per block.
+        learn: `rounding` of weights (each moves by a step at most before it is rounded), `scales`, or both.
+        batch_size: samples per step, as rows of the batches.
+        lr: what the first steps move a weight by, in steps of its scale; it falls linearly to 0.
+        drop: share of the elements of a block's input that is taken from the float model, at random (QDrop).
+        forward: `(model, batch)`, to call the model yourself.
+        progress: show a progress bar.
+        seed: of the held-back samples and the order of the others.
+        checkpoint: a folder that keeps what each block has learned; a second run takes up there.
+
+    Returns:
+        Rows `block`, `error_before`, `error_after` (of the output on held-back samples, relative to its energy),
+        `iterations`, `seconds` and `note`; summary `blocks`, `left`, `seconds`, and `passes`: the same in float passes.
+
+    Raises:
+        ModelError: the sim is of an ONNX model.
+        ConfigError: an option that does not exist, a pattern that names no block, or the checkpoint of another run.
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take. In every case the sim stays as it was.
+
+    Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
+    """
+    require_sim(sim)
+    options = _options(iterations, learn, batch_size, lr, drop)
+    module_sim = _module_sim(sim)
+    found = find_blocks(module_sim, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
+    start = time.perf_counter()
+    walked = walk_modules(module_sim, data, list(found.modules), forward=forward)
+    with without_shifts(module_sim), torch.inference_mode(False), walked as walk:
+        facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
+        store = None if checkpoint is None else Checkpoint(checkpoint, _Sites(module_sim), facts)
+        steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
+        rows = [_tuned(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
+        return _report(rows, found, walk, time.perf_counter() - start)
+
+
+def _module_sim(sim: Sim) -> QuantSim:
+    if isinstance(sim, OnnxSim):
+        raise ModelError(
+            "tune_blocks needs gradients, which an ONNX model has not: quantize the nn.Module and export it, or use "
+            "qsdk.adaround or qsdk.gptq here"
+        )
+    return sim
+
+
+def _tuned(
+    sim: QuantSim, walk: ModuleWalk, step: ModuleStep, options: Options, store: Checkpoint | None, *, seed: int
+) -> dict[str, Any]:
+    begun = time.perf_counter()
+    run, found = BlockRun(sim, sim.model.get_submodule(step.path)), []
+
+    def tune() -> None:
+        with walk.weights.floats():
+            pieces = pieces_of(run, step.calls)
+        found.append(_kept(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
+
+    try:
+        attributes_set_by(run.module, tune)  # what the block's forward sets on itself is taken back
+    except ModelError as error:  # it does not repeat itself, or has an op that cannot be trained
+        found.append(Tuned(note=str(error)))
+    tuned = found[0]
+    for change in tuned.changes:
+        frozen = change.weight is not None  # any other grid would round the weight again
+        walk.weights.write(change.site, encoding=change.encoding, weight=change.weight, frozen=frozen)
+    return _row(step.path, tuned, options.iterations, time.perf_counter() - begun)
+
+
+def _kept(
+    run: BlockRun,
+    pieces: Sequence[Piece],
+    calls: Sequence[ModuleCall],
+    options: Options,
+    store: Checkpoint | None,
+    generator: torch.Generator,
+) -> Tuned:
+    """Tune a block, or take what a checkpoint has of it."""
+    sites = [] if store is None else learnable_sites(run, pieces, options)
+    if store is None or not sites:
+        return tune_block(run, pieces, options, generator)
+    means = _size_of([call.result for call in calls]), _size_of([call.quantized for call in calls])
+    met = [_Met(site, *means) for site in sites]
+    now = {site: run.sim.quantizers[site].encoding() for site in sites}
+    if store.has_next():
+        found = dict(zip(sites, store.replay(met), strict=True))
+        changed = {site: s for site, s in found.items() if s.weight is not None or s.encoding != now[site]}
+        first = found[sites[0]]
+        changes = [Change(site, s.encoding, s.weight) for site, s in changed.items()]
+        return Tuned(changes, first.error_before, first.error_after, first.note)
+    tuned = tune_block(run, pieces, options, generator)
+    new = {change.site: change for change in tuned.changes}
+    assert tuned.error_before is not None
+    assert tuned.error_after is not None
+    errors = tuned.error_before, tuned.error_after, tuned.note
+    changes = [new.get(site, Change(site, now[site])) for site in sites]
+    store.keep(met, [Solution(change.encoding, change.weight, *errors) for change in changes])
+    return tuned
+
+
+def _size_of(values: Any) -> Tensor:
+    """What tells other data: the mean magnitude of all tensors."""
+    tensors = floats_of([(v.args, v.kwargs) if hasattr(v, "args") else v for v in values])
+    return torch.stack([x.double().abs().mean().cpu() for x in tensors])
+
+
+@dataclass(frozen=True)
+class _Met:
+    site: str
+    mean: Tensor
+    mean_quantized: Tensor
+
+
+@dataclass(frozen=True)
+class _Site:
+    site: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class _Sites:
+    """What a checkpoint knows a sim by: all encodings that are a site's own, and the stored tensors among them."""
+
+    sim: QuantSim
+
+    @property
+    def layers(self) -> list[_Site]:
+        owning = [q for q in self.sim.quantizers.values() if q.owns_encoding]
+        return [_Site(q.site, q.decision.spec) for q in owning if q.decision.spec is not None]
+
+    def weight(self, site: str) -> Tensor:
+        stored = find_stored(self.sim.model, site)
+        return torch.empty(0) if stored is None else stored.detach().float()
+
+    def encoding(self, site: str) -> Encoding:
+        return self.sim.quantizers[site].encoding()
+
+
+def _report(rows: list[dict[str, Any]], found: Blocks, walk: ModuleWalk, seconds: float) -> Report:
+    met = {row["block"] for row in rows}
+    left = {path: walk.left.get(path, "no batch reaches it") for path in found.modules if (path or "self") not in met}
+    left |= {path: f"no block: {why}" for path, why in found.left.items()}
+    rows = [*rows, *(_row(path, Tuned(note=why), None, None) for path, why in left.items())]
+    improved = sum(row["error_after"] is not None and row["error_after"] < row["error_before"] for row in rows)
+    summary = {
+        "blocks": improved,
+        "left": len(rows) - improved,
+        "seconds": seconds,
+        "passes": seconds / walk.float_seconds if walk.float_seconds else None,
+    }
+    return Report("Block tuning", rows, summary)
+
+
+def _row(block: str, tuned: Tuned, iterations: int | None, seconds: float | None) -> dict[str, Any]:
+    return {
+        "block": block or "self",
+        "error_before": tuned.error_before,
+        "error_after": tuned.error_after,
+        "iterations": iterations if tuned.changes else None,
+        "seconds": seconds,
+        "note": tuned.note,
+    }
+
+
+def _options(iterations: int, learn: Sequence[str], batch_size: int, lr: float, drop: float) -> Options:
+    chosen = [learn] if isinstance(learn, str) else list(learn)
+    unknown = [name for name in chosen if name not in _LEARN]
+    if unknown or not chosen:
+        raise ConfigError(f"learn={learn!r}: blocks learn {' and '.join(_LEARN)}, one of them or both")
+    if iterations < 1 or batch_size < 1:
+        raise ConfigError(f"iterations={iterations} and batch_size={batch_size} must be 1 at least")
+    if not lr > 0 or not 0 <= drop <= 1:
+        raise ConfigError(f"lr={lr} must be positive, and drop={drop} a share from 0 to 1")
+    return Options(iterations, "rounding" in chosen, "scales" in chosen, batch_size, lr, drop)

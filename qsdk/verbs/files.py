@@ -1,0 +1,309 @@
+"""The verbs on files of encodings and of whole sims. Like `workflow`, it knows both doors."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from onnx import ModelProto
+from torch import nn
+
+from onnx_backend import given_weights as onnx_given
+from onnx_backend import saved as saved_onnx
+from onnx_backend.opening.read_graph import read_graph
+from onnx_backend.opening.stored_encodings import float_facts, stored_encodings
+from onnx_backend.proto import model as onnx_model
+from onnx_backend.sim import OnnxSim
+from qsdk.core.atomic_files import write_text
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.encodings import qsdk_format
+from qsdk.core.encodings.aimet.write import dumps_aimet
+from qsdk.core.encodings.formats import OWN, facts_of, own_rows, read_any, require_version
+from qsdk.core.encodings.provenance import installed, provenance_of
+from qsdk.core.encodings.qsdk_format import StoredEncodings
+from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import plain_norms, read_norms
+from qsdk.core.planning.plan import casts_of
+from qsdk.core.ranges.too_coarse import left_float
+from qsdk.core.read_files import text_of
+from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
+from qsdk.core.sims.frozen_values import read_frozen_values
+from qsdk.core.sims.load_encodings import with_loaded
+from qsdk.core.sims.methods import plain_methods, read_methods
+from qsdk.core.sims.plan_json import different_sites
+from qsdk.core.sims.replan import require_config
+from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.quantize import OnnxSource, Sim, opened_qdq, quantize
+from torch_bridge import saved as saved_torch
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.relu6 import unbind, unbounded
+
+
+def save_encodings(
+    sim: Sim,
+    path: str | os.PathLike[str],
+    *,
+    version: str | None = None,
+    model: OnnxSource | None = None,
+    allow_loss: bool = False,
+) -> Report:
+    """Write the encodings of a sim to a file: in qsdk's own format, or in one of AIMET's for tools that read these.
+
+    Args:
+        sim: of either door.
+        path: of the file.
+        version: None or "qsdk" for the own format; AIMET's "0.6.1", "1.0.0", "2.0.0" or "2.1.0".
+        model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, found on
+            structure alone; None for the names of the sim's own graph.
+        allow_loss: leave out the sites that the version cannot say, instead of refusing.
+
+    Returns:
+        Rows `site`, `tensor`, `dtype`, `form` and `loss`: what of the site the file does not say.
+
+    Raises:
+        CalibrationError: lists the sites that have no encoding.
+        ConfigError: an unknown version, or a model for the own format, which goes by sites.
+        ExportError: the folder cannot be written, or sites that the version cannot say: it lists them.
+    """
+    require_sim(sim)
+    chosen = require_version(version)
+    if model is not None and chosen == OWN:
+        raise ConfigError("model= gives AIMET's formats their tensor names; qsdk's own goes by sites: leave it out")
+    encodings, tensors = sim.encodings, {facts.site: facts for facts in float_facts(sim.graph, sim.plan)}
+    if model is not None:
+        pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
+        tensors = {mine.site: theirs for mine, theirs in pairs}
+        encodings |= {
+            mine.site: moved(encodings[mine.site], mine, theirs) for mine, theirs in pairs if mine.site in encodings
+        }
+    kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
+    names = {site: facts.name for site, facts in tensors.items()}
+    stored = StoredEncodings(encodings, casts_of(sim.plan), provenance_of(sim.config, sim.graph), names, kinds)
+    return _written(stored, tensors, path, chosen, allow_loss=allow_loss)
+
+
+def load_encodings(
+    sim: Sim,
+    path: OnnxSource,
+    *,
+    freeze: bool | str = False,
+    strict: bool = True,
+    model: OnnxSource | None = None,
+) -> Report:
+    """Give a sim the encodings of an encodings file, or of the Q/DQ nodes of an ONNX model.
+
+    Args:
+        sim: of either door.
+        path: of a file that `save_encodings` or `export` wrote, of an AIMET encodings file (0.6.1 to 2.1.0), of an
+            ONNX model (`.onnx`), or the model.
+        freeze: True freezes all that is loaded; `weights`, `activations`, a pattern or a site freeze those. What the
+            file says is frozen is so in any case.
+        strict: refuse a file that does not fit the plan site by site; otherwise load what fits and leave the rest as it
+            is: no quantizer is ever disabled.
+        model: the float ONNX model whose tensor names an AIMET file carries; None for those of the sim's own graph.
+
+    Returns:
+        Rows `site`, `state` (loaded, missing, unexpected or different) and `detail`.
+
+    Raises:
+        FileFormatError: the file cannot be read; or, with `strict`, a list of all that is missing, unexpected or
+            different. The sim stays as it was.
+        ConfigError: `freeze` matches nothing.
+    """
+    require_sim(sim)
+    where = _name_of(path)
+    pairs = [(facts, facts) for facts in float_facts(sim.graph, sim.plan)]
+    if model is not None:
+        pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
+    # the file's layout is that of the model it was made for, the names of sites and the dtypes are the sim's
+    stored = read_stored(path, where, [replace(theirs, site=mine.site, wanted=mine.wanted) for mine, theirs in pairs])
+    if model is not None:
+        facts = {mine.site: (theirs, mine) for mine, theirs in pairs}
+        stored = replace(stored, encodings={s: moved(e, *facts[s]) for s, e in stored.encodings.items() if s in facts})
+    state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict)
+    with put_back_on_error(sim), without_shifts(sim, rounds=False):
+        sim.restore(state)
+    return report
+
+
+def convert_encodings(
+    source: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    version: str | None,
+    model: OnnxSource | None = None,
+    allow_loss: bool = False,
+) -> Report:
+    """Write the encodings of a file, or of a Q/DQ model, in another format.
+
+    Args:
+        source: an encodings file of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
+        out: path of the file to write.
+        version: as `save_encodings` takes it.
+        model: the float ONNX model that the source belongs to; needed where the source leaves to the model what the
+            other format says: axes, and which tensors are parameters.
+        allow_loss: leave out what the version cannot say, instead of refusing.
+
+    Returns:
+        Rows as `save_encodings` gives them.
+
+    Raises:
+        FileFormatError: the source cannot be read, does not fit the model, or needs one.
+        ConfigError: an unknown version.
+        ExportError: the folder cannot be written, or what the version cannot say: it lists the sites.
+    """
+    chosen = require_version(version)
+    stored, listed = read_with(source, model)
+    tensors = facts_of(stored, listed, _name_of(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
+    return _written(stored, tensors, out, chosen, allow_loss=allow_loss)
+
+
+def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncodings, list[TensorFacts] | None]:
+    """Read encodings, with what the float model says where the source leaves it to the model; give its tensors too.
+
+    Raises:
+        FileFormatError: the source cannot be read, does not fit the model, or needs one.
+    """
+    where = _name_of(source)
+    listed = None if model is None else tensor_facts(_float_graph(model))
+    stored = read_stored(source, where, listed)
+    if stored.misfits:
+        shown = "; ".join(f"{name}: {why}" for name, why in stored.misfits.items())
+        raise FileFormatError(f"{where} does not fit the model: {shown}; give the float model that it was made for")
+    return stored, listed
+
+
+def _written(
+    stored: StoredEncodings,
+    tensors: Mapping[str, TensorFacts],
+    path: str | os.PathLike[str],
+    version: str,
+    *,
+    allow_loss: bool,
+) -> Report:
+    casts = stored.casts or {}
+    if version == OWN:
+        text = qsdk_format.dumps(stored.encodings, stored.provenance, casts, tensors=stored.tensors, kinds=stored.kinds)
+        rows = own_rows(stored)
+    else:
+        text, rows = dumps_aimet(
+            stored.encodings, casts, tensors, version=version, producer=installed("qsdk") or "", allow_loss=allow_loss
+        )
+    write_text(path, text)
+    losses = sum(bool(row["loss"]) for row in rows)
+    return Report(
+        "Encodings", rows, {"path": os.fspath(path), "version": version, "sites": len(rows), "with a loss": losses}
+    )
+
+
+def _name_of(source: OnnxSource) -> str:
+    return "the model" if isinstance(source, ModelProto) else os.fspath(source)
+
+
+def _float_graph(model: OnnxSource) -> Graph:
+    opened = onnx_model.load(model)
+    if any(node.op_type == "QuantizeLinear" for node in opened.graph.node):
+        raise ConfigError(f"{_name_of(model)} is quantized; give the float model that it was made of")
+    return read_graph(opened)
+
+
+def read_stored(source: OnnxSource, where: str, tensors: Sequence[TensorFacts] | None) -> StoredEncodings:
+    """Read an encodings file of any version, or what the nodes of a Q/DQ model say; see `read_any` for `tensors`."""
+    if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
+        return stored_encodings(opened_qdq(source))
+    return read_any(text_of(source, "give an encodings file or an .onnx model"), where, tensors)
+
+
+def save(sim: Sim, path: str | os.PathLike[str]) -> None:
+    """Write a whole sim to one file: config, plan, encodings and weights; no code, and no custom op.
+
+    A sim of an nn.Module keeps its state_dict and the example that it was traced with, one of an ONNX model the model.
+
+    Raises:
+        ConfigError: the config holds patterns, which are Python.
+        ExportError: the folder cannot be written, or the example is no plain data.
+        ModelError: an ONNX model larger than 2 GiB.
+    """
+    require_sim(sim)
+    state, both = (
+        sim.snapshot(),
+        {
+            "biases": plain_biases(sim),
+            "methods": plain_methods(sim.methods),
+            "frozen_values": sorted(sim.frozen_values),
+        },
+    )
+    if isinstance(sim, OnnxSim):
+        parts = {**saved_onnx.parts_of(sim), **onnx_given.parts_of(sim)}
+        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
+        return
+    facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
+    facts |= {"norms": plain_norms(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
+    write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
+    """Read a sim that `save` wrote: its outputs are those of the saved one, bit for bit.
+
+    Args:
+        path: of the file.
+        model: the float module, with any weights, that the saved sim was made of; None for a sim of an ONNX model.
+
+    Raises:
+        FileFormatError: the file is missing, truncated, foreign or damaged.
+        ConfigError: a module is missing, or there is one too many.
+        ModelError: the module is another one.
+    """
+    file, where = read_sim(path), os.fspath(path)
+    if file.door == "onnx":
+        if model is not None:
+            raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
+        loaded = saved_onnx.restored(file, where)
+        onnx_given.take(loaded, file.facts.get("given", []), file.parts, where)
+        return _with_facts(loaded, file, where)
+    if file.door != "torch":
+        raise FileFormatError(f"{where} holds a sim of an unknown kind {file.door!r}; update qsdk")
+    if model is None:
+        raise ConfigError(f"{where} holds a sim of an nn.Module; pass the float module: qsdk.load(path, model)")
+    return _with_facts(_module_sim(file, model, where), file, where)
+
+
+def _with_facts(sim: Sim, file: SimFile, where: str) -> Sim:
+    sim.frozen_values = read_frozen_values(file.facts.get("frozen_values", []), sim.plan, where)
+    sim.methods = read_methods(file.facts.get("methods"), where)
+    sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
+    return sim
+
+
+def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
+    """Quantize the module as the saved one was, hold the plans against each other, and load everything."""
+    first, fold = _how(file, where)
+    given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
+    example, shapes = given.kwargs or given.args, given.dynamic_shapes
+    sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
+    assert isinstance(sim, QuantSim)
+    planned = sim.planned(require_config(file.state.config), coarse=left_float(file.state.plan))
+    different = different_sites(file.state.plan, planned.plan)
+    if different:
+        raise ModelError(
+            f"{where} was saved from another model, or by a qsdk that planned otherwise: {', '.join(different[:8])} "
+            "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
+        )
+    saved_torch.load_weights(sim, file.parts, where)
+    saved_torch.take_given(sim, file.parts, where)
+    unbind(sim.model, file.facts.get("relu6_as_relu", ()))
+    sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))
+    sim.restore(replace(planned, own=file.state.own))
+    return sim
+
+
+def _how(file: SimFile, where: str) -> tuple[QuantConfig, bool]:
+    try:
+        return QuantConfig.from_dict(file.facts["quantized_with"], where=where), bool(file.facts["fold_batch_norm"])
+    except (KeyError, TypeError) as error:
+        raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error

@@ -1,0 +1,269 @@
+"""The verbs that solve layers one after the other; each composes the walk of a door with a solver."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from onnx_backend.sim import OnnxSim
+from onnx_backend.walk import layer_walk as onnx_walk
+from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.solve_layers import solve_layers
+from qsdk.algorithms.solvers import adaround as adaround_solver
+from qsdk.algorithms.solvers import gptq as gptq_solver
+from qsdk.algorithms.solvers import relaxation
+from qsdk.algorithms.solvers import seq_mse as seq_mse_solver
+from qsdk.algorithms.solvers.outputs import SAMPLES
+from qsdk.algorithms.solvers.rounding import BLOCK
+from qsdk.core.layers.layer_problem import Solver
+from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.quantize import Forward, Sim, refuse_forward
+from torch_bridge.walk import layer_walk as torch_walk
+
+_ALL = Gathers()
+
+
+def seq_mse(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    candidates: int = 20,
+    loss: seq_mse_solver.LossName = "mse",
+    refine: bool = True,
+    shift_bias: bool = True,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    max_memory: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
+
+    The report tells squared errors whatever the loss, so with `l1` and `sqnr` a layer's can rise.
+
+    Args:
+        sim: of either door, calibrated.
+        data: batches as for `calibrate`.
+        candidates: how many ranges, (min, max) * i / candidates, are tried.
+        loss: `mse`, the squared error of the output; `sqnr`, relative to each channel's own energy, which differs where
+            channels share a scale; `l1`, the absolute error on samples of the inputs.
+        refine: whether scales are then fitted to the codes that they lead to.
+        shift_bias: whether biases take up the mean error that their layer's new range leaves.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+        seed: of the patches that are sampled of convolutions' inputs.
+        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
+        checkpoint: a folder that keeps what was solved; a second run takes up there.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take; the sim stays as it was.
+        ConfigError: an option that does not exist, or the checkpoint of another run.
+    """
+    options: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
+    return solved(
+        sim,
+        data,
+        partial(seq_mse_solver.solve, **options),
+        "SeqMSE",
+        gathers=Gathers(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
+        options=options,
+        run=Run(forward, progress, seed, max_memory, checkpoint),
+    )
+
+
+def adaround(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    method: adaround_solver.Method = "fast",
+    iterations: int | None = None,
+    starts: int = 4,
+    damping: float | None = None,
+    shift_bias: bool = True,
+    activation: bool = False,
+    relaxed: relaxation.Options = relaxation.DEFAULT,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    max_memory: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
+
+    Args:
+        sim: of either door, calibrated.
+        data: batches as for `calibrate`.
+        method: `fast`, error feedback and coordinate descent, or `relaxed`, the paper's soft rounding by gradient
+            descent, hardened at the end.
+        iterations: sweeps of coordinate descent (None: 5) or steps of gradient descent (None: 500), at most.
+        starts: orders of the inputs that `fast` begins from.
+        damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
+            data is scarce.
+        shift_bias: whether biases take up the mean error that their layer's rounding leaves.
+        activation: with `relaxed`, whether the error is that behind a layer's Relu, Clip or LeakyRelu, on samples of
+            its inputs; `fast` cannot tell it.
+        relaxed: learning rate, penalty and warm start of `relaxed`.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+        seed: of the patches that are sampled of convolutions' inputs.
+        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
+        checkpoint: a folder that keeps what was solved; a second run takes up there.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take; the sim stays as it was.
+        ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
+    """
+    options: dict[str, Any] = {
+        "method": method,
+        "iterations": iterations,
+        "starts": starts,
+        "damping": damping,
+        "shift_bias": shift_bias,
+        "activation": activation,
+    }
+    return solved(
+        sim,
+        data,
+        partial(adaround_solver.solve, relaxed=relaxed, **options),
+        "AdaRound",
+        gathers=Gathers(samples=SAMPLES if activation else 0),
+        options={**options, **asdict(relaxed)},
+        run=Run(forward, progress, seed, max_memory, checkpoint),
+    )
+
+
+def gptq(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    act_order: bool = True,
+    block_size: int = BLOCK,
+    damping: float | None = None,
+    scales: gptq_solver.Scales = "search",
+    sweeps: int = 1,
+    shift_bias: bool = True,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    max_memory: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Round weights to any point of their grid, each input's making up for the errors of those before (GPTQ).
+
+    Args:
+        sim: of either door, calibrated.
+        data: batches as for `calibrate`.
+        act_order: take the inputs by falling second moment, else as they come.
+        block_size: inputs that are rounded one by one before the others hear of them; speed only.
+        damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
+            data is scarce.
+        scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
+        sweeps: of coordinate descent afterwards, at most.
+        shift_bias: whether biases take up the mean error that their layer's rounding leaves.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+        seed: of the patches that are sampled of convolutions' inputs.
+        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
+        checkpoint: a folder that keeps what was solved; a second run takes up there.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take; the sim stays as it was.
+        ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
+    """
+    options: dict[str, Any] = {
+        "act_order": act_order,
+        "block_size": block_size,
+        "damping": damping,
+        "scales": scales,
+        "sweeps": sweeps,
+        "shift_bias": shift_bias,
+    }
+    return solved(
+        sim,
+        data,
+        partial(gptq_solver.solve, **options),
+        "GPTQ",
+        options=options,
+        run=Run(forward, progress, seed, max_memory, checkpoint),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all verbs take that go through the layers.
+
+    Attributes:
+        forward: `(model, batch)` (PyTorch door).
+        progress: show a progress bar.
+        seed: of whatever is sampled.
+        max_memory: bytes that kept activations may take; None for no bound.
+        checkpoint: a folder that keeps what was solved.
+    """
+
+    forward: Forward | None
+    progress: bool
+    seed: int
+    max_memory: int | None
+    checkpoint: str | os.PathLike[str] | None
+
+
+def solved(
+    sim: Sim,
+    data: Iterable[Any],
+    solver: Solver,
+    title: str,
+    *,
+    run: Run,
+    gathers: Gathers = _ALL,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Run a layer solver over a sim of either door; if it fails, the sim stays as it was.
+
+    Args:
+        sim: calibrated.
+        data: batches as for `calibrate`.
+        solver: of `qsdk.algorithms`.
+        title: of the report.
+        run: what was asked for beside the solver's options.
+        gathers: what the solver wants to know of the data.
+        options: what the solver was made with, for checkpoints.
+    """
+    with _walk(sim, data, run.forward, run.max_memory) as (walk, rounded):
+        return solve_layers(
+            walk,
+            solver,
+            title=title,
+            gathers=gathers,
+            options=options,
+            progress=run.progress,
+            seed=run.seed,
+            checkpoint=run.checkpoint,
+            rounded=rounded,
+        )
+
+
+@contextmanager
+def _walk(
+    sim: Sim, data: Iterable[Any], forward: Forward | None, max_memory: int | None
+) -> Iterator[tuple[Walk, dict[str, Any]]]:
+    """A walk, and the dict of `noting_shifts`; whatever fails, up to the end of the block, the sim stays as it was."""
+    require_sim(sim)
+    if isinstance(sim, OnnxSim):
+        refuse_forward(forward)
+        begun = onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)
+        # this snapshot costs nothing: it keeps what is replaced
+        with put_back_on_error(sim, weights=True), noting_shifts(sim) as rounded, begun as walk:
+            yield walk, rounded
+    else:  # a module's walk can take back all that was written until it ends
+        start = torch_walk.walk_layers(sim, data, forward=forward, max_memory=max_memory)
+        with start as here, noting_shifts(sim) as rounded:
+            yield here, rounded

@@ -1,0 +1,119 @@
+"""The verbs on precision: what one scale serves badly, and the few sites that must be wider. It knows both doors."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from onnx_backend import given_weights as onnx_given
+from onnx_backend.data_passes import site_samples as onnx_sampling
+from onnx_backend.sim import OnnxSim
+from qsdk.core.precision import advice
+from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
+from qsdk.core.precision.samples import SiteSample
+from qsdk.core.report import Report
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.quantize import Forward, Sim, refuse_forward
+from torch_bridge import given_weights as torch_given
+from torch_bridge.data_passes import site_samples as torch_sampling
+
+
+def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, progress: bool = True) -> Report:
+    """Name the sites that their encoding serves badly, worst first, each with the cheapest remedy.
+
+    A site is named where a tie leaves it a fraction of its grid (the scores of a detector beside its boxes), where one
+    channel takes the grid from the others, or where its SQNR is below 20 dB for another reason. The remedies, from the
+    cheapest: untie, uint16, float16.
+
+    Args:
+        sim: calibrated, of either door.
+        data: as for `calibrate`; one pass in float, of which a bounded sample is kept.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Returns:
+        Rows `site`, `dtype`, `sqnr_db`, `finding`, `remedy` (a line for the config), `sqnr_db_then`.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: data that the model does not take.
+    """
+    require_sim(sim)
+    return advice.advise(sim.plan, sim.encodings, _samples(sim, data, forward, progress))
+
+
+def mixed_precision(
+    sim: Sim,
+    data: Iterable[Any],
+    metric: Callable[[Any], float],
+    *,
+    max_drop: float,
+    levels: Sequence[Mapping[str, str]] = LEVELS,
+    max_evaluations: int = 32,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Raise as few sites as it takes to keep a metric within a budget of that of the float model that was given.
+
+    One float pass ranks the sites by their own quantization noise; a bisection over that ranking and a pruning then ask
+    `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A bias that was
+    shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is what it was again where the weight is raised.
+
+    Args:
+        sim: calibrated, of either door. Afterwards it has the chosen precision.
+        data: as for `calibrate`.
+        metric: called with the sim; larger is better.
+        max_drop: how much the metric may fall below that of the float model that was given to `quantize`.
+        levels: what a site may be raised to, the cheapest first, by `weight` and `activation`.
+        max_evaluations: of the metric, after which no more sites are taken back.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show progress bars.
+
+    Returns:
+        Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
+        `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
+        float values that are stored now, which `sim.unwrap()` gives), `met` (False: even with every site at the last
+        level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones) and `advice` (rows of
+        `advise`).
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        ConfigError: a budget that is no number, or a metric that is NaN. Whatever is raised, also by the metric, the
+            sim stays as it was.
+        DataError: data that the model does not take.
+
+    Example:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())
+        >>> report = qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False)
+        >>> report.summary["met"]
+        True
+    """
+    require_budget(metric, max_drop)
+    samples = _samples(sim, data, forward, progress)
+    with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
+
+        def counted(current: Any) -> float:
+            bar.update()
+            return metric(current)
+
+        options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
+        return search_precision(sim, samples, counted, as_given=_as_given(sim), **options)
+
+
+def _as_given(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
+    return partial(onnx_given.as_given, sim) if isinstance(sim, OnnxSim) else partial(torch_given.as_given, sim)
+
+
+def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
+    require_sim(sim)
+    _ = sim.encodings  # what is not calibrated is said before the data is spent
+    if isinstance(sim, OnnxSim):
+        refuse_forward(forward)
+        return onnx_sampling.sample_sites(sim.marked(), data, progress=progress)
+    return torch_sampling.sample_sites(sim, data, forward=forward, progress=progress)

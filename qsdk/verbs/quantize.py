@@ -1,0 +1,401 @@
+"""The verbs: each composes the two doors. Only this file and `verbs_*` know both."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from onnx import ModelProto
+from torch import nn
+
+from onnx_backend.export import require_companion, without_uncalibrated, write_model
+from onnx_backend.integer.files import write_integer
+from onnx_backend.integer.firmware.files import require_firmware_path
+from onnx_backend.opening.fixed_inputs import with_fixed_inputs
+from onnx_backend.opening.from_trace import TracedModel, open_traced
+from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.plan_of_qdq import provenance_kept
+from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.parity import parity
+from onnx_backend.parity.expected_model import expected_of
+from onnx_backend.passes.canonicalize import densify
+from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto.external_data import require_no_external_data
+from onnx_backend.qdq import read
+from onnx_backend.qdq.runtime_table import Dialect
+from onnx_backend.sim import OnnxSim
+from onnx_backend.sim_from_qdq import open_with_config
+from onnx_backend.validation import validate as validation
+from qsdk.algorithms.ranks import gathered
+from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.encodings.provenance import provenance_of
+from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics.fixed_point import Rounding
+from qsdk.core.planning.make_plan import make_plan
+from qsdk.core.ranges.estimators import PERCENTILE
+from qsdk.core.report import Report
+from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.stateful import require_sim
+from torch_bridge.attach import compare_sites
+from torch_bridge.calibrate import calibrate as calibrate_torch
+from torch_bridge.data_passes.captures import captures
+from torch_bridge.numbering import traced_and_numbered
+from torch_bridge.prepare import Prepared, prepare
+from torch_bridge.sim import QuantSim
+from torch_bridge.stored_values import stored_values
+
+Sim = QuantSim | OnnxSim
+Forward = Callable[[Any, Any], Any]
+OnnxSource = str | os.PathLike[str] | ModelProto
+
+
+@overload
+def quantize(
+    model: nn.Module,
+    example: Any,
+    config: QuantConfig | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
+) -> QuantSim: ...
+@overload
+def quantize(
+    model: OnnxSource,
+    example: Any = None,
+    config: QuantConfig | None = None,
+    *,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
+    inputs: Mapping[str, Any] | None = None,
+) -> OnnxSim: ...
+def quantize(
+    model: nn.Module | OnnxSource,
+    example: Any = None,
+    config: QuantConfig | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    in_place: bool = False,
+    fold_batch_norm: bool = True,
+    inputs: Mapping[str, Any] | None = None,
+) -> Sim:
+    """Make a sim: at the PyTorch door of an nn.Module, at the ONNX door of a float ONNX file or model.
+
+    Args:
+        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
+        example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
+            model is raised and compared on it; None will do there, and takes random inputs.
+        config: what is wanted where; None is `w8a8()`, and opens a Q/DQ ONNX model with its own encodings. A config
+            for one says what is wanted of the tensors that are still float in it.
+        dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
+            argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
+            (PyTorch door). None makes the batch axis dynamic if it can be; `{}` nothing.
+        in_place: wrap the module itself, for models too large to copy.
+        fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
+        inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate: they
+            are inputs no longer, in the exported file neither, and an If that they decide is replaced by its branch.
+
+    Raises:
+        ModelError: the model cannot be quantized as it is.
+        ConfigError: a rule matches nothing, `dynamic_shapes` does not fit the example, or `inputs` not the model.
+        ExportError: torch cannot trace the model, or not with the axes that `dynamic_shapes` names.
+
+    Example:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(2, 4), qsdk.w8a8())
+        >>> sim.plan.decisions["self:weight"].spec.dtype
+        int8
+    """
+    if config is None and not isinstance(model, nn.Module) and onnx_model.is_quantized(onnx_model.load(model)):
+        _refuse_dynamic_shapes(dynamic_shapes)
+        _refuse_inputs(inputs, "the file has encodings of its own already")
+        return OnnxSim.from_qdq(opened_qdq(model))
+    config = w8a8() if config is None else config
+    if not isinstance(config, QuantConfig):
+        raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
+    if isinstance(model, str | os.PathLike | ModelProto):
+        _refuse_dynamic_shapes(dynamic_shapes)
+        if inputs:
+            model = with_fixed_inputs(onnx_model.load(model), inputs)
+        return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
+    _refuse_inputs(inputs, "a module is traced with its example, which holds them")
+    prepared = prepare(
+        model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
+    )
+    try:
+        return _planned(prepared, config, fold_batch_norm=fold_batch_norm)
+    except BaseException:
+        prepared.give_back()  # matters in place: the caller's model is theirs again
+        raise
+
+
+def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
+    if dynamic_shapes is not None:
+        raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
+
+
+def _refuse_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
+    if inputs:
+        raise ConfigError(f"inputs= is for a float ONNX model: {why}; leave it out")
+
+
+def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
+    traced, prepared = traced_and_numbered(prepared)
+    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
+    plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
+    dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
+    return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)
+
+
+def calibrate(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    method: str = "min_max",
+    weight_method: str | None = None,
+    percentile: float = PERCENTILE,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Find an encoding for every site in one pass over the data.
+
+    Under `torchrun` every rank calls this with data of its own and finds what one would find in the data of all
+    (`moving_average`, which depends on an order: the mean of the ranks' averages).
+
+    What `correct_bias` and layer solvers have shifted biases by is taken back where a weight gets another encoding.
+
+    Args:
+        sim: of either door.
+        data: an iterable of tensors, tuples (positional) or mappings (keywords).
+        method: for activations: `min_max` (also `post_training_tf`), `moving_average`, `percentile`, `mse`,
+            `tf_enhanced` (also `sqnr` and `post_training_tf_enhanced`) or `entropy`.
+        weight_method: for weights, one of the same; `min_max` where it is None.
+        percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Raises:
+        ConfigError: an unknown method, or a percentile outside 50..100.
+        DataError: no data, data the model does not take, or NaN or inf (names site and batch).
+        CalibrationError: a site that no batch reached. In every case the sim stays as it was.
+    """
+    require_sim(sim)
+    options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
+    options |= {"progress": progress, "gather": gathered}
+    with without_shifts(sim):
+        if isinstance(sim, OnnxSim):
+            refuse_forward(forward)
+            return sim.calibrate(data, **options)
+        return calibrate_torch(sim, data, forward=forward, **options)
+
+
+def export(
+    sim: Sim,
+    path: str | os.PathLike[str],
+    *,
+    opset: int = 21,
+    dialect: Dialect = "onnxruntime",
+    external_data: bool | None = None,
+    uncalibrated: Literal["error", "float"] = "error",
+) -> Report:
+    """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
+
+    Args:
+        sim: of either door.
+        path: of the model; an existing file is replaced only when the new one is complete.
+        opset: 21 to 25.
+        dialect: `onnxruntime` for what the installed runtime loads at its default level, `onnx` for the pure form.
+        external_data: whether large weights stand in a file of their own, `<path>.<hash>.data`; None where one file
+            cannot hold them (2 GiB).
+        uncalibrated: `float` leaves sites without an encoding float.
+
+    Raises:
+        CalibrationError: sites without an encoding, with `uncalibrated="error"`.
+        ConfigError: an opset or dialect that cannot be written.
+        ExportError: the folder cannot be written, or torch cannot trace the model.
+    """
+    require_sim(sim)
+    plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
+    encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
+    traced = _traced(sim) if isinstance(sim, QuantSim) else sim.traced()
+    provenance = provenance_of(sim.config, sim.graph)
+    report = write_model(
+        traced.model,
+        plan,
+        encodings,
+        path,
+        opset=opset,
+        dialect=dialect,
+        provenance=provenance if sim.config is not None else provenance_kept(provenance, traced.model),
+        tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
+        external_data=external_data,
+        weights=traced.weights,
+        in_use=sim.files_read() if isinstance(sim, OnnxSim) else (),
+    )
+    return with_notes(report, sim.bias_remarks())
+
+
+def _traced(sim: QuantSim) -> TracedModel:
+    """The trace of the sim's model as it is now, its sites held against the plan's."""
+    opened = open_traced(*sim.traced())
+    different = sorted(set(opened.graph.sites).symmetric_difference(sim.plan.decisions))
+    if not different and [op.type for op in opened.graph.ops] != [op.type for op in sim.graph.ops]:
+        different = ["its ops"]  # a multiplication by 1, say, is none: the plan would not be the changed model's
+    if different:
+        raise ExportError(
+            f"the model has changed since it was quantized: {', '.join(different[:5])} differ; quantize the changed "
+            "model instead"
+        )
+    return opened
+
+
+def check_parity(
+    sim: Sim,
+    model: OnnxSource,
+    data: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
+
+    Raises:
+        FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
+        DataError: data that the model does not take.
+    """
+    require_sim(sim)
+    opened = opened_qdq(model)
+    if isinstance(sim, OnnxSim):
+        refuse_forward(forward)
+        return sim.check_parity(opened, data, progress=progress)
+    outputs: list[list[Any]] = []
+
+    def values() -> Iterator[dict[str, Any]]:
+        for found, result in captures(sim, data, forward=forward, progress=progress):
+            outputs.append(result)
+            yield found
+
+    def reference() -> Iterator[list[Any]]:
+        while outputs:
+            yield outputs.pop(0)
+
+    encodings = sim.encodings
+    expected = expected_of(_traced(sim), sim.plan, encodings, opened)
+    return parity.check(opened, values(), stored_values(sim), encodings, reference(), expected)
+
+
+def to_integer(
+    model: OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    target: str = "standard",
+    edges: str = "float",
+    rounding: Rounding = "half_even",
+    requantize: str = "integer",
+    weights: str = "auto",
+    product_bits: int = 64,
+    tables: str = "exact",
+    allow_float: Sequence[str] = (),
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    data: Iterable[Any] | None = None,
+    firmware: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
+
+    The result is run once. ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
+    computes on integers alone. In the report, `max_lsb` of a row is the largest difference of that operation from the
+    Q/DQ model on the same inputs (`operations_max_lsb` of all of them, with float edges); `max_lsb` of the summary is
+    that of the outputs, where the rounding noise of a whole network has compounded.
+
+    Args:
+        model: any Q/DQ model: a path, bytes or an onnx model.
+        out: where to write.
+        target: `standard` writes standard operators on integers; `onnxruntime` writes that runtime's quantized kernels
+            (QLinearConv, QLinearAdd, QGemm, ...), which requantize with constant float scales.
+        edges: `float` takes and gives float32 behind one Q/DQ node each, `integer` integers with metadata.
+        rounding: of requantization: `half_even` (as QuantizeLinear), `half_up`, `half_away`, or `gemmlowp`.
+        requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
+        weights: of kernels: `unsigned` is exact on every processor, `signed` faster; `auto`: signed where it is exact.
+        product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
+        tables: of functions of 16-bit codes: `exact`, or `interpolated`: small, and off by at most one code, as stated.
+        allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
+        shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
+        data: batches; the first is measured with (None: random ones) and gives needed sizes, else quantize's example.
+        firmware: where the network goes without ONNX: `.npz` (arrays and operations) or `.h` (C, for a batch of 1).
+
+    Raises:
+        IntegerError: lists every node that has no integer form, with its reason and remedy.
+        ConfigError: an option, an end of `firmware` or shapes that do not exist.
+        FileFormatError: the model is unreadable or invalid.
+    """
+    require_firmware_path(firmware, out)
+    return write_integer(
+        onnx_model.with_weights(opened_qdq(model)),
+        out,
+        target=target,
+        edges=edges,
+        rounding=rounding,
+        requantize=requantize,
+        weights=weights,
+        product_bits=product_bits,
+        tables=tables,
+        allow_float=allow_float,
+        shapes=shapes,
+        data=data,
+        firmware=firmware,
+    )
+
+
+def validate(model: OnnxSource) -> Report:
+    """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
+
+    Raises:
+        FileFormatError: the file cannot be read as ONNX.
+    """
+    return validation.validate(onnx_model.load(model, whole=True))
+
+
+def inspect(model: OnnxSource) -> Report:
+    """List the encodings that a Q/DQ model holds, read from its own nodes.
+
+    Raises:
+        FileFormatError: the model is unreadable or invalid.
+    """
+    rows = [
+        {
+            "site": site,
+            "dtype": encoding.dtype.name,
+            "scales": encoding.scale.size,
+            "smallest scale": float(encoding.scale.min()),
+            "largest scale": float(encoding.scale.max()),
+            "zero point": int(encoding.zero_point[0]) if encoding.zero_point.size == 1 else "",
+        }
+        for site, encoding in read.read(opened_qdq(model)).items()
+    ]
+    return Report("Encodings", rows, {"sites": len(rows)})
+
+
+def opened_qdq(source: OnnxSource) -> ModelProto:
+    """Read a Q/DQ model and hold it against its companion and the rules of `validate`.
+
+    Raises:
+        FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
+    """
+    opened = onnx_model.load(source)
+    require_no_external_data(opened)
+    where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
+    if not isinstance(source, ModelProto):
+        require_companion(opened, source)
+    densify(opened.graph)
+    validation.require_valid(opened, where)
+    return normalised(opened)
+
+
+def refuse_forward(forward: Forward | None) -> None:
+    """Refuse `forward=` at the ONNX door.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    if forward is not None:
+        raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")

@@ -1,0 +1,139 @@
+"""The verb that learns the ranges of activations by gradient, which the PyTorch door has."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from onnx_backend.sim import OnnxSim
+from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
+from qsdk.core.report import Report
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.quantize import Forward, Sim
+from torch_bridge.calibrate import install
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import progress_over
+from torch_bridge.training.training import eval_mode
+from torch_bridge.tuning.range_tuning import RangeTuner, fixed_parameters
+
+_EVERY = 4  # batches, of which one is held back
+_NOTHING_TO_LEARN = (
+    "no activation has a range that may be learned: each is float, dynamic, per channel, of a fixed range or frozen; "
+    'choose integer activations (activation="uint8"), or unfreeze some (sim.unfreeze)'
+)
+
+
+def tune_ranges(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    steps: int = 100,
+    lr: float = 0.1,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Report:
+    """Learn the ranges of all activations together, by the error of the model's outputs; weights stay as they are.
+
+    Each step goes forward and back over one batch. Every fourth batch is held back (where there are fewer, all are
+    used for both), and ranges under which the error there has not fallen are given up.
+
+    Args:
+        sim: of an nn.Module, calibrated. Sites that are frozen, tied to a fixed range, dynamic, per channel, in a
+            minifloat or of confined scales stay as they are.
+        data: batches as for `calibrate`, read once and kept; small ones make cheap steps.
+        steps: of Adam.
+        lr: what the first steps move log2 of an end of a range by; it falls linearly to 0.
+        forward: `(model, batch)`, to call the model yourself.
+        progress: show a progress bar.
+        seed: of the order of the batches.
+
+    Returns:
+        Rows `site`, `low_before`, `high_before`, `low`, `high`; summary `error_before`, `error_after` (of the outputs
+        on what was held back, relative to their energy), `kept`, `steps`, `seconds`, and `passes`: the same in float
+        passes over the data.
+
+    Raises:
+        ModelError: the sim is of an ONNX model.
+        ConfigError: an option out of its bounds.
+        CalibrationError: the sim is not calibrated, or no range may be learned.
+        DataError: no data, data the model does not take, or outputs that are not finite. In every case the sim stays
+            as it was.
+    """
+    require_sim(sim)
+    if isinstance(sim, OnnxSim):
+        raise ModelError(
+            "tune_ranges needs gradients, which an ONNX model has not: quantize the nn.Module and export it, or choose "
+            "another method of calibrate here"
+        )
+    if steps < 1 or not lr > 0:
+        raise ConfigError(f"steps={steps} must be 1 at least, and lr={lr} positive")
+    _ = sim.encodings  # names the sites that have none
+    batches = [batch for _, batch in progress_over(data, "ranges", progress=False)]
+    start = time.perf_counter()
+    with eval_mode(sim.model), fixed_parameters(sim.model):
+        tuner = RangeTuner(sim, forward)
+        if not tuner.learned:
+            raise CalibrationError(_NOTHING_TO_LEARN)
+        held = list(range(len(batches)))[_EVERY - 1 :: _EVERY] or list(range(len(batches)))
+        used = [n for n in range(len(batches)) if n not in held] or held
+        before, float_seconds = _held_back(tuner, batches, held)
+        _learn(tuner, batches, used, steps=steps, lr=lr, progress=progress, seed=seed)
+        after, _ = _held_back(tuner, batches, held)
+    return _written(sim, tuner, before, after, steps, (time.perf_counter() - start, float_seconds * len(batches)))
+
+
+def _held_back(tuner: RangeTuner, batches: list[Any], held: list[int]) -> tuple[float, float]:
+    """The mean error, and the seconds that a float pass over one batch takes."""
+    errors, seconds = [], 0.0
+    for number in held:
+        begun = time.perf_counter()
+        wanted = tuner.wanted(batches[number], f"batch {number}")
+        seconds += time.perf_counter() - begun
+        with torch.no_grad():
+            errors.append(float(tuner.error(batches[number], wanted, f"batch {number}")))
+    return sum(errors) / len(errors), seconds / len(held)
+
+
+def _learn(
+    tuner: RangeTuner, batches: list[Any], used: list[int], *, steps: int, lr: float, progress: bool, seed: int
+) -> None:
+    optimizer = torch.optim.Adam(tuner.parameters, lr=lr)
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    for step in tqdm(range(steps), "tune_ranges", disable=not progress, leave=False):
+        order = order or [used[n] for n in torch.randperm(len(used), generator=generator).tolist()]
+        number = order.pop()
+        wanted = tuner.wanted(batches[number], f"batch {number}")
+        error = tuner.error(batches[number], wanted, f"batch {number}")
+        if not bool(torch.isfinite(error)):
+            raise DataError(f"the outputs are not finite in batch {number}; clean the data, or calibrate again")
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.zero_grad()
+        error.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def _written(
+    sim: QuantSim, tuner: RangeTuner, before: float, after: float, steps: int, seconds: tuple[float, float]
+) -> Report:
+    kept = after < before
+    found = {site: one.encoding() if kept else one.before for site, one in tuner.learned.items()}
+    if kept:
+        install(sim, found)
+    ends = {site: (tuner.learned[site].before, encoding) for site, encoding in found.items()}
+    rows = [
+        {
+            "site": site,
+            "low_before": float(old.low[0]),
+            "high_before": float(old.high[0]),
+            "low": float(new.low[0]),
+            "high": float(new.high[0]),
+        }
+        for site, (old, new) in ends.items()
+    ]
+    spent, one_pass = seconds
+    summary = {"error_before": before, "error_after": min(before, after), "kept": kept, "steps": steps}
+    return Report("Learned ranges", rows, {**summary, "seconds": spent, "passes": spent / one_pass})

@@ -1,0 +1,350 @@
+"""The verbs that scale channels: factors that one stored tensor gives and the next takes back. They know both doors."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_backend.data_passes import channel_observers as onnx_floats
+from onnx_backend.sim import OnnxSim
+from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.report import Report
+from qsdk.core.scaling import clip as clipping
+from qsdk.core.scaling import equalize as equalizing
+from qsdk.core.scaling import plans
+from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.regions import Region, find_regions
+from qsdk.core.scaling.relu6 import as_relu, clips_at_six, passed_by
+from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
+from qsdk.core.scaling.search import Chosen, Seen, activation_aware, smoothed
+from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
+from qsdk.core.site import owner_of, without_calls
+from qsdk.verbs.quantize import Forward, Sim, calibrate, refuse_forward
+from torch_bridge.data_passes import channel_observers as torch_floats
+from torch_bridge.torch_values import relu6 as torch_relu6
+
+_ALPHAS = tuple(step / 20 for step in range(21))
+
+
+def equalize(
+    sim: Sim,
+    data: Iterable[Any] | None = None,
+    *,
+    absorb_bias: bool = True,
+    relu6: Literal["keep", "relu"] = "keep",
+    iterations: int = 50,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Make the ranges of weights equal across layers, for weights with one scale per tensor (Nagel et al. 2019).
+
+    Channel by channel, what makes a tensor is divided and what reads it is multiplied by `sqrt(r1 / r2)`, the largest
+    weights on either side; the float model stays as it is. A channel of zeros keeps the factor 1. Layers that add to
+    one tensor (a residual stream) are scaled together, with all that read it.
+
+    Args:
+        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        data: batches as for `calibrate`; None will do where the sim has no activation to calibrate again.
+        absorb_bias: move what activations behind a ReLU never fall below into the biases of the next layers, where
+            nothing is padded: what `data` never fell below, or without data the mean less three standard deviations
+            that a folded BatchNorm tells (the paper's; not exact).
+        relu6: `keep` leaves what lies on either side of a ReLU6 as it is, since it cuts all channels at 6; `relu` makes
+            a ReLU of it where that lets factors pass, which changes the float model wherever a value was above 6.
+        iterations: at most so many over all layers; it ends when nothing moves.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Returns:
+        Rows `group`, `spread_before` and `spread_after` (of the ranges of the producers' weights: the largest over the
+        geometric mean), `absorbed` (channels), `smallest_factor`, `largest_factor`, `reason` (why a group stays).
+
+    Raises:
+        ConfigError: an option that does not exist, or data that is missing.
+        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+    """
+    require_sim(sim)
+    if relu6 not in ("keep", "relu"):
+        raise ConfigError(f"relu6={relu6!r}; give 'keep' or 'relu'")
+    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
+        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
+    started = time.perf_counter()
+    with put_back_on_error(sim, weights=True), without_shifts(sim):
+        graph, opened = _without_relu6(sim) if relu6 == "relu" else (_graph(sim), set())
+        scalings, blocked = _scalings(sim, graph, equalizing.not_equalized)
+        numbers = range(len(scalings.regions))
+        before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
+        taken = equalizing.equalize(scalings, iterations)
+        biases, absorbed, looked = _absorbed(sim, scalings, data, absorb_bias, forward=forward, progress=progress)
+        after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
+        _open(sim, opened)
+        passes = looked + _write(sim, scalings, biases, data, forward=forward, progress=progress)
+        columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
+        rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
+        facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
+        return _report("Equalization", rows, blocked, sim, started, facts)
+
+
+def smooth_quant(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    alpha: float | Literal["auto"] = 0.5,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Move outliers of activations into weights, by factors that leave the float model as it is (Xiao et al. 2023).
+
+    Each group of layers that read one tensor takes factors `amax(X)^alpha / amax(W)^(1 - alpha)` per channel; the norm
+    or layer before gives them. Queries and keys, which are multiplied with each other, share them likewise.
+
+    Args:
+        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        data: batches as for `calibrate`, in a list or DataLoader: they are read twice.
+        alpha: 0 leaves the outliers in the activations, 1 moves all of them. `auto` searches it for each group on the
+            output error of its layers, with inputs and weights quantized as in the sim; a group that gets no better by
+            it stays as it is.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Returns:
+        Rows `group`, `alpha`, `spread_before` and `spread_after` (of the inputs' channels: the largest magnitude over
+        the geometric mean), `error_before` and `error_after` (relative, of the layers' outputs, by a sample),
+        `smallest_factor`, `largest_factor`, `reason` (why a group stays as it is).
+
+    Raises:
+        ConfigError: an alpha outside 0..1.
+        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+    """
+    require_sim(sim)
+    if alpha != "auto" and not 0 <= float(alpha) <= 1:
+        raise ConfigError(f"alpha={alpha!r}; give a number from 0 to 1, or 'auto'")
+    alphas = _ALPHAS if alpha == "auto" else (float(alpha),)
+
+    def search(seen: Seen, number: int) -> Chosen:
+        return smoothed(seen, number, alphas)
+
+    return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=forward, progress=progress)
+
+
+def awq(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    grid: int = 20,
+    clip: bool = True,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Give weights that multiply large activations a finer grid: activation-aware scaling (Lin et al. 2024, AWQ).
+
+    Each group of layers that read one tensor takes factors `mean(|X|)^alpha` per channel; alpha is searched on the
+    output error of its layers, and the norm or layer before gives the factors: the float model stays as it is. Then
+    each block (channel, tensor) of every weight may get a narrower range, where its part of the output
+    gets closer by it.
+
+    Args:
+        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        data: batches as for `calibrate`, in a list or DataLoader: they are read twice.
+        grid: how many values of alpha are tried, beside 0.
+        clip: search narrower ranges as well; only in a calibrated sim.
+        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        progress: show a progress bar.
+
+    Returns:
+        Rows as of `smooth_quant`; the summary has `clipped` (weights), and the mean of their layers' relative errors
+        before and after it.
+
+    Raises:
+        ConfigError: a grid without a value.
+        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+    """
+    require_sim(sim)
+    if grid < 1:
+        raise ConfigError(f"grid={grid}; at least one value of alpha must be tried")
+
+    def search(seen: Seen, number: int) -> Chosen:
+        return activation_aware(seen, number, grid)
+
+    last = _clip if clip else None
+    return _searched(sim, data, "AWQ", search, plans.without_layers, last, forward=forward, progress=progress)
+
+
+def _searched(
+    sim: Sim,
+    data: Iterable[Any],
+    title: str,
+    search: Callable[[Seen, int], Chosen],
+    unfit: Callable[[Region], str],
+    last: Callable[[Sim, Seen], dict[str, Any]] | None = None,
+    *,
+    forward: Forward | None,
+    progress: bool,
+) -> Report:
+    started = time.perf_counter()
+    with put_back_on_error(sim, weights=True), without_shifts(sim):
+        scalings, blocked = _scalings(sim, _graph(sim), unfit)
+        looks = plans.looks_at(scalings.regions, sim.graph)
+        _look(sim, data, looks, forward=forward, progress=progress)
+        seen = Seen(scalings, looks, plans.specs_of(sim.plan))
+        rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
+        passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
+        facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})
+        return _report(title, rows, blocked, sim, started, facts)
+
+
+def _row_of(seen: Seen, number: int, chosen: Chosen) -> dict[str, Any]:
+    before = seen.shrinking(number)
+    seen.scalings.multiply(number, chosen.factors)
+    return plans.row(
+        seen.scalings.regions[number],
+        seen.graph,
+        chosen.factors,
+        alpha=chosen.alpha,
+        spread_before=spread(before),
+        spread_after=spread(seen.shrinking(number)),
+        error_before=chosen.error_before,
+        error_after=chosen.error_after,
+    )
+
+
+def _clip(sim: Sim, seen: Seen) -> dict[str, Any]:
+    """Narrow the ranges of the weights of a calibrated sim."""
+    state = sim.snapshot()
+    if not state.own:
+        return {"clipped": "no: the sim is not calibrated"}
+    found = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site])[site])
+    sim.restore(replace(state, own={**state.own, **{site: one.encoding for site, one in found.items()}}))
+    errors = np.array([[one.error_before, one.error_after] for one in found.values()]).reshape(-1, 2)
+    before, after = errors.mean(axis=0) if len(errors) else (0.0, 0.0)
+    return {"clipped": len(found), "error_before_clipping": before, "error_after_clipping": after}
+
+
+def _absorbed(
+    sim: Sim, scalings: Scalings, data: Iterable[Any] | None, wanted: bool, *, forward: Forward | None, progress: bool
+) -> tuple[dict[int, FloatArray], list[int], int]:
+    """New biases by the id of their tensor, how many channels of each region were lowered, and the passes it took."""
+    graph = scalings.graph
+    counts = [0] * len(scalings.regions)
+    found: dict[int, FloatArray] = {}
+    looks: dict[int, Look] = {}
+    fit = [n for n, region in enumerate(scalings.regions) if wanted and not equalizing.absorbs(graph, region)]
+    if data is not None and fit:
+        looks = plans.looks_at([scalings.regions[n] for n in fit], graph)
+        _look(sim, data, looks, forward=forward, progress=progress)
+    for number in fit:
+        region = scalings.regions[number]
+        by = equalizing.lowest(region, graph, looks, sim.folded_norms) / scalings.factors[number]
+        counts[number] = int((by > 0).sum())
+        if counts[number]:
+            sim.folded_norms.pop(region.producers[0].owner(graph), None)  # the mean that it tells has moved
+        found.update(equalizing.shifts(graph, region, scalings, by, found))
+    return found, counts, 1 if looks else 0
+
+
+# --- both doors ---------------------------------------------------------------------------------------------------
+
+
+def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
+    return onnx_floats.stored_by_name(sim) if isinstance(sim, OnnxSim) else torch_floats.stored_by_name(sim)
+
+
+def _graph(sim: Sim) -> Graph:
+    """The sim's graph, with a Relu in the place of each ReLU6 whose bound was taken away."""
+    if isinstance(sim, OnnxSim):
+        return onnx_floats.graph_as_it_runs(sim)
+    return torch_relu6.graph_as_it_runs(sim.model, sim.graph)
+
+
+def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
+    """The graph with a Relu for every ReLU6 that factors could pass then, and the sites of these."""
+    clips = clips_at_six(sim.graph)
+    trial = as_relu(sim.graph, clips)
+    scalings, _ = _scalings(sim, trial, equalizing.not_equalized)
+    wanted = passed_by(scalings.regions, clips, trial)
+    if isinstance(sim, OnnxSim):
+        reasons = onnx_floats.of_calls(sim, clips, wanted)
+    else:
+        owners = {site: without_calls(owner_of(site)) for site in clips}
+        reasons = torch_relu6.of_calls(sim.model, owners, wanted)
+    opened = {site for site, reason in reasons.items() if not reason}
+    graph = _graph(sim)
+    already = set(clips) - set(clips_at_six(graph))
+    return as_relu(sim.graph, opened | already), opened - already
+
+
+def _open(sim: Sim, sites: set[str]) -> None:
+    if isinstance(sim, OnnxSim):
+        onnx_floats.unbind(sim, clips_at_six(sim.graph), sites)
+    else:
+        torch_relu6.unbind(sim.model, {without_calls(owner_of(site)) for site in sites})
+
+
+def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
+    """The regions that can be scaled, with factors of 1, and those that cannot."""
+    stored, own = _stored(sim), sim.snapshot().own
+    found = plans.admitted(find_regions(graph), graph, sim.plan, own, stored)
+    found = [region if region.blocked else replace(region, blocked=unfit(region)) for region in found]
+    return Scalings(graph, [r for r in found if not r.blocked], stored), [r for r in found if r.blocked]
+
+
+def _look(sim: Sim, data: Iterable[Any], looks: Mapping[int, Look], *, forward: Forward | None, progress: bool) -> None:
+    by_site = {sim.graph.tensors[tensor].site or "": look for tensor, look in looks.items()}
+    if isinstance(sim, OnnxSim):
+        refuse_forward(forward)
+        onnx_floats.look(sim, data, by_site, progress=progress)
+    else:
+        torch_floats.look(sim, data, by_site, forward=forward, progress=progress)
+
+
+def _write(
+    sim: Sim,
+    scalings: Scalings,
+    biases: Mapping[int, FloatArray],
+    data: Iterable[Any] | None,
+    *,
+    forward: Forward | None,
+    progress: bool,
+) -> int:
+    """Store what the factors make of the model, and calibrate a calibrated sim again; gives the passes it took."""
+    calibrated, tensors = any(sim.ready().values()), sim.graph.tensors
+    values = {tensors[root].name: scalings.value(root) for root in scalings.changed()}
+    values |= {tensors[root].name: value for root, value in biases.items()}
+    if isinstance(sim, OnnxSim):
+        sim.change_stored(values)
+    else:
+        torch_floats.change_stored(sim, values)
+    sim.folded_norms.update(scalings.norms(sim.folded_norms))
+    if not calibrated:
+        return 0
+    again = sim.methods
+    calibrate(
+        sim,
+        [] if data is None else data,
+        method=again.method,
+        weight_method=again.weight_method,
+        percentile=again.percentile,
+        forward=forward,
+        progress=progress,
+    )
+    return 1 if sim.plan.calibrated_sites() else 0
+
+
+def _report(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    blocked: Sequence[Region],
+    sim: Sim,
+    started: float,
+    facts: Mapping[str, Any],
+) -> Report:
+    columns = [name for name in (rows[0] if rows else {}) if name not in ("group", "reason")]
+    left = [plans.blocked_row(region, sim.graph, columns) for region in blocked]
+    again = sim.methods.method if any(sim.ready().values()) else "no: it was not calibrated before"
+    summary = {"scaled": len(rows), "left": len(left), **facts, "calibrated_again": again}
+    return Report(title, [*rows, *left], {**summary, "seconds": time.perf_counter() - started})

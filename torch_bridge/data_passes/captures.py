@@ -1,0 +1,42 @@
+"""What parity needs of a sim: per batch, the values at every site, the model's inputs and its outputs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.torch_values.pytree import argument_leaves, by_flat_name, tensors_of
+from torch_bridge.training.training import eval_mode
+
+Array = npt.NDArray[Any]
+
+
+def captures(
+    sim: QuantSim, data: Iterable[Any], *, forward: Forward | None, progress: bool
+) -> Iterator[tuple[dict[str, Array], list[Array]]]:
+    """Yield per batch: site or input name -> NumPy values as simulated, and the outputs in order."""
+    seen: dict[str, Array] = {}
+
+    def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        leaves = argument_leaves(module.forward, args, kwargs)
+        given = by_flat_name((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+        seen.update({name: _array(tensor) for name, tensor in given.items()})
+
+    handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
+    try:
+        for number, batch in progress_over(data, "parity", progress, skip_empty=False):
+            seen.clear()
+            with eval_mode(sim.model), sim.captured() as found, torch.no_grad():
+                outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
+            yield {**seen, **found}, [_array(tensor) for tensor in tensors_of(outputs)]
+    finally:
+        handle.remove()
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.asarray(tensor.detach().cpu().numpy())

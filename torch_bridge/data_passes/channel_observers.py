@@ -1,0 +1,66 @@
+"""The stored tensors of a wrapped model by the names in its graph, and looks at its activations in use."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qsdk.core.lazy_arrays import LazyArrays
+from qsdk.core.scaling.channel_observer import Look
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.training.batch_norm_training import require_folded
+from torch_bridge.training.training import eval_mode
+
+
+def stored_by_name(sim: QuantSim) -> LazyArrays:
+    """Name in the graph -> value of each float32 parameter and buffer that only one name stands for."""
+    tensors = _tensors(sim)
+    return LazyArrays(tensors, lambda name: tensors[name].detach().cpu().numpy())
+
+
+@torch.no_grad()
+def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Copy other values of the same shape into the parameters and buffers of these names."""
+    tensors = _tensors(sim)
+    with sim.given.changing(sim.model, [tensors[name] for name in values]):
+        for name, value in values.items():
+            tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
+
+
+def look(
+    sim: QuantSim, data: Iterable[Any], looks: Mapping[str, Look], *, forward: Forward | None, progress: bool
+) -> None:
+    """Show the float values at these sites to the looks, in one pass over the data.
+
+    Raises:
+        DataError: no data, or data the model does not take.
+    """
+
+    def visit(site: str, x: Tensor) -> Tensor:
+        if site in looks:
+            looks[site].add(x.detach().float().cpu().numpy())
+        return x
+
+    with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
+        for number, batch in progress_over(data, "scaling", progress):
+            feed(sim.model, batch, sim.example, forward, f"batch {number}")
+
+
+def _tensors(sim: QuantSim) -> dict[str, Tensor]:
+    require_folded(sim.model)
+    paths = sim.stored_paths()
+    state = {
+        path: tensor
+        for path, tensor in (
+            *sim.model.named_parameters(remove_duplicate=False),
+            *sim.model.named_buffers(remove_duplicate=False),
+        )
+        if path in set(paths.values()) and tensor.dtype == torch.float32
+    }
+    found = {name: state[path] for name, path in paths.items() if path in state}
+    places = [tensor.data_ptr() for tensor in found.values()]
+    return {name: tensor for name, tensor in found.items() if places.count(tensor.data_ptr()) == 1}

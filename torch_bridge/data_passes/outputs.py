@@ -1,0 +1,28 @@
+"""The outputs of a sim and of its float model, batch by batch."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import Forward, feed
+from torch_bridge.training.training import eval_mode
+from torch_bridge.tuning.block_calls import floats_of
+
+
+def outputs(
+    sim: QuantSim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
+) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """Give the floating-point outputs of each batch, in order, of the simulation or in float.
+
+    Raises:
+        DataError: a batch that the model does not take.
+    """
+    for number, batch in enumerate(batches):
+        with eval_mode(sim.model), torch.no_grad(), sim.float_phase() if in_float else nullcontext():
+            found = floats_of(feed(sim.model, batch, sim.example, forward, f"batch {number}"))
+        yield [y.float().cpu().numpy() for y in found]

@@ -1,0 +1,1 @@
+"""BatchNorm and computed weights, folded into plain layers."""

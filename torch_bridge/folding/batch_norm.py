@@ -1,0 +1,211 @@
+"""Folding BatchNorm into the linear layer before or after it (Jacob et al. 2017, section 3.2)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.layers.folded_norms import FoldedNorm
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A BatchNorm that went into a layer.
+
+    Attributes:
+        norm: path of the BatchNorm, now an Identity.
+        layer: path of the layer that took it.
+        op: what makes the layer's result: the layer, or `conv/conv2d.0` inside a forward of its own.
+        before: whether the BatchNorm stands before the layer.
+        eps: of the BatchNorm.
+        kind: `linear`, `conv` or `conv_transpose`: where the layer's channels are.
+        groups: of the layer.
+        had_bias: whether the layer had a bias of its own.
+    """
+
+    norm: str
+    layer: str
+    op: str
+    before: bool
+    eps: float
+    kind: str
+    groups: int
+    had_bias: bool
+
+
+def describe(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
+    """Say how a BatchNorm goes into a layer, of which `op` is the path, or the op inside of it."""
+    layer_path = op.partition("/")[0]
+    kind = "linear" if isinstance(layer, nn.Linear) else "conv"
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        kind = "conv_transpose"
+    groups = int(getattr(layer, "groups", 1))
+    eps = norm.eps
+    assert isinstance(eps, float)
+    return Fold(norm_path, layer_path, op, before, eps, kind, groups, layer.bias is not None)
+
+
+def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
+    """Why a BatchNorm cannot go into a layer exactly, or None."""
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics"
+    if not before:
+        return None
+    padding = getattr(layer, "padding", ())
+    padded = padding == "same" if isinstance(padding, str) else any(p != 0 for p in padding)
+    if padded and getattr(layer, "padding_mode", "zeros") == "zeros":
+        return "the layer after it pads with zeros, which a folded shift would not reach"
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return "a transposed convolution after it adds its taps unevenly at the borders"
+    return None
+
+
+def factor_of(statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
+    """What a BatchNorm multiplies each channel with, in float64."""
+    var, gamma = statistics["running_var"], statistics.get("weight")
+    assert var is not None
+    factor = torch.rsqrt(var.double() + fold.eps)
+    return factor if gamma is None else factor * gamma.double()
+
+
+def folded(
+    weight: Tensor, bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold
+) -> tuple[Tensor, Tensor]:
+    """Give the weight and bias that do what layer and BatchNorm do together, computed in float64.
+
+    `statistics` holds running_mean, running_var and, where affine, weight and bias.
+    """
+    if not fold.before:
+        return folded_weight(weight, statistics, fold), folded_bias(bias, statistics, fold, weight.dtype)
+    wide = weight.double()
+    old_bias = wide.new_zeros(1) if bias is None else bias.double()
+    factor = factor_of(statistics, fold)
+    return _fold_before(wide, old_bias, factor, _shift(statistics, factor), fold, weight.dtype)
+
+
+def folded_weight(weight: Tensor, statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
+    """The weight of `folded` where the BatchNorm stands behind the layer."""
+    return (weight * channel_view(factor_of(statistics, fold), weight, fold)).to(weight.dtype)
+
+
+def folded_bias(bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold, dtype: torch.dtype) -> Tensor:
+    """The bias of `folded` where the BatchNorm stands behind the layer."""
+    factor = factor_of(statistics, fold)
+    shift = _shift(statistics, factor)
+    return (shift if bias is None else bias.double() * factor + shift).to(dtype)
+
+
+def _shift(statistics: Mapping[str, Tensor | None], factor: Tensor) -> Tensor:
+    mean, beta = statistics["running_mean"], statistics.get("bias")
+    assert mean is not None
+    shift = -mean.double() * factor
+    return shift if beta is None else shift + beta.double()
+
+
+def channel_view(factor: Tensor, weight: Tensor, fold: Fold) -> Tensor:
+    """Shape one factor per output channel so that it multiplies the stored weight."""
+    if fold.kind != "conv_transpose":
+        return factor.reshape(-1, *[1] * (weight.ndim - 1))
+    # stored [in, out / groups, ...]: rows of group g carry that group's output channels
+    per_group = factor.reshape(fold.groups, 1, -1).expand(-1, weight.shape[0] // fold.groups, -1)
+    return per_group.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.ndim - 2))
+
+
+def _fold_before(
+    weight: Tensor, bias: Tensor, factor: Tensor, shift: Tensor, fold: Fold, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale the input channels; the shift becomes bias. Stored [out, in / groups, ...]."""
+    out = weight.shape[0]
+    per_row = factor.reshape(fold.groups, 1, -1).expand(-1, out // fold.groups, -1).reshape(out, -1)
+    moved = shift.reshape(fold.groups, 1, -1).expand(-1, out // fold.groups, -1).reshape(out, -1)
+    tail = [1] * (weight.ndim - 2)
+    added = (weight * moved.reshape(*moved.shape, *tail)).flatten(1).sum(1)
+    return (weight * per_row.reshape(*per_row.shape, *tail)).to(dtype), (bias + added).to(dtype)
+
+
+def statistics_of(norm: nn.Module) -> dict[str, Tensor | None]:
+    """The running statistics of a BatchNorm, and its gamma and beta."""
+    return {**norm._parameters, **norm._buffers}
+
+
+def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
+    """Fold in place; the BatchNorm's places in the model become Identity. Gives what takes it back bit for bit."""
+    norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
+    statistics = statistics_of(norm)
+    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+    assert weight is not None
+    identity = nn.Identity()
+    old_weight = weight.detach().clone()
+    old_bias = None if bias is None else bias.detach().clone()
+    with torch.no_grad():
+        new_weight, new_bias = folded(weight, bias, statistics, fold)
+        weight.copy_(new_weight)
+        if bias is None:
+            layer._parameters["bias"] = nn.Parameter(new_bias, requires_grad=weight.requires_grad)
+        else:
+            bias.copy_(new_bias)
+    replace_module(model, norm, identity)
+
+    @torch.no_grad()
+    def undo() -> None:
+        weight.copy_(old_weight)
+        if bias is None or old_bias is None:
+            layer._parameters["bias"] = None
+        else:
+            bias.copy_(old_bias)
+        replace_module(model, identity, norm)
+
+    return undo
+
+
+@torch.no_grad()
+def said_by(statistics: Mapping[str, Tensor | None], *, before: bool) -> FoldedNorm:
+    """What a BatchNorm that goes into a layer says of the layer's outputs, or with `before` of its inputs.
+
+    `statistics` holds running_mean, running_var and, where affine, weight and bias.
+    """
+    mean, var = statistics["running_mean"], statistics["running_var"]
+    assert mean is not None
+    assert var is not None
+    if before:
+        return FoldedNorm(mean.float().cpu().numpy().copy(), var.float().sqrt().cpu().numpy(), before=True)
+    gamma, beta = statistics.get("weight"), statistics.get("bias")
+    std = torch.ones_like(mean) if gamma is None else gamma.abs()
+    shift = torch.zeros_like(mean) if beta is None else beta
+    return FoldedNorm(shift.float().cpu().numpy().copy(), std.float().cpu().numpy())
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in every place of another one."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> FoldedNorm | None:
+    """Fold a float checkpoint on its way into a folded model, in place, and give what its BatchNorm says.
+
+    One that is already folded stays, and says nothing.
+    """
+    norms, layers = (key_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
+    if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
+        return None
+    names = ("running_mean", "running_var", "weight", "bias")
+    statistics = {name: state_dict[norms[0] + name] for name in names if norms[0] + name in state_dict}
+    result = folded(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
+    for layer in layers:
+        state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = result
+    for norm in norms:
+        for name in (*names, "num_batches_tracked"):
+            state_dict.pop(norm + name, None)
+    return said_by(statistics, before=fold.before)
+
+
+def key_prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
+    """The beginnings of a module's keys in a state_dict, under all its paths in the model."""
+    module = model.get_submodule(path)
+    found = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]
+    return [f"{prefix}{other}." if other else prefix for other in (path, *(p for p in found if p != path))]

@@ -1,0 +1,1 @@
+"""The module that quantizes at a site, its arithmetic and its learned scales."""

@@ -1,0 +1,63 @@
+"""What is learned at a site, in checkpoints: those of a training load into a sim that is not trained, and back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_point
+from torch_bridge.quantizers.quantizer import Quantizer
+
+
+def meet_learned(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a checkpoint the keys that a module has for a site.
+
+    What was learned is written into the encoding where nothing is learned now; where something is, an encoding that
+    comes without it has learned nothing.
+    """
+    if not quantizer.owns_encoding:
+        return
+    spec = quantizer.decision.spec
+    assert spec is not None
+    scale, zero_point = (prefix + name for name in quantizer.buffer_names)
+    log2, shift = prefix + quantizer.log_scale_name, prefix + quantizer.shift_name
+    now = [prefix + name for name in quantizer.learned_names]
+    with torch.no_grad():
+        if log2 in state_dict and log2 not in now and scale in state_dict:
+            state_dict[scale] = learned_scale(state_dict[scale], state_dict.pop(log2), spec)
+        if shift in state_dict and shift not in now and zero_point in state_dict:
+            lo, hi = spec.dtype.lo, spec.dtype.hi
+            state_dict[zero_point] = learned_zero_point(state_dict[zero_point], state_dict.pop(shift), lo, hi)
+    for key, base in ((log2, scale), (shift, zero_point)):
+        if key in now and key not in state_dict and isinstance(state_dict.get(base), Tensor):
+            state_dict[key] = torch.zeros_like(state_dict[base])
+
+
+def keep_float32(quantizer: Quantizer) -> dict[str, Tensor]:
+    """The tensors of a site that keep their type when their module changes its own, by name."""
+    owner = quantizer.owner
+    found = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
+    found |= {name: owner._parameters[name] for name in quantizer.learned_names}
+    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+
+
+def prepare_buffers(
+    module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Make room for the encodings that a state_dict brings; half an encoding, or one that does not fit, is an error."""
+    if not quantizer.owns_encoding:
+        return
+    present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
+    if len(present) == 1:
+        absent = next(name for name in quantizer.buffer_names if name not in present)
+        error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
+        state_dict.pop(prefix + present[0])
+        return
+    misfit = next((m for name in present if (m := quantizer.misfit(state_dict[prefix + name]))), None)
+    if misfit is not None:
+        error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
+        for name in present:
+            state_dict.pop(prefix + name)
+        return
+    for name in present:
+        module._buffers[name] = torch.empty_like(state_dict[prefix + name])

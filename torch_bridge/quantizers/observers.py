@@ -1,0 +1,86 @@
+"""Observing a model while it runs: one reduction per extreme, a sample for histograms, one wait per batch."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qsdk.core.planning.plan import Decision
+from qsdk.core.ranges.estimators import Estimator
+from qsdk.core.ranges.histogram import sample_step
+from qsdk.core.ranges.statistics import Statistics, channel_axis, reads_histogram, require_finite
+
+
+class Observers:
+    """Collects statistics of the sites that are wanted.
+
+    `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the second: its minimum is not below 0,
+    and a range contains 0 anyway.
+
+    Attributes:
+        statistics: of the batches that have ended.
+    """
+
+    def __init__(self, wanted: Mapping[str, Decision], chosen: Estimator) -> None:
+        self.statistics = Statistics(chosen)
+        self._nonnegative = {site: decision.op_type == "Relu" for site, decision in wanted.items()}
+        self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
+        self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
+        self._pending: list[Tensor] = []
+        self._places: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
+        self._samples: dict[str, list[tuple[Tensor, int]]] = {}
+        self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
+
+    def visit(self, site: str, x: Tensor) -> Tensor:
+        """Reduce the tensor at a site, if its range is wanted; gives the tensor back."""
+        nonnegative = self._nonnegative.get(site)
+        if site in self._axes and x.numel():
+            others = [axis for axis in range(x.dim()) if axis != self._axes[site]]
+            self._channels.append((site, x.detach().amin(others), x.detach().amax(others)))
+        elif nonnegative is not None and x.numel():
+            self._pending.append(x.amax())
+            self._places.append((site, True))
+            if not nonnegative:
+                self._pending.append(x.amin())
+                self._places.append((site, False))
+            if site in self._sampled:
+                step = sample_step(x.numel())
+                # a copy: the model may write over the tensor, and a view would keep all of it
+                sample = x.detach().reshape(-1)[::step].to(torch.float32, copy=True)
+                self._samples.setdefault(site, []).append((sample, step))
+        return x
+
+    def end_batch(self, number: int) -> None:
+        """Take in what a batch has shown.
+
+        Raises:
+            DataError: NaN or an infinity; names the site and the batch.
+        """
+        for site, *ends in self._channels:
+            low, high = (end.float().cpu().numpy() for end in ends)
+            require_finite(site, number, low, high)
+            self.statistics.add(site, low, high)
+        self._channels = []
+        if not self._pending:
+            return
+        device = self._pending[0].device
+        values = torch.stack([value.to(device, torch.float32) for value in self._pending]).tolist()
+        seen: dict[str, list[tuple[float, float]]] = {}
+        for (site, is_high), value in zip(self._places, values, strict=True):
+            require_finite(site, number, value)
+            calls = seen.setdefault(site, [])
+            if is_high:  # the first value of every call
+                calls.append((0.0 if self._nonnegative[site] else value, value))
+            else:
+                calls[-1] = (value, calls[-1][1])
+        samples = self._samples
+        self._pending, self._places, self._samples = [], [], {}
+        for site, calls in seen.items():
+            self._add(site, calls, samples.get(site))
+
+    def _add(self, site: str, calls: list[tuple[float, float]], samples: list[tuple[Tensor, int]] | None) -> None:
+        if samples is None:
+            self.statistics.add(site, min(low for low, _ in calls), max(high for _, high in calls))
+            return
+        for (low, high), (sample, step) in zip(calls, samples, strict=True):
+            self.statistics.add(site, low, high, sample.cpu().numpy(), step)

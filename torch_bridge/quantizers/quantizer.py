@@ -1,0 +1,270 @@
+"""Quantizers: what stands at a site of a wrapped module."""
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import CalibrationError
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DType
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import axis_of, block_size_of
+from qsdk.core.planning.plan import Decision
+from torch_bridge.quantizers.compiled_kernels import Kernels
+from torch_bridge.quantizers.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat, quantize_through
+from torch_bridge.quantizers.learned_scales import can_learn_scales, learned_scale, learned_zero_point
+from torch_bridge.quantizers.per_tensor import Grid, runs_as_one_scale
+from torch_bridge.quantizers.wider_grid import FinerGrid
+from torch_bridge.torch_values.sharding import whole
+
+
+class Watch(Protocol):
+    """Stands at a site while ranges are observed."""
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a range to quantize with."""
+        ...
+
+    def __call__(self, x: Tensor) -> bool:
+        """See what comes, and tell whether to quantize it."""
+        ...
+
+
+class Quantizer:
+    """Fake-quantizes the tensor at one site.
+
+    Its scale and zero point are buffers of the module that owns the site (so that state_dict, `.to()` and
+    parallel wrappers carry them); tied quantizers read their home's, a bias multiplies those of input and weight.
+
+    Attributes:
+        decision: the plan's word on this site.
+        owner: the module that holds the buffers.
+        model: the whole model.
+        home: the quantizer whose encoding this one shares, or None.
+        factors: for a bias, the quantizers of its input and its weight.
+        frozen: neither calibrated nor trained nor searched.
+        clipped_only: its gradients come from clipped elements alone (`one_scale.Grid`).
+        kernels: what it computes with while it is trained (`one_scale.Grid.kernels`).
+        keeps_result: nothing writes over what it gives (`one_scale.Grid.keeps`).
+        watch: sees what is to be quantized, and says whether to (`observed_ranges`).
+        finer: the grid it trains on for now, in place of its own.
+    """
+
+    def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
+        self.decision = decision
+        self.owner = owner
+        self.model = model
+        self.home: Quantizer | None = None
+        self.factors: tuple[Quantizer, Quantizer] | None = None
+        self.frozen = self.clipped_only = self.keeps_result = False
+        self.kernels: Kernels | None = None
+        self.watch: Watch | None = None
+        self.finer: FinerGrid | None = None
+        shape = None if decision.kind in ("weight", "bias") else decision.shape
+        # as the sim's example has it, because not every activation has the batch in front
+        self._features = None if shape is None else math.prod([n for n in shape[1:] if isinstance(n, int)])
+        self._scale_name, self._zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
+        if self.owns_encoding:
+            owner.register_buffer(self._scale_name, None)
+            owner.register_buffer(self._zero_name, None)
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+        return self.decision.site
+
+    @property
+    def owns_encoding(self) -> bool:
+        """Whether scale and zero point are this quantizer's own (not tied, derived or a float cast)."""
+        return self.decision.quantized and self.decision.tied_to is None and self.decision.bias_of is None
+
+    @property
+    def scales_are_free(self) -> bool:
+        """Whether any positive float32 can be its scale: none of a narrow type, none with few digits."""
+        return self.decision.spec is not None and self.decision.spec.scales_are_free
+
+    @property
+    def can_learn_scale(self) -> bool:
+        """Whether training may move its scales."""
+        spec = self.decision.spec
+        return self.owns_encoding and not self.frozen and spec is not None and can_learn_scales(spec)
+
+    @property
+    def can_learn_zero_point(self) -> bool:
+        """Whether training may move its zero points."""
+        spec = self.decision.spec
+        return self.owns_encoding and not self.frozen and spec is not None and not spec.symmetric and not spec.dynamic
+
+    @property
+    def buffer_names(self) -> tuple[str, str]:
+        """The names of the owner's buffers for scale and zero point."""
+        return self._scale_name, self._zero_name
+
+    @property
+    def log_scale_name(self) -> str:
+        """The name of the owner's parameter that holds log2 of the factor on the scale while it is learned."""
+        return f"{self._scale_name}_log2"
+
+    @property
+    def shift_name(self) -> str:
+        """The name of the owner's parameter that holds how many ranges a learned zero point has moved."""
+        return f"{self._zero_name}_shift"
+
+    @property
+    def learned_names(self) -> tuple[str, ...]:
+        """The names of the owner's parameters that are learned for this site now."""
+        return tuple(name for name in (self.log_scale_name, self.shift_name) if name in self.owner._parameters)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is an encoding to quantize with."""
+        if not self.decision.quantized:
+            return True
+        if self.factors is not None:
+            return all(factor.calibrated for factor in self.factors)
+        if self.home is not None:
+            return self.home.calibrated
+        return self.owner._buffers[self._scale_name] is not None and (self.watch is None or self.watch.known)
+
+    def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
+        """Give scale and zero point as float tensors of the encoding's shape.
+
+        Raises:
+            CalibrationError: there is no encoding yet.
+        """
+        if self.home is not None:
+            return self.home.scale_and_zero_point()
+        if self.factors is not None:
+            with torch.no_grad():  # a bias moves no scale
+                scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
+                return scale, torch.zeros_like(scale)
+        scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
+        if scale_or_none is None or zero_point is None:
+            raise CalibrationError(f"the site {self.site} has no encoding yet; call qsdk.calibrate(sim, batches) first")
+        spec, stored = self.decision.spec, self.owner._parameters
+        assert spec is not None
+        if (factor := stored.get(self.log_scale_name)) is not None:
+            scale_or_none = learned_scale(scale_or_none, whole(factor), spec)
+        if (shift := stored.get(self.shift_name)) is not None:
+            zero_point = learned_zero_point(zero_point, whole(shift), spec.dtype.lo, spec.dtype.hi)
+        return scale_or_none, zero_point
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Give x on the site's grid."""
+        spec = self.decision.spec
+        if spec is None or self.decision.passes_through:
+            return x
+        if not spec.dtype.is_quantized:
+            return cast_through(x, spec.dtype)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            # a scale or a grid may not fit there, so the formula runs in float32
+            return self(x.float()).to(x.dtype)
+        if spec.dynamic:
+            return _on_its_own_grid(x)
+        if self.watch is not None and not self.watch(x):
+            return x
+        scale, zero_point = self.scale_and_zero_point()
+        if spec.dtype.kind == "minifloat":
+            return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
+        dtype = spec.dtype
+        if self.finer is not None:
+            scale, zero_point, dtype = *self.finer(scale, zero_point), self.finer.dtype
+        if self.factors is not None:
+            return quantize_through(x, self._aligned(scale, x), dtype.lo, dtype.hi)
+        grid = self._grid(self._elements(x) / scale.numel(), dtype)
+        if runs_as_one_scale(x, scale):
+            return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
+        return fake_quantize(x, self._aligned(scale, x), self._aligned(zero_point, x), grid)
+
+    def rectified(self, x: Tensor, ceiling: float) -> Tensor | None:
+        """Give `x.clamp(0, ceiling)` on the site's grid in one operation; None where that takes two.
+
+        Only while gradients are computed, where it saves the backward pass of the ReLU as well.
+        """
+        spec = self.decision.spec
+        if spec is None or spec.dynamic or not spec.dtype.is_integer:
+            return None
+        if self.decision.passes_through or x.dtype not in (torch.float32, torch.float64) or not x.requires_grad:
+            return None
+        if self.watch is not None or self.finer is not None:
+            return None
+        scale, zero_point = self.scale_and_zero_point()
+        if not torch.is_grad_enabled() or not runs_as_one_scale(x, scale) or zero_point.requires_grad:
+            return None  # what a zero point moves would have to be told from what the ReLU cuts
+        grid = self._grid(self._elements(x), spec.dtype)._replace(rectifies=True, ceiling=ceiling)
+        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
+
+    def _elements(self, x: Tensor) -> int:
+        """The elements of a weight, and of one example of an activation: parts of a batch add up to the whole."""
+        return x.numel() if self._features is None else self._features
+
+    def _grid(self, elements_per_scale: float, dtype: DType) -> Grid:
+        gain = 1.0 / max(elements_per_scale * dtype.hi, 1.0) ** 0.5
+        return Grid(dtype.lo, dtype.hi, gain, self.clipped_only, self.keeps_result, kernels=self.kernels)
+
+    def encoding(self) -> Encoding:
+        """Give what was found for this site (the shared or derived one where it has none of its own)."""
+        spec = self.decision.spec
+        assert spec is not None
+        scale, zero_point = (t.detach().cpu().numpy() for t in self.scale_and_zero_point())
+        granularity = spec.granularity
+        return Encoding(
+            spec.dtype,
+            scale.astype(np.float32),
+            zero_point.astype(np.int32),
+            axis_of(granularity),
+            block_size_of(granularity),
+            self.is_frozen,
+        )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the encoding is frozen: its own, the shared one, or both that a bias derives from."""
+        if self.factors is not None:
+            return all(factor.is_frozen for factor in self.factors)
+        return self.frozen if self.home is None else self.home.is_frozen
+
+    def become(self, encoding: Encoding | None) -> None:
+        """Have this encoding of its own, frozen or not; None makes it uncalibrated."""
+        self.frozen = encoding is not None and encoding.frozen
+        if encoding is None:
+            self.owner._buffers.update(dict.fromkeys(self.buffer_names))
+        elif not self.calibrated or self.encoding() != encoding:
+            self.set_encoding(encoding)
+
+    def set_encoding(self, encoding: Encoding) -> None:
+        """Install an encoding in the owner's buffers, on the device of the owner or else of the model."""
+        assert self.owns_encoding, self.site
+        tensors = (t for module in (self.owner, self.model) for t in (*module.parameters(), *module.buffers()))
+        place = next(tensors, torch.empty(0)).device
+        for name, value in zip(self.buffer_names, (encoding.scale, encoding.zero_point), strict=True):
+            self.owner._buffers[name] = torch.from_numpy(value.astype(np.float32)).to(place)
+
+    def misfit(self, parameter: Tensor) -> str | None:
+        """Why a scale or zero point does not belong here, or None."""
+        assert self.decision.spec is not None
+        granularity = self.decision.spec.granularity
+        shape = tuple(n for n in self.decision.shape or () if isinstance(n, int))
+        try:
+            affine.align(parameter, shape, axis_of(granularity), block_size_of(granularity))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
+        assert self.decision.spec is not None
+        granularity = self.decision.spec.granularity
+        shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
+        return shaped.to(x.dtype)
+
+
+def _on_its_own_grid(x: Tensor) -> Tensor:
+    """Fake-quantize with the tensor's own range."""
+    if x.numel() == 0:
+        return x
+    low, high = x.detach().aminmax()
+    return fake_quantize(x, *affine.dynamic_parameters(low, high), Grid(0, 255))

@@ -1,0 +1,1 @@
+"""Where a forward pass is, what its sites are called, and what happens there."""

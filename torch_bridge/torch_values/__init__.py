@@ -1,0 +1,1 @@
+"""What torch gives and takes: nested values, parameters, kinds of layers, sharding."""

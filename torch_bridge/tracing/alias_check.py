@@ -1,0 +1,53 @@
+"""Holding a model against its trace, where writes in place reach no other name of a tensor than the trace knows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ModelError
+from torch_bridge.quantizers.phases import Visitor
+from torch_bridge.sites.runtime import Runtime
+
+
+def require_followed(runtime: Runtime, run: Callable[[], list[Tensor]], places: Sequence[str]) -> None:
+    """Hold a pass whose sites give other tensors than they get, as those of a trace do, against one whose do not.
+
+    Raises:
+        ModelError: what is written in place is read in a way that nobody saw.
+    """
+
+    def results(visitor: Visitor) -> list[Tensor]:
+        with runtime.in_phase("visit", visitor), torch.no_grad():
+            return run()
+
+    def same(site: str, x: Tensor) -> Tensor:
+        return x
+
+    def another(site: str, x: Tensor) -> Tensor:
+        return x if isinstance(x, nn.Parameter) else x.clone()
+
+    want = results(same)
+    # a model that draws random numbers says nothing
+    if _alike(want, results(another)) or not _alike(want, results(same)):
+        return
+    raise ModelError(
+        f"a tensor that is written in place ({'; '.join(dict.fromkeys(places))}) is read through another name in a way "
+        "that cannot be followed, so an exported file would miss what is written; compute a new tensor there with "
+        "torch.cat, torch.where or the op that is not in place"
+    )
+
+
+def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether results are equal, but for the rounding of other kernels."""
+    for a, b in zip(one, other, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.is_floating_point():
+            size = float(a.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+            error = max(torch.finfo(a.dtype).eps * 64, 1e-5)
+            if not torch.allclose(a, b, rtol=error, atol=error * size, equal_nan=True):
+                return False
+        elif not torch.equal(a, b):
+            return False
+    return True

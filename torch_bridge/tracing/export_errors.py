@@ -1,0 +1,159 @@
+"""Refusing what cannot be traced: what happened, at which line of the user's code, and the remedy."""
+
+import enum
+import re
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path as FilePath
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsdk.core.errors import ExportError
+from torch_bridge.torch_values.pytree import Path
+from torch_bridge.tracing.dynamic_shapes import Axes
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, slice, range, enum.Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+# the code that a user did not write
+_INSIDE = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]), sysconfig.get_path("stdlib"))
+
+
+def require_plain(leaves: Sequence[tuple[Path, Any]]) -> None:
+    """Refuse arguments whose tensors a trace would not see.
+
+    Raises:
+        ExportError: names the argument and its class.
+    """
+    for path, leaf in leaves:
+        if leaf is not None and not isinstance(leaf, (Tensor, *_PLAIN)):
+            what = type(leaf).__name__
+            raise ExportError(
+                f"the argument {'.'.join(path)} is a {what}, and the exported file would hold what is in it fixed; "
+                f"quantize a module that takes tensors and makes the {what} of them in its forward"
+            )
+
+
+def require_tensors(outputs: Sequence[tuple[Path, Any]]) -> None:
+    """Refuse a model that gives no tensor.
+
+    Raises:
+        ExportError: says what it gives.
+    """
+    if not any(isinstance(leaf, Tensor) for _, leaf in outputs):
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for _, leaf in outputs)) or "nothing"
+        raise ExportError(f"the model gives no tensor ({kinds}); return the tensors that the exported file is to give")
+
+
+def refusal(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
+    """Say why a model cannot be traced.
+
+    Args:
+        error: what tracing or converting raised.
+        axes: input name -> its dynamic axes, in order.
+    """
+    chain = _chain(error)
+    text = "\n".join(str(link) for link in chain)
+    where = _users_line(chain)
+    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
+    if missing is not None:
+        return ExportError(
+            f"torch has no ONNX form for {missing[1]}{where}; compute it with other ops, or leave it out of the model"
+        )
+    if "data-dependent" in text:
+        return ExportError(
+            f"the path through the model depends on the values of a tensor{where}, and a file holds one path; choose "
+            "with torch.where, or take the decision out of the module that is quantized"
+        )
+    fixed = re.search(r"\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]", text)
+    if "Constraints violated" in text and fixed is not None:
+        name = list(axes)[int(fixed[1])]
+        axis = int(fixed[2])
+        return fixed_axis(axes[name].get(axis, ""), axis, name)
+    reason = next((line for line in str(chain[0]).splitlines() if line.strip()), type(error).__name__)
+    return ExportError(
+        f"torch cannot trace the model{where}: {type(chain[0]).__name__}: {reason}; write that part with tensor ops, "
+        "so that torch.export takes the module, or leave it out of the model"
+    )
+
+
+def fixed_axis(called: str, axis: int, name: str) -> ExportError:
+    """Say that the code fixes an axis that was to be dynamic."""
+    return ExportError(
+        f"the axis {called!r} (axis {axis} of {name}) cannot be dynamic, since the model's code fixes its length, by a "
+        "loop over it, by int(), or by a reshape to a number; compute with x.shape there, or leave the axis out of "
+        "dynamic_shapes"
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The causes of an error, the first one first."""
+    found = [error]
+    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
+        found.append(cause)
+    return found[::-1]
+
+
+def _users_line(chain: Sequence[BaseException]) -> str:
+    """The innermost line of code that is neither torch's nor ours: ` at file:line (code)`, or nothing."""
+    for error in chain:
+        frames = traceback.extract_tb(error.__traceback__)
+        for frame in reversed(frames):
+            if not frame.filename.startswith((*_INSIDE, "<")):
+                return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a model gives at one place.
+
+    Attributes:
+        path: of the output.
+        dtype: of the tensor.
+        shape: of the tensor; what is no int depends on the length of a dynamic axis.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[Any, ...]
+
+    def fits(self, traced: "Form") -> bool:
+        """Whether a traced form is this one."""
+        known = [isinstance(length, int) for length in traced.shape]
+        # a symbolic length is never compared: that would fix it in the trace
+        same = len(known) == len(self.shape) and all(
+            not static or a == b for a, b, static in zip(self.shape, traced.shape, known, strict=True)
+        )
+        return same and self.path == traced.path and self.dtype == traced.dtype
+
+    def __str__(self) -> str:
+        shape = ", ".join(str(length) for length in self.shape)
+        return f"{'.'.join(self.path) or 'one output'}: {str(self.dtype).removeprefix('torch.')} [{shape}]"
+
+
+def forms_of(outputs: Sequence[tuple[Path, Any]]) -> list[Form]:
+    """The forms of the tensors among a model's outputs."""
+    return [Form(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in outputs if isinstance(leaf, Tensor)]
+
+
+def require_same_outputs(eager: Sequence[Form], traced: Sequence[Form]) -> None:
+    """Refuse a trace whose outputs are others than those of the module itself on the example.
+
+    Raises:
+        ExportError: names the first difference.
+    """
+    for one, other in zip_longest(eager, traced):
+        if one is None or other is None or not one.fits(other):
+            raise ExportError(
+                f"on the example the model gives {one or 'nothing more'} and its trace {other or 'nothing more'}; its "
+                "code decides by a length (squeeze() without an axis does) or by whether it is traced: write it so "
+                "that it does not"
+            )

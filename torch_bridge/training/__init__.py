@@ -1,0 +1,1 @@
+"""What holds while a sim is trained: modes, steps, schedules, BatchNorm."""

@@ -1,0 +1,60 @@
+"""Frozen values in training: no optimizer moves them, whatever it does besides following gradients."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torch_bridge.torch_values.gate_order import is_recurrent
+from torch_bridge.torch_values.parameters import find_stored
+
+
+@contextmanager
+def values_held(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
+    """Have the stored tensors at sites of a wrapped model hold what they hold now, after every optimizer step too.
+
+    Parameters of which every value is held need no gradient for the time: so neither weight decay nor the norm of all
+    gradients counts them.
+    """
+    held = [(tensor, tensor.detach().clone()) for tensor in _tensors(model, sites)]
+    whole = {id(tensor) for tensor, _ in held}
+    still = [parameter for parameter in model.parameters() if id(parameter) in whole and parameter.requires_grad]
+
+    @torch.no_grad()
+    def put_back(*_: Any) -> None:
+        for tensor, value in held:
+            tensor.detach().copy_(value)
+
+    handle = register_optimizer_step_post_hook(put_back) if held else None
+    for parameter in still:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+        put_back()
+        for parameter in still:
+            parameter.requires_grad_(True)
+
+
+def _tensors(model: nn.Module, sites: Collection[str]) -> list[Tensor]:
+    """What is stored at sites; of a recurrent layer, whose weights are read in another order, all that it stores."""
+    found: dict[int, Tensor] = {}
+    for site in sorted(sites):
+        owner = site.rpartition(":")[0]
+        module = model if owner == "self" else _module_at(model, owner)
+        stored = find_stored(model, site)
+        tensors = module.parameters(recurse=False) if module is not None and is_recurrent(module) else [stored]
+        found |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return list(found.values())
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None

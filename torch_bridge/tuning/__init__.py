@@ -1,0 +1,1 @@
+"""What needs autograd through part of a network: blocks and ranges."""

@@ -1,0 +1,335 @@
+"""Tuning one block: its weights' rounding and its scales, by the gradient of its output error.
+
+Sources: Li et al. 2021, BRECQ, for the block as the unit; Cheng et al. 2024, SignRound, for the rounding; Esser et al.
+2020, LSQ, and Shao et al. 2024, OmniQuant, for scales that are learned with it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ModelError
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import axis_of, block_size_of
+from qsdk.core.site import owner_of, port_of
+from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.tuning.block_calls import Piece, by_samples, floats_of, held_back, whole
+from torch_bridge.walk.module_walk import Arguments, ModuleCall
+
+#: how far a weight may be moved before it is rounded, in steps of its scale
+FARTHEST = 1.0
+SAME = 1e-3  # relative difference up to which a block alone gives what it gave in the model
+
+
+@dataclass(frozen=True)
+class Options:
+    """How blocks are tuned.
+
+    Attributes:
+        iterations: optimizer steps per block.
+        rounding: whether weights learn which way to round.
+        scales: whether weights and activations learn their scales.
+        batch_size: samples per step.
+        lr: what a step of the optimizer moves a weight by at first, in steps of its scale; it falls to 0.
+        drop: see `Piece.quantized`.
+    """
+
+    iterations: int
+    rounding: bool
+    scales: bool
+    batch_size: int
+    lr: float
+    drop: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was learned for one site.
+
+    Attributes:
+        site: of a weight or an activation.
+        encoding: its scale and zero point.
+        weight: the rounded values, of the stored shape; None where they stay.
+    """
+
+    site: str
+    encoding: Encoding
+    weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What became of a block.
+
+    Attributes:
+        changes: empty where it stays as it was.
+        error_before: of its output on held-back samples, relative to the float output's energy.
+        error_after: the same with the changes.
+        note: what is to be said about it.
+    """
+
+    changes: Sequence[Change] = ()
+    error_before: float | None = None
+    error_after: float | None = None
+    note: str = ""
+
+
+class _LearnedWeight:
+    """Stands in for the quantizer of a weight while its rounding is learned.
+
+    The weight is moved by `shift` steps and then rounded to the nearest grid point; the gradient passes straight
+    through. So what is judged is at any time a hard-rounded weight, and nothing is left to harden at the end.
+    """
+
+    def __init__(self, quantizer: Quantizer, weight: Tensor) -> None:
+        self.quantizer = quantizer
+        self.shift = nn.Parameter(torch.zeros_like(weight, dtype=torch.float32))
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        spec = self.quantizer.decision.spec
+        assert spec is not None
+        scale, _ = self.quantizer.scale_and_zero_point()
+        axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
+        aligned = affine.align(scale, tuple(weight.shape), axis, size)
+        return self.quantizer(torch.addcmul(weight.detach().float(), self.shift, aligned)).to(weight.dtype)
+
+
+@dataclass
+class BlockRun:
+    """Runs one block by itself, and knows the sites that it has come by.
+
+    Attributes:
+        sim: whose block it is.
+        module: the block.
+        learned: by site, what stands in for quantizers.
+        visited: the quantizers that it has come by.
+    """
+
+    sim: QuantSim
+    module: nn.Module
+    learned: dict[str, _LearnedWeight] = field(default_factory=dict)
+    visited: dict[str, Quantizer] = field(default_factory=dict)
+
+    def quantized(self, arguments: Arguments) -> list[Tensor]:
+        """What the block gives as it is now."""
+        with self.sim.runtime.in_phase("visit", self._visit):
+            return floats_of(self.module(*arguments.args, **arguments.kwargs))
+
+    def in_float(self, arguments: Arguments) -> list[Tensor]:
+        """What it gives in float."""
+        with self.sim.float_phase():
+            return floats_of(self.module(*arguments.args, **arguments.kwargs))
+
+    def error(self, pieces: Sequence[Piece]) -> float:
+        """The output's squared error, relative to the float output's energy."""
+        missed = energy = 0.0
+        with torch.no_grad():
+            for piece in pieces:
+                for y, wanted in zip(self.quantized(piece.quantized()), piece.outputs(), strict=True):
+                    missed += float((y.double() - wanted.double()).square().sum())
+                    energy += float(wanted.double().square().sum())
+        return missed / energy if energy else 0.0
+
+    def _visit(self, site: str, x: Tensor) -> Tensor:
+        learned = self.learned.get(site)
+        if learned is not None:
+            return learned(x)
+        found = self.sim.runtime.quantized(site, x)
+        quantizer = self.sim.runtime.quantizers[site]
+        if quantizer is not None:
+            self.visited[site] = quantizer
+        return found
+
+
+def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
+    """The calls as pieces whose samples can be told apart, if the block by itself shows that they can.
+
+    Args:
+        run: of the block, with the float weights.
+        calls: of all batches.
+
+    Raises:
+        ModelError: run by itself, the block does not give what it gave in the model.
+    """
+    split = by_samples(calls[0])
+    halved = whole(calls[0], split)
+    if halved.rows is not None and _repeats(run, halved.first(max(halved.size // 2, 1))):
+        return [whole(call, split) for call in calls]
+    if _repeats(run, whole(calls[0], frozenset())):
+        return [whole(call, frozenset()) for call in calls]
+    raise ModelError("run by itself it does not give what it gave in the model, as with a cache (use_cache=False)")
+
+
+def _repeats(run: BlockRun, piece: Piece) -> bool:
+    """Whether the block gives what it gave in the model, and once more (it may count its calls)."""
+    wanted = piece.outputs()
+    for _ in range(2):
+        try:
+            with torch.no_grad():
+                found = run.in_float(piece.in_float())
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        if [y.shape for y in found] != [y.shape for y in wanted]:
+            return False
+        pairs = zip(found, wanted, strict=True)
+        if any(float((y - t).double().norm()) > SAME * float(t.double().norm()) for y, t in pairs):
+            return False
+    return True
+
+
+def learnable_sites(run: BlockRun, pieces: Sequence[Piece], options: Options) -> list[str]:
+    """The sites of a block whose rounding or scale can be learned without changing other blocks, in the order met."""
+    with torch.no_grad():
+        run.quantized(pieces[0].first(1).quantized())
+    weights, scales = _learnable(run, options)
+    return list(dict.fromkeys(quantizer.site for quantizer in (*weights, *scales)))
+
+
+def tune_block(run: BlockRun, pieces: Sequence[Piece], options: Options, generator: torch.Generator) -> Tuned:
+    """Learn the rounding and scales of a block; nothing is written.
+
+    Args:
+        run: of the block, in eval mode; afterwards as it was.
+        pieces: of all calls.
+        options: how.
+        generator: of the samples that are held back, and of the order of the others.
+    """
+    learn, judge = held_back(pieces, generator)
+    before = run.error(judge)
+    weights, scales = _learnable(run, options)
+    if not weights and not scales:
+        return Tuned((), before, before, "nothing in it can be learned: float, frozen, or shared with other modules")
+    shared = learn is judge
+    model = run.sim.model
+    run.learned = {q.site: _LearnedWeight(q, stored_tensor(model, q.site).detach()) for q in weights}
+    try:
+        with _learned_scales(scales):
+            _descend(run, learn, scales, options, generator)
+            after = run.error(judge)
+            changes = _changes(run, scales) if after < before else []
+    finally:
+        run.learned = {}
+    if not changes:
+        return Tuned((), before, before, "kept as it was: the error on held-back samples did not fall")
+    return Tuned(changes, before, after, "judged by the one sample it was tuned on" if shared else "")
+
+
+def _descend(
+    run: BlockRun, pieces: Sequence[Piece], scales: Sequence[Quantizer], options: Options, generator: torch.Generator
+) -> None:
+    shifts = [weight.shift for weight in run.learned.values()]
+    groups: list[dict[str, Any]] = [{"params": shifts, "lr": options.lr}] if shifts else []
+    for quantizer in scales:
+        # a step moves the ends of the grid by a few times what it moves a single weight
+        factor = quantizer.owner._parameters[quantizer.log_scale_name]
+        assert quantizer.decision.spec is not None
+        groups.append({"params": [factor], "lr": 8 * options.lr / 2**quantizer.decision.spec.dtype.bits})
+    parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+    # the gradients are those of a relative error, spread over all the weights: far below the usual epsilon
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-12)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.iterations)
+    batches = _batches(pieces, options.batch_size, generator)
+    for _ in range(options.iterations):
+        gradients = _gradients(run, next(batches), parameters, options, generator)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for shift in shifts:
+                shift.clamp_(-FARTHEST, FARTHEST)
+
+
+def _gradients(
+    run: BlockRun, batch: Sequence[Piece], parameters: Sequence[Tensor], options: Options, generator: torch.Generator
+) -> list[Tensor]:
+    """Of the relative error on a batch; one piece is in memory at a time."""
+    wanted = [piece.outputs() for piece in batch]
+    energy = sum(float(y.float().square().sum()) for outputs in wanted for y in outputs) or 1.0
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    for piece, outputs in zip(batch, wanted, strict=True):
+        with torch.enable_grad():
+            found = run.quantized(piece.quantized(drop=options.drop, generator=generator))
+            missed = [(y.float() - t.float()).square().sum() for y, t in zip(found, outputs, strict=True)]
+            # not backward(): the model's own gradients are the caller's
+            parts = torch.autograd.grad(torch.stack(missed).sum() / energy, parameters, allow_unused=True)
+        for total, part in zip(sums, parts, strict=True):
+            if part is not None:
+                total += part
+    return sums
+
+
+def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> Iterator[list[Piece]]:
+    """Batches of at least `size` samples (fewer never, more only of calls that stay whole), in random order."""
+    waiting: list[Piece] = []
+    while True:
+        batch: list[Piece] = []
+        while (short := size - sum(piece.size for piece in batch)) > 0:
+            if not waiting:
+                chunks = [chunk for piece in pieces for chunk in piece.chunks(size, generator)]
+                waiting = [chunks[i] for i in torch.randperm(len(chunks), generator=generator).tolist()]
+            batch.append(waiting.pop().first(short))
+        yield batch
+
+
+def _changes(run: BlockRun, scales: Sequence[Quantizer]) -> list[Change]:
+    changes = {quantizer.site: Change(quantizer.site, quantizer.encoding()) for quantizer in scales}
+    with torch.no_grad():
+        for site, learned in run.learned.items():
+            value = learned(stored_tensor(run.sim.model, site).detach())
+            changes[site] = Change(site, learned.quantizer.encoding(), value)
+    return list(changes.values())
+
+
+def _learnable(run: BlockRun, options: Options) -> tuple[list[Quantizer], list[Quantizer]]:
+    """The quantizers of the block whose rounding, and those whose scales, can be learned without changing others."""
+    modules = dict(run.sim.model.named_modules())
+    readers = Counter(id(t) for m in modules.values() for t in {**m._parameters, **m._buffers}.values())
+    sharing: dict[str, set[str]] = {}
+    for site, decision in run.sim.plan.decisions.items():
+        sharing.setdefault(decision.encoding_site, set()).add(site)
+    rounded, scaled = [], []
+    for site, quantizer in run.visited.items():
+        decision = quantizer.decision
+        if not quantizer.owns_encoding or quantizer.frozen or not sharing[site] <= run.visited.keys():
+            continue
+        stored = decision.kind == "weight"
+        if stored and (find_stored(run.sim.model, site) is None or _is_shared(site, modules, readers)):
+            continue
+        if stored and options.rounding and decision.spec is not None and decision.spec.dtype.is_integer:
+            rounded.append(quantizer)
+        if options.scales and quantizer.scales_are_free:
+            scaled.append(quantizer)
+    return rounded, scaled
+
+
+def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) -> bool:
+    """Whether another module holds a tensor that the site is stored in, in parts or whole."""
+    owner, port = owner_of(site), port_of(site)
+    module = modules["" if owner == "self" else owner]
+    own = {**module._parameters, **module._buffers}.items()
+    held = [t for name, t in own if t is not None and (name.startswith(port) or port.startswith(name))]
+    return any(readers[id(t)] > 1 for t in held)
+
+
+@contextmanager
+def _learned_scales(quantizers: Sequence[Quantizer]) -> Iterator[None]:
+    """Inside, each quantizer's scale has a factor that is a parameter; afterwards the scales are as they were."""
+    factors = [(quantizer.owner._parameters, quantizer.log_scale_name) for quantizer in quantizers]
+    try:
+        for quantizer in quantizers:
+            scale, _ = quantizer.scale_and_zero_point()
+            factor = nn.Parameter(torch.zeros_like(scale, dtype=torch.float32))
+            quantizer.owner.register_parameter(quantizer.log_scale_name, factor)
+        yield
+    finally:
+        for parameters, name in factors:
+            parameters.pop(name, None)

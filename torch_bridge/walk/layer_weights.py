@@ -1,0 +1,173 @@
+"""The weights of a sim while its layers are solved: as they were for float passes, as they are for quantized ones."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ModelError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.site import owner_of, port_of
+from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.gate_order import arranged_weight, restored, suffixes
+from torch_bridge.torch_values.parameters import stored_tensor, third_of
+from torch_bridge.training.batch_norm_training import require_folded
+
+
+class LayerWeights:
+    """Reads and writes stored tensors; what was written can be taken back."""
+
+    def __init__(self, sim: QuantSim) -> None:
+        """Nothing has been written.
+
+        Raises:
+            ConfigError: inside of a training block in which BatchNorms are trained.
+        """
+        require_folded(sim.model)
+        self._sim = sim
+        self._modules = dict(sim.model.named_modules())
+        self._held: set[str] = set()
+        self._read: dict[str, Tensor] = {}
+        self._originals: dict[Tensor, Tensor] = {}
+        self._kept: dict[Tensor, Tensor] = {}
+        self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
+        self._shifted: dict[str, Tensor] = {}
+        self._biases = dict(sim.original_biases)
+        self._known, self._given = sim.given.known(), sim.given.now(sim.model)
+
+    def start_from(self, floats: Mapping[str, Any]) -> None:
+        """Give the float model other values than those that are stored at these sites."""
+        stored = {site: stored_tensor(self._sim.model, site).detach() for site in floats}
+        self._shifted = {site: tensor.clone() for site, tensor in stored.items()}
+        for site, value in floats.items():
+            stored[site].copy_(torch.as_tensor(value))
+        for site, shifted in self._shifted.items():
+            self._store(site, shifted)
+
+    def visit(self, site: str, x: Tensor) -> Tensor:
+        """What a quantized pass reads at a site; a stored tensor is quantized once for all passes until `forget`."""
+        known = self._read.get(site)
+        if known is not None:
+            return known
+        found = self._sim.runtime.quantized(site, x)
+        quantizer = self._sim.runtime.quantizers[site]
+        if found is not x and quantizer is not None and quantizer.decision.kind in ("weight", "bias"):
+            self._read[site] = found
+        return found
+
+    def forget(self) -> None:
+        """Drop what `visit` keeps, but for the sites that are held."""
+        self._read = {site: x for site, x in self._read.items() if site in self._held}
+
+    def hold(self, sites: Collection[str]) -> None:
+        """These sites may be read long before an op multiplies with them."""
+        self._held.update(sites)
+
+    def release(self, sites: Collection[str]) -> None:
+        """These sites are no longer held."""
+        self._held.difference_update(sites)
+
+    def held_now(self) -> dict[str, Tensor]:
+        """The held sites that were read, as passes hold them; what is written changes these tensors too."""
+        return {site: x for site, x in self._read.items() if site in self._held}
+
+    def read_now(self) -> Collection[Tensor]:
+        """All that `visit` keeps, for all passes."""
+        return self._read.values()
+
+    @contextmanager
+    def floats(self) -> Iterator[None]:
+        """Put the stored tensors back to what they were, for a while."""
+        current = {parameter: parameter.data for parameter in self._originals}
+        _point(self._originals)
+        try:
+            yield
+        finally:
+            _point(current)
+
+    def original(self, site: str) -> Tensor:
+        """The stored tensor at a site in the float model, float32."""
+        with self.floats():
+            return stored_tensor(self._sim.model, site).detach().float()
+
+    def write(self, site: str, *, encoding: Encoding | None, weight: Tensor | None, frozen: bool) -> None:
+        """Change what is stored at a site: its encoding, its values, or both."""
+        quantizer = self._sim.quantizers[site]
+        buffers = {name: quantizer.owner._buffers[name] for name in quantizer.buffer_names}
+        self._before.setdefault(site, (quantizer, quantizer.frozen, buffers))
+        if encoding is not None:
+            quantizer.set_encoding(encoding)
+        quantizer.frozen = quantizer.frozen or frozen
+        if weight is not None:
+            self._store(site, weight)
+        self._read_again(quantizer)
+
+    def shift(self, site: str, by: Tensor) -> None:
+        """Store the float model's values at a site and so much more."""
+        stored, exact = stored_tensor(self._sim.model, site), self.original(site)
+        self._store(site, (exact + by.reshape(stored.shape).to(exact)).to(stored))
+        quantizer = self._sim.quantizers.get(site)
+        if quantizer is not None:
+            self._read_again(quantizer)
+
+    def keep(self) -> None:
+        """Copy what was written into the old storage, so that whoever shares it sees it."""
+        now = {parameter: parameter.data for parameter in self._originals}
+        with self.floats():
+            before = self._sim.given.before(self._sim.model, list(now))
+        for parameter, original in self._originals.items():
+            self._kept[original] = original.clone()
+            original.copy_(parameter.data)
+            parameter.data = original
+        self._sim.given.changed(self._sim.model, {**before, **self._given})
+
+    def take_back(self) -> None:
+        """Be as before the first `write`, also where `keep` has begun."""
+        for original, before in self._kept.items():
+            original.copy_(before)
+        _point(self._originals)
+        for site, shifted in self._shifted.items():
+            stored_tensor(self._sim.model, site).detach().copy_(shifted)
+        for quantizer, frozen, buffers in self._before.values():
+            quantizer.frozen = frozen
+            quantizer.owner._buffers.update(buffers)
+        self._sim.original_biases = dict(self._biases)
+        self._sim.given.become(self._known)
+
+    def _read_again(self, changed: Quantizer) -> None:
+        """Passes hold tensors that `visit` gave: quantize them anew, in place."""
+        for site, held in self._read.items():
+            quantizer = self._sim.quantizers[site]
+            if quantizer is changed or changed in (quantizer.factors or ()):
+                held.copy_(quantizer(stored_tensor(self._sim.model, site).detach()))
+
+    def _store(self, site: str, value: Tensor) -> None:
+        module = self._modules["" if owner_of(site) == "self" else owner_of(site)]
+        port = port_of(site)
+        if isinstance(module, nn.RNNBase) and arranged_weight(module, port) is not None:
+            for suffix, part in zip(suffixes(module), value, strict=True):
+                self._replace(getattr(module, port + suffix), restored(part, module.mode))
+            return
+        found = {**module._parameters, **module._buffers}.get(port)
+        if found is not None:
+            self._replace(found, value)
+            return
+        name, _, part = port.rpartition("_")
+        packed = module._parameters.get(name)
+        if packed is None or not isinstance(module, nn.MultiheadAttention):
+            raise ModelError(f"nothing is stored at {site} that could be written; quantize the model as it is now")
+        changed = packed.data.clone()
+        third_of(changed, part).copy_(value)
+        self._replace(packed, changed)
+
+    def _replace(self, parameter: Tensor, value: Tensor) -> None:
+        self._originals.setdefault(parameter, parameter.data)
+        parameter.data = torch.empty_like(parameter.data).copy_(value)
+
+
+def _point(data: dict[Tensor, Tensor]) -> None:
+    for parameter, tensor in data.items():
+        parameter.data = tensor

@@ -1,0 +1,276 @@
+"""Forward passes that are suspended where they reach a module, and go on later.
+
+Each pass runs in a thread of its own, of which one at a time has the baton. So a whole model is walked module by
+module, side by side for many batches, with one pass for each: nothing runs twice, any Python control flow works, and
+what is alive is what the passes hold where they stand.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _push_mode
+
+from qsdk.core.errors import DataError
+from torch_bridge.quantizers.phases import Phase, Visitor
+from torch_bridge.sites.call_scopes import Frame
+from torch_bridge.sites.runtime import Runtime
+
+
+class AbandonedError(BaseException):
+    """Unwinds a suspended forward that will not go on; no `except Exception` of a model holds it up."""
+
+
+class Suspended:
+    """A forward pass in a thread of its own, which runs only inside `Baton.resume`.
+
+    Attributes:
+        number: of its batch.
+        at: where it stands, as it said itself; None before it begins and when it has finished.
+        finished: whether the pass has come to its end.
+        abandoned: whether it is to unwind instead of going on.
+        state: what it shares with others, as it left it: frame, phase and visitor of the runtime, what it set on
+            modules, and the random numbers that follow.
+    """
+
+    def __init__(self, number: int, run: Callable[[], None], state: "_Shared") -> None:
+        self.number = number
+        self.at: Any = None
+        self.finished = False
+        self.abandoned = False
+        self.state = state
+        self._error: BaseException | None = None
+        self._go, self._stands = threading.Event(), threading.Event()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._main, run, _ThreadState()), daemon=True)
+
+    def resume(self) -> None:
+        """Run to the next stop or to the end, and raise what the pass raised."""
+        self.at = None
+        self._stands.clear()
+        self._go.set()
+        if self._thread.ident is None:
+            _start(self._thread)
+        self._stands.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is a forward of the quantized model."""
+        return self.state.phase != "float"
+
+    def stop(self, at: Any) -> None:
+        """Inside the pass: give the baton back, and wait until it is resumed."""
+        self.at = at
+        self._go.clear()
+        if not self.abandoned:
+            self._stands.set()
+            self._go.wait()
+        if self.abandoned:
+            raise AbandonedError
+
+    def abandon(self) -> None:
+        """Unwind the pass, where it stands or when it reaches its next stop, and end its thread."""
+        self.abandoned = True
+        self._go.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.finished = True
+
+    def _main(self, run: Callable[[], None], inherited: "_ThreadState") -> None:
+        try:
+            with inherited.entered(), torch.no_grad():
+                run()
+        except AbandonedError:
+            pass
+        except BaseException as error:  # raised again in the thread that waits
+            self._error = error
+        self.finished = True
+        self._stands.set()
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise DataError(
+            f"there are too many batches to keep a forward pass of each in flight ({error}); give fewer, larger ones"
+        ) from error
+
+
+class _ThreadState:
+    """What torch keeps by thread, as it is in this one."""
+
+    def __init__(self) -> None:
+        self.inference = torch.is_inference_mode_enabled()
+        self.modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = ("cpu", "cuda") if on_gpu else ("cpu",)
+        # without the cache: it knows weights by their address, and they change
+        self.autocast = [
+            torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        ]
+        self.stream = torch.cuda.current_stream() if on_gpu else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be as that thread, until the end of this one."""
+        for mode in self.modes:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            for context in self.autocast:
+                stack.enter_context(context)
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            yield
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What passes share, as one of them has it."""
+
+    frame: Frame | None
+    phase: Phase
+    visitor: Visitor | None
+    attributes: tuple[Any, ...]
+    random: Tensor
+
+
+_ABSENT = object()
+
+
+class Baton:
+    """Lets passes run, one at a time, each with the shared state that it left.
+
+    Attributes:
+        running: the pass that has the baton; None outside of them.
+        attributes: what forward passes set on modules, as (dictionary, key): each pass has its own value there.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Begin without passes, with the runtime of a sim."""
+        self.running: Suspended | None = None
+        self.attributes: Sequence[tuple[dict[str, Any], str]] = ()
+        self._runtime = runtime
+        self._passes: list[Suspended] = []
+        self._frame, self._phase, self._visitor = runtime.frame, runtime.phase, runtime.visitor
+
+    def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> Suspended:
+        """A pass that starts when it is first resumed."""
+        added = Suspended(number, run, replace(self._state(), frame=None, phase=phase, visitor=visitor))
+        self._passes.append(added)
+        return added
+
+    def resume(self, suspended: Suspended) -> None:
+        """Let a pass run to its next stop or to its end, and raise what it raises."""
+        with self._state_of(suspended):
+            suspended.resume()
+        if suspended.finished:
+            self._passes.remove(suspended)
+
+    def stop(self, at: Any) -> None:
+        """Inside a pass: suspend it, standing at this; outside of any it does nothing."""
+        if self.running is not None:
+            self.running.stop(at)
+
+    def close(self) -> None:
+        """Unwind every pass that has not finished, the latest first, and be as before the first one."""
+        while self._passes:
+            suspended = self._passes[-1]
+            if not suspended.finished:
+                with self._state_of(suspended):
+                    suspended.abandon()
+            self._passes.pop()
+        # an interrupt may have come while one state took the place of another
+        self._become(replace(self._state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
+
+    @contextmanager
+    def _state_of(self, suspended: Suspended) -> Iterator[None]:
+        outer, running = self._state(), self.running
+        try:
+            self.running = suspended
+            self._become(suspended.state)
+            yield
+        except BaseException:
+            suspended.abandon()  # an interrupt comes here while the pass still runs
+            raise
+        finally:
+            suspended.state = self._state()
+            self._become(outer)
+            self.running = running
+
+    def _state(self) -> _Shared:
+        runtime = self._runtime
+        values = tuple(held.get(key, _ABSENT) for held, key in self.attributes)
+        return _Shared(runtime.frame, runtime.phase, runtime.visitor, values, torch.get_rng_state())
+
+    def _become(self, state: _Shared) -> None:
+        runtime = self._runtime
+        runtime.frame, runtime.phase, runtime.visitor = state.frame, state.phase, state.visitor
+        for (held, key), value in zip(self.attributes, state.attributes, strict=True):
+            if value is _ABSENT:
+                held.pop(key, None)
+            else:
+                held[key] = value
+        torch.set_rng_state(state.random)
+
+
+def same_input(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same values in the same memory, seen the same way."""
+    return one is other or (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
+
+
+def attributes_set_by(model: nn.Module, run: Callable[[], Any]) -> list[tuple[dict[str, Any], str]]:
+    """Run something, and give what it set on the modules of a model, as (dictionary, key); they are set back."""
+    held = [part for module in model.modules() for part in (module.__dict__, module._buffers)]
+    before = [dict(part) for part in held]
+    try:
+        run()
+    finally:
+        changed = [
+            (part, key)
+            for part, old in zip(held, before, strict=True)
+            for key in {**part, **old}
+            if part.get(key, _ABSENT) is not old.get(key, _ABSENT)
+        ]
+        for part, old in zip(held, before, strict=True):
+            if part.keys() != old.keys() or any(part[key] is not value for key, value in old.items()):
+                part.clear()
+                part.update(old)
+    return changed
+
+
+@contextmanager
+def before_modules(hooks: Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]]) -> Iterator[None]:
+    """Call these with the arguments of every call of a module, after the hooks that the modules have."""
+    handles = []
+    try:
+        for module, hook in hooks.items():
+            handles.append(module.register_forward_pre_hook(_without_module(hook), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_module(hook: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., None]:
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook(args, kwargs)
+
+    return call

@@ -1,0 +1,228 @@
+"""Tensors that share memory: who is written under one name and read under another.
+
+A simulated site may give another tensor than it got, and a traced one always does. What is written into the result of
+a view (`z[:, :4].add_(1)`) must reach the tensor that it is a view of, so views between a write and a later read stay
+what they are: they are no sites.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from qsdk.core.errors import ModelError
+from torch_bridge.sites.source_lines import place
+
+
+@dataclass
+class _Name:
+    """A tensor object.
+
+    Attributes:
+        tensor: kept, so that its id stays its own.
+        born: the call that made it; 0 if it was there before.
+        source: id of the tensor that it is a view of, or None.
+        site: that gives it, if it shares memory.
+        written: whether it is the result of an op in place.
+    """
+
+    tensor: Tensor
+    born: int
+    source: int | None = None
+    site: str = ""
+    written: bool = False
+
+
+class _Region(NamedTuple):
+    """The elements of a memory that a tensor has."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Region":
+        """Those that it has now."""
+        strided = x.layout == torch.strided
+        stride, offset = (x.stride(), int(x.storage_offset())) if strided else ((), 0)
+        return cls(_memory(x), x.dtype, tuple(x.shape), stride, offset)
+
+    @property
+    def last(self) -> int:
+        """Where its last element stands."""
+        return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    def meets(self, other: "_Region") -> bool:
+        """Whether an element is in both; also where nobody can tell."""
+        if self.memory != other.memory or 0 in (*self.shape, *other.shape):
+            return False
+        if self.dtype != other.dtype or self == other:
+            return True
+        has = torch.zeros(max(self.last, other.last) + 1, dtype=torch.bool)
+        has.as_strided(self.shape, self.stride, self.offset).fill_(True)
+        return bool(has.as_strided(other.shape, other.stride, other.offset).any())
+
+
+@dataclass
+class _Write:
+    """A write into memory: by which call, into which tensor and elements, and the site of the op if it is one."""
+
+    call: int
+    target: int
+    region: "_Region"
+    site: str = ""
+
+
+class Aliases:
+    """Follows one forward pass whose sites change nothing.
+
+    Attributes:
+        views: sites of views that must stay views.
+        read_again: sites of ops in place whose tensor is read again by another name than their result.
+        places: where the user's code writes over tensors.
+        inputs: whether it writes over an input.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.views: set[str] = set()
+        self.read_again: set[str] = set()
+        self.places: list[str] = []
+        self.inputs = False
+        self._call = 0
+        self._names: dict[int, _Name] = {}
+        self._writes: dict[int, list[_Write]] = {}
+        self._given: set[int] = set()  # memory of inputs
+        self._versions: list[tuple[Tensor, int]] = []
+        stored = (*model.named_parameters(), *model.named_buffers())
+        self._state = {_memory(tensor): name for name, tensor in stored}
+        self._state_read: set[int] = set()
+        self._state_written: dict[int, str] = {}
+
+    def calls(self, arguments: Any) -> None:
+        """A function is about to be called with these."""
+        self._versions = [(x, _version(x)) for x in all_tensors(arguments)]
+
+    def called(self, name: str, arguments: tuple[tuple[Any, ...], Mapping[str, Any] | None], result: Any) -> None:
+        """It has been called, and gave this."""
+        self._call += 1
+        args, kwargs = arguments
+        given = [x for x, _ in self._versions]
+        changed = [x for x, before in self._versions if _version(x) != before]
+        # setitem does not read what it writes over
+        read = given[1:] if name == "__setitem__" else given
+        for x in read:
+            self._read(x)
+        made = all_tensors(result)
+        self._note_state(read, changed, made)
+        if changed:
+            out = all_tensors((kwargs or {}).get("out"))
+            self._wrote(next((x for x in (*out, *given) if any(x is y for y in changed)), changed[0]))
+            if name == "__setitem__":
+                self._put_back(args)
+        for x in made:
+            if id(x) not in self._names:
+                source = next((y for y in given if _memory(y) == _memory(x)), None)
+                self._names[id(x)] = _Name(x, self._call, None if source is None else id(source))
+
+    def site(self, site: str, x: Tensor, *, given: bool) -> None:
+        """A site gives this tensor; `given` if it is an input."""
+        if given:
+            self._given.add(_memory(x))
+        self._name(x).site = site
+
+    def wrote_over(self, site: str, x: Tensor, result: Tensor) -> None:
+        """The op at a site has written over x, and its result goes on as another name of it."""
+        self._name(x)
+        self._names[id(result)] = _Name(result, self._call + 1, id(x), site, written=True)
+        for write in self._writes.get(_memory(x), ())[-1:]:
+            if write.target == id(x) and not write.site:
+                write.site = site
+
+    def finish(self, result: Any) -> None:
+        """The model has given this.
+
+        Raises:
+            ModelError: a parameter or buffer is written and read, which makes it a state.
+        """
+        self._call += 1
+        for x in all_tensors(result):
+            self._read(x)
+            self._state_read.add(_memory(x))
+        for memory in self._state_read & self._state_written.keys():
+            raise ModelError(
+                f"{self._state[memory]} is written by the forward pass ({self._state_written[memory]}) and read by it "
+                "too, so it is a state, which an exported file does not keep; take it as an argument and return it "
+                "changed (y, state = model(x, state)), or change a clone() of it"
+            )
+
+    def _name(self, x: Tensor) -> _Name:
+        return self._names.setdefault(id(x), _Name(x, 0))
+
+    def _read(self, x: Tensor) -> None:
+        """Hold a read against the writes since this name of the memory came up."""
+        name = self._name(x)
+        for write in self._writes.get(_memory(x), ()):
+            if write.call < name.born or not write.region.meets(_Region.of(x)):
+                continue
+            if write.site:
+                self.read_again.add(write.site)
+            above, below = self._sources(id(x)), self._sources(write.target)
+            for between in {*above} ^ {*below}:
+                if self._names[between].written:
+                    self.read_again.add(self._names[between].site)
+                elif self._names[between].source is not None:
+                    self.views.add(self._names[between].site)
+        self.views.discard("")
+
+    def _sources(self, key: int | None) -> Iterable[int]:
+        """A name, and what it is a view of."""
+        found = []
+        while key is not None:
+            found.append(key)
+            key = self._names[key].source
+        return found
+
+    def _wrote(self, x: Tensor) -> None:
+        self._name(x)
+        self.places.append(place())
+        self._writes.setdefault(_memory(x), []).append(_Write(self._call, id(x), _Region.of(x)))
+        self.inputs |= _memory(x) in self._given
+
+    def _put_back(self, args: tuple[Any, ...]) -> None:
+        """Python writes `z[a] += b` as an op in place and an assignment of its result, which makes the op's write."""
+        target, index, value = args[:3]
+        if not isinstance(value, Tensor) or _memory(value) != _memory(target):
+            return
+        region = _Region.of(target[index])
+        if region == _Region.of(value):
+            writes = self._writes[region.memory]
+            writes[:-1] = [write for write in writes[:-1] if write.region != region]
+
+    def _note_state(self, read: list[Tensor], changed: list[Tensor], made: list[Tensor]) -> None:
+        """Whose values a call reads: not of what it only writes over, nor of what it gives a view of."""
+        for x in changed:
+            if _memory(x) in self._state:
+                self._state_written.setdefault(_memory(x), place())
+        shared = {_memory(x) for x in (*changed, *made)}
+        self._state_read.update({_memory(x) for x in read} & self._state.keys() - shared)
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """The tensors in any nesting of tuples, lists and mappings."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _memory(x: Tensor) -> int:
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # of a sparse tensor, which has no views
+        return id(x)
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
