@@ -55,25 +55,47 @@ if TYPE_CHECKING:
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
     from qsdk.verbs.precision import advise, mixed_precision
-    from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
+    from qsdk.verbs.qdq_files import validate
+    from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
     from qsdk.verbs.ranges import tune_ranges
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
     from qsdk.verbs.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
 
 __version__ = "0.1.0"
 
-_VERBS = frozenset({"quantize", "calibrate", "export", "check_parity", "to_integer", "validate"})
-_LAYER_VERBS = frozenset({"seq_mse", "adaround", "gptq"})
-_FILE_VERBS = frozenset({"load_encodings", "save_encodings", "convert_encodings", "save", "load"})
-_APPLY_VERBS = frozenset({"apply_encodings"})
-_BIAS_VERBS = frozenset({"correct_bias"})
-_NORM_VERBS = frozenset({"reestimate_batch_norm"})
-_BLOCK_VERBS = frozenset({"tune_blocks"})
-_SCALING_VERBS = frozenset({"equalize", "smooth_quant", "awq"})
-_RANGE_VERBS = frozenset({"tune_ranges"})
-_SCHEDULES = frozenset({"observe_ranges", "observing", "freeze_ranges", "anneal_bits"})
-_DISTILL_VERBS = frozenset({"distill_loss", "Distilled"})
-_PRECISION_VERBS = frozenset({"mixed_precision", "advise"})
+#: verb -> the file that holds it, loaded on first use
+_VERBS = {
+    "quantize": "quantize",
+    "calibrate": "quantize",
+    "export": "quantize",
+    "check_parity": "quantize",
+    "to_integer": "quantize",
+    "validate": "qdq_files",
+    "seq_mse": "layers",
+    "adaround": "layers",
+    "gptq": "layers",
+    "load_encodings": "files",
+    "save_encodings": "files",
+    "convert_encodings": "files",
+    "save": "files",
+    "load": "files",
+    "apply_encodings": "apply",
+    "correct_bias": "bias",
+    "reestimate_batch_norm": "batch_norm",
+    "tune_blocks": "blocks",
+    "equalize": "scaling",
+    "smooth_quant": "scaling",
+    "awq": "scaling",
+    "tune_ranges": "ranges",
+    "observe_ranges": "schedules",
+    "observing": "schedules",
+    "freeze_ranges": "schedules",
+    "anneal_bits": "schedules",
+    "distill_loss": "distill",
+    "Distilled": "distill",
+    "mixed_precision": "precision",
+    "advise": "precision",
+}
 
 __all__ = [
     "quantize",
@@ -151,29 +173,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
-        return getattr(import_module("qsdk.verbs.quantize"), name)
-    if name in _LAYER_VERBS:
-        return getattr(import_module("qsdk.verbs.layers"), name)
-    if name in _FILE_VERBS:
-        return getattr(import_module("qsdk.verbs.files"), name)
-    if name in _APPLY_VERBS:
-        return getattr(import_module("qsdk.verbs.apply"), name)
-    if name in _BIAS_VERBS:
-        return getattr(import_module("qsdk.verbs.bias"), name)
-    if name in _BLOCK_VERBS:
-        return getattr(import_module("qsdk.verbs.blocks"), name)
-    if name in _SCALING_VERBS:
-        return getattr(import_module("qsdk.verbs.scaling"), name)
-    if name in _NORM_VERBS:
-        return getattr(import_module("qsdk.verbs.batch_norm"), name)
-    if name in _RANGE_VERBS:
-        return getattr(import_module("qsdk.verbs.ranges"), name)
-    if name in _SCHEDULES:
-        return getattr(import_module("qsdk.verbs.schedules"), name)
-    if name in _DISTILL_VERBS:
-        return getattr(import_module("qsdk.verbs.distill"), name)
-    if name in _PRECISION_VERBS:
-        return getattr(import_module("qsdk.verbs.precision"), name)
+        return getattr(import_module(f"qsdk.verbs.{_VERBS[name]}"), name)
     raise AttributeError(f"module 'qsdk' has no attribute {name!r}")
 
 

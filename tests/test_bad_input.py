@@ -32,7 +32,8 @@ from qsdk.core.errors import (
     ModelError,
     QsdkError,
 )
-from qsdk.verbs.quantize import calibrate, check_parity, export, inspect, quantize, to_integer, validate
+from qsdk.verbs.qdq_files import inspect, validate
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
 X = seeded(2, 3, 6, 6)

@@ -18,7 +18,7 @@ from onnx_backend.integer.firmware.program import program
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.core.errors import ConfigError, ExportError, IntegerError
-from qsdk.verbs.quantize import opened_qdq
+from qsdk.verbs.qdq_files import opened_qdq
 
 
 def compare(model, feeds, **options):

@@ -13,7 +13,8 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.numerics.dtypes import dtype_named
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
+from qsdk.verbs.qdq_files import validate
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 RNG = np.random.default_rng(11)
 SHAPES = {"mlp": (4, 6), "convnet": (2, 3, 8, 8)}

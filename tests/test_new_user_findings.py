@@ -21,7 +21,8 @@ from qsdk.cli import main
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ExportError, IntegerError
 from qsdk.core.numerics.dtypes import float16
-from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer, validate
+from qsdk.verbs.qdq_files import validate
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 
 node = helper.make_node
 

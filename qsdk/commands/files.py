@@ -4,7 +4,8 @@ from argparse import Namespace
 
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
-from qsdk.verbs.quantize import inspect, to_integer
+from qsdk.verbs.qdq_files import inspect
+from qsdk.verbs.quantize import to_integer
 
 
 def run_inspect(options: Namespace) -> int:

@@ -11,7 +11,8 @@ from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import chosen
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
-from qsdk.verbs.quantize import check_parity, opened_qdq
+from qsdk.verbs.qdq_files import opened_qdq
+from qsdk.verbs.quantize import check_parity
 
 
 def run(options: Namespace) -> int:

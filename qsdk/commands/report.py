@@ -18,7 +18,7 @@ from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import w8a8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.verbs.quantize import opened_qdq
+from qsdk.verbs.qdq_files import opened_qdq
 
 
 def run(options: Namespace) -> int:

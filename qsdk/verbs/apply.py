@@ -20,7 +20,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.graph_json import graph_from_text
 from qsdk.core.read_files import text_of
 from qsdk.core.report import Report
-from qsdk.verbs.quantize import OnnxSource, export, opened_qdq
+from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from qsdk.verbs.quantize import export
 
 ABSORBED = "absorbed"
 

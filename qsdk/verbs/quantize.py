@@ -7,24 +7,19 @@ from typing import Any, Literal, overload
 from onnx import ModelProto
 from torch import nn
 
-from onnx_backend.export import require_companion, without_uncalibrated, write_model
+from onnx_backend.export import without_uncalibrated, write_model
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
 from onnx_backend.opening.from_trace import TracedModel, open_traced
-from onnx_backend.opening.normalize_qdq import normalised
 from onnx_backend.opening.plan_of_qdq import provenance_kept
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.parity import parity
 from onnx_backend.parity.expected_model import expected_of
-from onnx_backend.passes.canonicalize import densify
 from onnx_backend.proto import model as onnx_model
-from onnx_backend.proto.external_data import require_no_external_data
-from onnx_backend.qdq import read
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
-from onnx_backend.validation import validate as validation
 from qsdk.algorithms.ranks import gathered
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.encodings.provenance import provenance_of
@@ -36,6 +31,7 @@ from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.attach import compare_sites
 from torch_bridge.calibrate import calibrate as calibrate_torch
 from torch_bridge.data_passes.captures import captures
@@ -46,7 +42,6 @@ from torch_bridge.stored_values import stored_values
 
 Sim = QuantSim | OnnxSim
 Forward = Callable[[Any, Any], Any]
-OnnxSource = str | os.PathLike[str] | ModelProto
 
 
 @overload
@@ -344,51 +339,6 @@ def to_integer(
         data=data,
         firmware=firmware,
     )
-
-
-def validate(model: OnnxSource) -> Report:
-    """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
-
-    Raises:
-        FileFormatError: the file cannot be read as ONNX.
-    """
-    return validation.validate(onnx_model.load(model, whole=True))
-
-
-def inspect(model: OnnxSource) -> Report:
-    """List the encodings that a Q/DQ model holds, read from its own nodes.
-
-    Raises:
-        FileFormatError: the model is unreadable or invalid.
-    """
-    rows = [
-        {
-            "site": site,
-            "dtype": encoding.dtype.name,
-            "scales": encoding.scale.size,
-            "smallest scale": float(encoding.scale.min()),
-            "largest scale": float(encoding.scale.max()),
-            "zero point": int(encoding.zero_point[0]) if encoding.zero_point.size == 1 else "",
-        }
-        for site, encoding in read.read(opened_qdq(model)).items()
-    ]
-    return Report("Encodings", rows, {"sites": len(rows)})
-
-
-def opened_qdq(source: OnnxSource) -> ModelProto:
-    """Read a Q/DQ model and hold it against its companion and the rules of `validate`.
-
-    Raises:
-        FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
-    """
-    opened = onnx_model.load(source)
-    require_no_external_data(opened)
-    where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
-    if not isinstance(source, ModelProto):
-        require_companion(opened, source)
-    densify(opened.graph)
-    validation.require_valid(opened, where)
-    return normalised(opened)
 
 
 def refuse_forward(forward: Forward | None) -> None:

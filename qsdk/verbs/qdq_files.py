@@ -1,0 +1,61 @@
+"""Q/DQ files as they are given: opened and held against the rules, validated, their encodings listed."""
+
+import os
+
+from onnx import ModelProto
+
+from onnx_backend.export import require_companion
+from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.passes.canonicalize import densify
+from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto.external_data import require_no_external_data
+from onnx_backend.qdq import read
+from onnx_backend.validation import validate as validation
+from qsdk.core.report import Report
+
+OnnxSource = str | os.PathLike[str] | ModelProto
+
+
+def validate(model: OnnxSource) -> Report:
+    """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
+
+    Raises:
+        FileFormatError: the file cannot be read as ONNX.
+    """
+    return validation.validate(onnx_model.load(model, whole=True))
+
+
+def inspect(model: OnnxSource) -> Report:
+    """List the encodings that a Q/DQ model holds, read from its own nodes.
+
+    Raises:
+        FileFormatError: the model is unreadable or invalid.
+    """
+    rows = [
+        {
+            "site": site,
+            "dtype": encoding.dtype.name,
+            "scales": encoding.scale.size,
+            "smallest scale": float(encoding.scale.min()),
+            "largest scale": float(encoding.scale.max()),
+            "zero point": int(encoding.zero_point[0]) if encoding.zero_point.size == 1 else "",
+        }
+        for site, encoding in read.read(opened_qdq(model)).items()
+    ]
+    return Report("Encodings", rows, {"sites": len(rows)})
+
+
+def opened_qdq(source: OnnxSource) -> ModelProto:
+    """Read a Q/DQ model and hold it against its companion and the rules of `validate`.
+
+    Raises:
+        FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
+    """
+    opened = onnx_model.load(source)
+    require_no_external_data(opened)
+    where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
+    if not isinstance(source, ModelProto):
+        require_companion(opened, source)
+    densify(opened.graph)
+    validation.require_valid(opened, where)
+    return normalised(opened)
