@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_same_plan import float_onnx
+from float_files import float_onnx
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves

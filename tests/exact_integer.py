@@ -1,9 +1,9 @@
 """Integer lowerings against exact arithmetic: the stated bound holds, nearly every code is the nearest one."""
 
 import numpy as np
+from integer_comparison import compare
 from integer_models import LEVELS, run
 from onnx import TensorProto, checker, helper
-from test_integer import compare
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import Context

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from live_norm_models import fresh
 from rank_group import in_process_group
-from test_live_norms import fresh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import seeded

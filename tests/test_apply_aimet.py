@@ -8,8 +8,8 @@ import json
 import numpy as np
 import onnx
 import pytest
+from aimet_documents import FILES, named, tiny
 from foreign_models import integers
-from test_aimet_encodings import FILES, named, tiny
 
 import qsdk
 from onnx_backend.runtime.session import simulation_session

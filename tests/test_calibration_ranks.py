@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from onnx import TensorProto, helper, numpy_helper
+from observed_model import module, onnx_model
 from rank_group import in_process_group
-from torch import nn
 
 import qsdk
 from qsdk.core.errors import DataError
@@ -79,28 +78,6 @@ def test_a_failure_elsewhere_is_named_and_one_here_is_told():
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
-
-
-def module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3, bias=False)).eval()
-
-
-def onnx_model():
-    convolution, _, last = module()
-    weights = [convolution.weight, convolution.bias, last.weight]
-    stored = [
-        numpy_helper.from_array(w.detach().numpy(), name) for w, name in zip(weights, ("w", "b", "v"), strict=True)
-    ]
-    nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv"),
-        helper.make_node("Relu", ["c"], ["r"], "relu"),
-        helper.make_node("Conv", ["r", "v"], ["y"], "last"),
-    ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *s]) for name, s in (("x", [3, 8, 8]),)]
-    out = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    graph = helper.make_graph(nodes, "net", ends, out, stored)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def sims():

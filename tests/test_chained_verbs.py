@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from bias_models import data_of, layers, narrow_sim
 from islands import DOORS
-from test_correct_bias import data_of, layers, narrow_sim
-from test_rounding_verbs import network_error, sim_at
-from test_snapshot_weights import stored_bytes
+from rounded_sims import network_error, sim_at
+from stored_values import stored_bytes
 
 from qsdk import adaround, calibrate, correct_bias, equalize, gptq, load, save, seq_mse, smooth_quant, tune_blocks, w4a8
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_config_json import fits
+from json_schema import fits
 
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.encodings.qsdk_format import dumps, encodings_schema, loads

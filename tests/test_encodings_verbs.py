@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from aimet_documents import FILES, entries, tiny
+from float_files import float_onnx
 from islands import BATCHES, DOORS, batches, onnx_model, outputs, sim_at
 from onnx import numpy_helper
-from test_aimet_encodings import FILES, entries, tiny
-from test_same_plan import float_onnx
 from torch import nn
 from torch_models import seeded
 

@@ -2,15 +2,14 @@
 
 import re
 import shlex
-import shutil
 import subprocess
-from pathlib import Path
 
 import firmware_runner
 import numpy as np
 import onnx
 import pytest
 import torch
+from c_interpreter import COMPILER, EXAMPLE, compiled, run
 from firmware_models import IN_C, cnn, ties
 from integer_models import Net
 
@@ -23,25 +22,7 @@ from qsdk.cli import main
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "c_interpreter"
-INTERPRETER = EXAMPLE / "interpreter.c"
-COMPILER = shutil.which("cc")
-FLAGS = ["-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O2"]
-
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) on the PATH")
-
-
-def compiled(text, folder, *flags):
-    (folder / "network.h").write_text(text)
-    made = folder / "network"
-    command = [COMPILER, *FLAGS, *flags, "-I", folder, INTERPRETER, "-o", made]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return made
-
-
-def run(binary, data):
-    return subprocess.run([binary], input=data, capture_output=True, check=True).stdout
 
 
 def compare(model, feeds, folder, *flags, **options):

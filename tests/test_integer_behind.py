@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from exact_integer import require_exact
+from fixed_point_programs import ALL_FUNCTIONS, CASES
+from integer_comparison import ENCODINGS, compare, noise
 from integer_models import Net
 from onnx import TensorProto
-from test_integer import ENCODINGS, compare, noise
-from test_integer_wide import ALL_FUNCTIONS, CASES
 
 from onnx_backend.integer.convert import convert
 from qsdk.core.errors import IntegerError

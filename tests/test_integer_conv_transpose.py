@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise, refused
 from integer_models import INT4, INT8, UINT8, UINT16, Net, run, simulate
-from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from block_models import BlockNet, X, multiplied
 from exact_integer import require_exact
 from hypothesis import given
 from hypothesis import strategies as st
+from integer_comparison import noise
 from integer_models import INT4, INT8, UINT4, run, simulate
-from test_integer import noise
-from test_integer_blocks import BlockNet, X, multiplied
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.quantized_constant import Blocks

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from integer_comparison import ROUNDINGS, compare, exact
 from integer_models import LEVELS, UINT8, Net, run
 from onnx import TensorProto, checker, helper
-from test_integer import ROUNDINGS, compare, exact
 
 from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from c_interpreter import COMPILER, compiled
+from c_interpreter import run as run_c
 from firmware_models import silu_of_sixteen_bits
 from integer_models import INT16, LEVELS, UINT8, UINT16, Net, run, small_cnn
 from onnx import TensorProto, shape_inference
-from test_firmware_c import COMPILER, compiled
-from test_firmware_c import run as run_c
 
 import qsdk
 from onnx_backend.integer.convert import convert

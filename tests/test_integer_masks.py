@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise
 from integer_models import UINT8, UINT16, Net
 from onnx import TensorProto
-from test_integer import compare, noise
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepared

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise
 from integer_models import INT8, UINT8, UINT16, Net
 from onnx import TensorProto, helper
-from test_integer import compare, noise
 
 from qsdk.verbs.quantize import to_integer
 

@@ -3,35 +3,16 @@
 import numpy as np
 import pytest
 from exact_integer import require_exact
+from grid_values import on_grid
+from integer_comparison import ENCODINGS, compare, noise
 from integer_models import INT8, UINT8, Net, run
-from test_integer import ENCODINGS, compare, noise
-from test_integer_softmax import on_grid
+from integer_norms import extremes, normed
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 
 EPSILONS = [1e-12, 1e-5, 0.1]
-
-
-def normed(x, axes, epsilon, *, centred=True):
-    x = np.asarray(x, np.float64)
-    centre = x - x.mean(axes, keepdims=True) if centred else x
-    return centre / np.sqrt((centre**2).mean(axes, keepdims=True) + epsilon)
-
-
-def extremes(zero, length):
-    """Rows of codes: noise, all equal, one outlier, all but one at an end, tiny noise, two values."""
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 256, length) for _ in range(8)]
-    rows += [np.full(length, v) for v in (0, 255, zero, zero + 1)]
-    for low, high in ((0, 255), (zero, zero + 1), (zero, 255), (255, 0), (zero - 1, zero)):
-        one = np.full(length, low)
-        one[length // 3] = high
-        rows.append(one)
-        rows.append(np.where(np.arange(length) % 2, low, high))
-    rows += [rng.integers(zero - 1, zero + 2, length) for _ in range(4)]
-    return np.stack(rows).clip(0, 255)
 
 
 GAINS = ["none", "float", "quantized", "bias"]

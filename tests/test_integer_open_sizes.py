@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from dynamic_products import dynamic_product
+from integer_comparison import noise
 from integer_models import Net
-from test_integer import noise
-from test_integer_shapes import dynamic_product
 
 import qsdk
 from onnx_backend.integer.convert import convert

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise, refused
 from integer_models import INT4, INT8, UINT8, Net, run, simulate
 from onnx import TensorProto, helper, numpy_helper
-from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference

@@ -5,9 +5,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise, refused
 from integer_models import INT8, UINT8, UINT16, Net, run, simulate
 from onnx import TensorProto, helper
-from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.values import Refused

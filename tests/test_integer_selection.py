@@ -4,9 +4,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+from integer_comparison import compare, grid, noise, refused
 from integer_models import INT8, INT16, LEVELS, UINT8, UINT16, Net, run, simulate
 from onnx import TensorProto, helper
-from test_integer import compare, grid, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference

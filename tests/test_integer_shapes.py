@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dynamic_products import dynamic_product
 from integer_models import Net, run, simulate
 from onnx import TensorProto
 
@@ -9,14 +10,6 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.fixed_shapes import with_shapes
 from qsdk.core.errors import ConfigError, IntegerError
-
-
-def dynamic_product():
-    """A product of two activations, whose accumulator is bounded by the length of its sums."""
-    net = Net()
-    x = net.qdq(net.input(["n", 4, "length"]), 0.031, 117)
-    net.output(net.qdq(net.op("MatMul", x, net.op("Transpose", x, perm=[0, 2, 1])), 0.17, 120), ["n", 4, 4])
-    return net.model()
 
 
 def test_a_sum_over_a_dynamic_axis_needs_its_size(tmp_path):

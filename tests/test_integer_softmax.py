@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from exact_integer import grid_codes, require_exact
+from grid_values import on_grid
+from integer_comparison import ENCODINGS, compare, noise
 from integer_models import INT8, UINT8, Net, run
 from onnx import TensorProto
-from test_integer import ENCODINGS, compare, noise
 
 from onnx_backend.integer.convert import convert
 from qsdk.core.errors import IntegerError
@@ -17,12 +18,6 @@ def softmax(x, axis=-1):
     x = np.asarray(x, np.float64)
     e = np.exp(x - x.max(axis, keepdims=True))
     return e / e.sum(axis, keepdims=True)
-
-
-def on_grid(x, scale, zero, dtype=UINT8):
-    lo, hi = (0, 255) if dtype == UINT8 else (-128, 127)
-    scale = np.float32(scale)
-    return (np.clip(np.rint(x / scale) + zero, lo, hi) - zero) * np.float64(scale)
 
 
 @pytest.mark.parametrize("axis", [-1, 0, 1])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from exact_integer import require_exact
+from grid_values import on_grid
 from integer_models import Net
-from test_integer_norms import extremes, normed
-from test_integer_softmax import on_grid
+from integer_norms import extremes, normed
 
 import qsdk
 from onnx_backend.integer.decompose.prepare import prepared

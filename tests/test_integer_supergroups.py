@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from integer_comparison import ENCODINGS, compare, grid, noise
 from integer_models import INT8, UINT8, Net
-from test_integer import ENCODINGS, compare, grid, noise
 
 from onnx_backend.integer.convert import convert
 from qsdk.core.errors import IntegerError

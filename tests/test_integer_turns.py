@@ -4,10 +4,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from exact_integer import integers_of, require_near
+from integer_comparison import compare, noise
 from integer_models import LEVELS, Net, run, simulate
 from onnx import TensorProto, helper
-from test_integer import compare, noise
-from test_integer_wide import integers_of, require_near
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.fixed_point.sincos import turned

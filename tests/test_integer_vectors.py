@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise
 from integer_models import INT8, UINT8, UINT16, Net
-from test_integer import compare, noise
 
 from onnx_backend.integer.convert import convert
 from qsdk.core.config.config import w8a8

@@ -6,15 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from exact_integer import integers_of, require_near, surroundings
+from fixed_point_programs import ALL_FUNCTIONS, CASES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, sums, to_fixed
 from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
 from onnx_backend.integer.ir.values import Constant, Linear, Lookup, Refused, Term, Wide
-from onnx_backend.integer.lowering.nonlinear.tables import TABLES
-
-ALL_FUNCTIONS = dict(TABLES)
 
 
 def spread_out(lo, hi, count=60, seed=0):
@@ -288,13 +286,6 @@ def test_an_accumulator_is_taken_exactly():
 
 def curve_of(name, **attrs):
     return CURVES[name](attrs), lambda x: ALL_FUNCTIONS[name](x, attrs)
-
-
-CASES = [(name, {}) for name in sorted(CURVES)] + [
-    ("Gelu", {"approximate": "tanh"}),
-    ("Elu", {"alpha": 0.3}),
-    ("Celu", {"alpha": 0.4}),
-]
 
 
 @pytest.mark.parametrize(("name", "attrs"), CASES)

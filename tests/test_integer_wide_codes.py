@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from integer_comparison import noise
 from integer_models import Net, run, simulate
 from onnx import TensorProto
-from test_integer import noise
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference

@@ -4,8 +4,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from integer_comparison import compare, noise, refused
 from integer_models import INT8, UINT8, Net, run
-from test_integer import compare, noise, refused
 
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.reference.run import run_reference

@@ -3,9 +3,9 @@
 import numpy as np
 import onnx
 import pytest
+from integer_comparison import compare, grid, noise
 from integer_models import INT8, UINT8, Net, run, simulate
 from onnx import TensorProto, helper
-from test_integer import compare, grid, noise
 
 import qsdk
 from onnx_backend.integer.convert import convert

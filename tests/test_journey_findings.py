@@ -8,9 +8,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from float_files import float_onnx, plan_of_module
 from onnx import helper
 from qdq_models import make_model, weights
-from test_same_plan import float_onnx, plan_of_module
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import distinct

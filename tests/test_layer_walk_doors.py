@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_same_plan import CONFIG, float_onnx
+from float_files import CONFIG, float_onnx
 from zoo_models import ZOO, distinct
 
 from onnx_backend.sim import OnnxSim

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from float_files import float_onnx
 from onnx import ModelProto, helper
-from test_same_plan import float_onnx
 from walked import exposed, float_model, model_of, names_in, product
 from zoo_models import ZOO, distinct
 

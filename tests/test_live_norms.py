@@ -1,13 +1,13 @@
 """BatchNorms that were folded and are trained: `sim.training(freeze_bn_after=...)`."""
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from live_norm_models import fresh, net, one_step, same, state
 from torch import Tensor, nn
 from torch_models import BatchNormNet, calibrated, randomized, seeded, sim_of
 
@@ -62,14 +62,6 @@ def trained(model: nn.Module, inputs: list[Tensor], *, lr: float = 0.05) -> list
     return losses
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(x, right[name]) for name, x in left.items())
-
-
 @layers
 def test_without_quantizers_it_trains_like_the_float_model(name: str):
     torch.manual_seed(1)
@@ -116,21 +108,6 @@ def quick(sim: QuantSim, steps: int, *, after: float = 2, **options: Any) -> Ten
         trained(live, [seeded(8, 2, 6, 6, seed=k) for k in range(steps)])
         live.eval()
         return live(seeded(4, 2, 6, 6, seed=99)).detach()
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return randomized(BatchNormNet())
-
-
-@functools.cache
-def _prepared(config: QuantConfig, seed: int) -> QuantSim:
-    return calibrated(net(seed), seeded(8, 2, 6, 6), config)
-
-
-def fresh(config: QuantConfig | None = None, seed: int = 0) -> QuantSim:
-    """A calibrated sim of the network."""
-    return copy.deepcopy(_prepared(config or w8a8(), seed))
 
 
 @pytest.mark.parametrize("config", [w4a8(), w8a8().skip("conv1", dtype="float16")])
@@ -274,14 +251,6 @@ def test_blocks_follow_one_another_as_one():
             optimizer = torch.optim.SGD(live.parameters(), lr=0.05)
             twice += [one_step(live, optimizer, x) for x in part]
     torch.testing.assert_close(once, twice, rtol=1e-4, atol=1e-6)
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = (model(x) - 0.3).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def test_a_snapshot_from_before_leads_back_bit_for_bit_and_trains_the_same():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_live_norms import fresh, net, one_step, same, state
+from live_norm_models import fresh, net, one_step, same, state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_models import BatchNormNet, calibrated, randomized, seeded

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from live_norm_models import fresh, same
 from live_norms_worker import BATCHES, result, stepped
-from test_live_norms import fresh, same
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "live_norms_worker.py"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_same_plan import float_onnx
+from float_files import float_onnx
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from test_same_plan import float_onnx
+from float_files import float_onnx
 from torch import Tensor, nn
 
 import qsdk

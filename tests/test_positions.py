@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_same_plan import float_onnx
+from float_files import float_onnx
 from torch import Tensor, nn
 from torch_models import calibrated, seeded, sim_of
 from zoo_models import distinct, tokens

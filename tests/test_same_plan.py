@@ -1,10 +1,8 @@
 """A module and the float ONNX file made of it are planned alike, simulate alike, and leave no tensor unexplained."""
 
 import functools
-import logging
 import math
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +12,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from float_files import CONFIG, float_onnx, plan_of_module
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 from zoo_models import ZOO, Recurrent, distinct
 
-from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.sim import OnnxSim
-from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import PerTensor
@@ -33,42 +31,11 @@ from qsdk.verbs.quantize import calibrate, check_parity, export, quantize
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import stored_values
-from torch_bridge.tracing.trace import marked_onnx
-
-CONFIG = w8a8()
 
 
 def some_slow(names: Iterable[Any], *slow: Any) -> list[Any]:
     """The names as parameters, some of them marked slow."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
-
-
-def float_onnx(model: nn.Module, example: tuple[Tensor, ...], *, dynamic: bool = True) -> onnx.ModelProto:
-    """What torch exports of the plain float module, optimized as by default, at opset 21."""
-    # the tables of Bert and Gpt would be cut to constants at a fixed length; those of Llama have one
-    longer = isinstance(model, (ZOO["bert"][0], ZOO["gpt"][0]))
-    axes = tuple({0: "batch", 1: "length"} if longer else {0: "batch"} for _ in example)
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                model, example, dynamo=True, opset_version=21, verbose=False, dynamic_shapes=axes if dynamic else None
-            )
-    finally:
-        logger.setLevel(level)
-    assert program is not None
-    return program.model_proto
-
-
-def plan_of_module(model: nn.Module, example: tuple[Tensor, ...], config: QuantConfig = CONFIG) -> tuple[Graph, Plan]:
-    """The graph and plan of the PyTorch door."""
-    prepared = prepare(model, example, config, in_place=False, fold_batch_norm=True)
-    traced = marked_onnx(prepared.model, prepared.runtime, prepared.example)
-    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
-    return graph, make_plan(graph, config)
 
 
 EVERY = some_slow(ZOO, "encoder", "gru", "llama", "vit", "audio", "unet", "mobile")

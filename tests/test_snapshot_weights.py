@@ -8,21 +8,13 @@ import onnx
 import pytest
 import torch
 from islands import batches, everything, onnx_model, outputs, sim_at
+from stored_values import stored_bytes
 from torch import nn
 
 from qsdk import ModelError, advise, calibrate, check_parity, export, mixed_precision, quantize, w8a8
 from qsdk.core.sims.state import put_back_on_error
 
 both = pytest.mark.parametrize("door", ["torch", "onnx"])
-
-
-def stored_bytes(sim):
-    """Every stored tensor, as bytes."""
-    if hasattr(sim, "model"):
-        own = {name for q in sim.quantizers.values() for name in q.buffer_names}
-        state = sim.model.state_dict()
-        return {name: x.numpy().tobytes() for name, x in state.items() if name.rpartition(".")[2] not in own}
-    return {tensor.name: tensor.SerializeToString() for tensor in sim.marked().graph.initializer}
 
 
 def change(sim, factor=1.5):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from norm_models import DIVISIONS, SQUARES, Norm, build
 from onnx import ModelProto, helper
-from test_supergroups_attention import rope
-from test_supergroups_other_norms import group_norm, tensorflow_norm
+from other_norm_models import group_norm, tensorflow_norm
+from rope_models import rope
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.graph.graph import Graph, Op, Tensor

@@ -8,31 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_models import DIVISIONS, SQUARES, Norm, at, build, error_of, quantized_tensors
+from norm_spellings import ALL, _groups, assert_whole, found
 from onnx import helper
 from qdq_models import make_model
 
-from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.model import at_opset, opset_of
-from qsdk.core.patterns.find import Found, match_supergroups
+from qsdk.core.patterns.find import Found
 
 OPSETS = (13, 17, 18, 21, 23)
-ALL = {"x", "gamma", "y"}
-
-
-def found(model) -> Found:
-    return match_supergroups(read_graph(model))
-
-
-def _groups(model):
-    return list({group.ops: group for _, group in sorted(found(model).groups.items())}.values())
-
-
-def assert_whole(model, name: str) -> None:
-    """One group holds every op that computes on x."""
-    (group,) = _groups(model)
-    assert group.name == name
-    assert len(group.ops) == len(read_graph(model).ops)
-    assert found(model).near_misses == ()
 
 
 @pytest.mark.parametrize("opset", OPSETS)

@@ -1,11 +1,8 @@
 """One sim in several threads: every forward pass gives what it gives alone, or says why it cannot run."""
 
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from in_threads import in_threads
 from torch import Tensor, nn
 from torch_models import calibrated, seeded
 
@@ -24,26 +21,6 @@ class Branching(nn.Module):
         y = torch.relu(self.norm(self.conv(x))) + 1
         y = y * torch.sigmoid(y)
         return torch.tanh(self.fc(y.flatten(1))) + self.fc(y.flatten(1) * 2)
-
-
-def in_threads(runs: list[Callable[[], Any]]) -> list[Any]:
-    """What functions give or raise, all at once."""
-    found: list[Any] = [None] * len(runs)
-    together = threading.Barrier(len(runs))
-
-    def run(number: int) -> None:
-        together.wait()
-        try:
-            found[number] = runs[number]()
-        except Exception as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def test_every_thread_gets_what_it_gets_alone():

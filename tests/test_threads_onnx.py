@@ -4,9 +4,9 @@ from copy import deepcopy
 from threading import Thread
 
 import numpy as np
+from in_threads import in_threads
+from integer_comparison import noise
 from integer_models import Net
-from test_integer import noise
-from test_threads import in_threads
 
 from qsdk.core.config.config import w8a8
 from qsdk.verbs.quantize import calibrate, quantize

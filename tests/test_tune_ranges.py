@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_calibration_ranks import onnx_model
+from observed_model import onnx_model
 from torch import nn
 
 import qsdk

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import onnx
 import pytest
-import test_real_onnx as real
+import real_models as real
 import zoo
 from integer_models import LEVELS, run
 
