@@ -34,7 +34,7 @@ check: setup ## lint, format, types, import contracts, architecture
 	@$(BIN)/ruff format -q --check
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
-	@$(BIN)/python -m pytest -q tests/test_architecture.py
+	@$(BIN)/python -m pytest -q tests/house/test_architecture.py
 
 fmt: setup ## format and fix what can be fixed
 	@$(BIN)/ruff check -q --fix

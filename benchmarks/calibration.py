@@ -24,7 +24,7 @@ import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 
 ROUNDS = 5

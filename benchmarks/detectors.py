@@ -20,7 +20,7 @@ from PIL import Image
 
 import qsdk
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from detector import trained_like
 from fetch import FOOLBOX, NUDENET, fetch
 

@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnx_backend.integer.convert import convert
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from integer_models import Net
 
 OPERATIONS = (75, 150, 300, 600)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import synthetic
 from detectors import images
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo
 import zoo_text
 from fetch import FOOLBOX, NUDENET, RAPID_OCR, SILERO_VAD, fetch

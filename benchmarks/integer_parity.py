@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import integer_speed
 from detectors import images
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 from pretrained_road import travelled
 

@@ -31,7 +31,7 @@ from onnx_backend.integer.exact_products import products_saturate
 sys.path.insert(0, str(Path(__file__).parent))
 from detectors import Reader, images
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 from fetch import NUDENET, fetch
 from pretrained_road import travelled

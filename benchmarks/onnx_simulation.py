@@ -22,7 +22,7 @@ from torch import nn
 import qsdk
 from qsdk.demo.model import load_pretrained
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from zoo import MobileNetV2  # with random weights: speed does not depend on them
 
 ROUNDS = 7

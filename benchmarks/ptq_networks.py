@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qsdk.demo.data import load, normalize
 from qsdk.demo.model import conv_bn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 from fetch import CACHE, FASHION_MNIST, fetch
 
 TRAINED = CACHE.parent / "benchmarks"

@@ -16,7 +16,7 @@ from torch import nn
 
 import qsdk
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 
 ROWS, BATCH, WIDTH, DEPTH = 4096, 256, 1024, 8

@@ -20,7 +20,7 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("house")
+
+# Processes that tests start find the same helpers.
+_HELPERS = [str(folder) for folder in sorted((Path(__file__).parent / "helpers").iterdir())]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores

@@ -1,8 +1,8 @@
 """What ONNX Runtime's default level gets wrong in Q/DQ models, measured, and the form of QuantizeLinear that follows.
 
-Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/test_runtime_table.py` derives the table again on the
-installed runtime and fails where it has changed, in either direction. What only one of the two gets wrong is in it
-too: a model may be run by another version than the one it was exported with.
+Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/qdq/test_runtime_table.py` derives the table
+again on the installed runtime and fails where it has changed, in either direction. What only one of the two gets
+wrong is in it too: a model may be run by another version than the one it was exported with.
 """
 
 from collections.abc import Mapping

@@ -8,13 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-
-from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DTYPES, int8, uint8
-from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.ranges.ranges import Range, encoding_from_range
-from tests.strategies import (
+from strategies import (
     EXTREMES,
     GRANULARITIES,
     INTEGERS,
@@ -31,6 +25,12 @@ from tests.strategies import (
     same_bits,
     to_float32,
 )
+
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, int8, uint8
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.ranges.ranges import Range, encoding_from_range
 
 # examples are cheap, and arrays of a few hundred elements are wanted
 lawful = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.data_too_large])

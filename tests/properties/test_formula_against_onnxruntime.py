@@ -14,11 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-
-from qsdk.core.numerics import affine
-from qsdk.core.numerics.dtypes import DTYPES, DType
-from qsdk.core.numerics.encoding import Encoding
-from tests.strategies import (
+from strategies import (
     EXTREMES,
     FILLINGS,
     FLOAT8,
@@ -29,6 +25,10 @@ from tests.strategies import (
     minifloat_values,
     same_bits,
 )
+
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.dtypes import DTYPES, DType
+from qsdk.core.numerics.encoding import Encoding
 
 IR_OF_OPSET = {21: 10, 23: 11, 25: 13}
 ARRAYS_PER_FILLING = 12

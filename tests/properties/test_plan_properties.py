@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import GraphBuilder
 
 from qsdk.core.aimet_config.load_config import load_config
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
@@ -18,7 +19,6 @@ from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import find_assemblies, keeps_grid
 from qsdk.core.site import owner_of, port_of
-from tests.strategies import GraphBuilder
 
 UNARY = ("Relu", "Softmax", "Sigmoid", "Tanh", "Sin", "MaxPool", "AveragePool", "Reshape", "Transpose", "Identity")
 BINARY = ("Add", "Mul", "Sub", "Concat", "MatMul")

@@ -1,0 +1,191 @@
+"""GPTQ: on the grid, better than nearest and SeqMSE on data it has not seen, never worse where data was held back."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import LAYERS, problem_of
+
+from qsdk.algorithms.solvers import adaround, gptq, seq_mse
+from qsdk.core.errors import ConfigError
+from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
+from qsdk.core.numerics.block_scales import confined, shortened
+from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
+from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
+
+int2, int3 = dtype_named("int2"), dtype_named("int3")
+LINEAR, PER_CHANNEL = WeightLayout("linear", (32, 96)), PerChannel(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(LAYERS),
+    st.sampled_from([int2, int3, int4, int4.strict, int8, uint4]),
+    st.booleans(),
+    st.integers(0, 50),
+    st.sampled_from([3, 50]),
+    st.sampled_from([0, 3]),
+    st.sampled_from(["search", "fixed"]),
+)
+def test_weights_are_on_the_grid_and_no_unit_is_worse(
+    layer: tuple[WeightLayout, Granularity],
+    dtype: DType,
+    symmetric: bool,
+    seed: int,
+    rows: int,
+    held_back: int,
+    scales: gptq.Scales,
+) -> None:
+    spec = Spec(dtype, layer[1], symmetric)
+    problem = problem_of(layer[0], spec, seed=seed, weights=seed, rows=rows, held_back=held_back)
+    found = gptq.solve(problem, scales=scales)
+    assert found.weight is not None
+    stored = problem.layout.from_matrix(found.weight).numpy()
+    assert np.array_equal(found.encoding.fake_quantize(stored), stored)
+    if scales == "fixed":
+        assert found.encoding == problem.encoding
+    nearest = seq_mse.fake_quantize(problem, problem.encoding)
+    judged = (problem.held_back or problem).centered()
+    gain = judged.errors(nearest) - judged.errors(found.weight)
+    unit = gptq.units_of(torch.from_numpy(problem.layout.cells(problem.encoding)))
+    per_unit = torch.zeros(unit.numel()).index_add_(0, unit.flatten(), gain.flatten())
+    assert (per_unit >= -1e-5 * float(judged.energy().sum())).all()
+    assert found.error_after <= found.error_before + 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(int3, 0.5), (int4, 0.52), (int8, 1.0)])
+def test_unseen_data_has_a_smaller_error_than_with_other_methods(dtype: DType, share: float) -> None:
+    seen, unseen = (problem_of(LINEAR, Spec(dtype, PER_CHANNEL), seed=seed) for seed in (0, 1))
+    found = gptq.solve(seen, shift_bias=False)
+    error = unseen.relative_error(found.weight)
+    searched = seq_mse.fake_quantize(seen, seq_mse.solve(seen, shift_bias=False).encoding)
+    assert error < share * unseen.relative_error(seq_mse.fake_quantize(seen, seen.encoding))
+    assert error < (1.0 if dtype == int8 else 0.8) * unseen.relative_error(searched)
+    assert error < 1.002 * unseen.relative_error(adaround.solve(seen).weight)
+
+
+def test_searched_scales_are_better_than_fixed_ones_at_few_bits() -> None:
+    seen, unseen = (problem_of(LINEAR, Spec(int3, PER_CHANNEL), seed=seed) for seed in (0, 1))
+    fixed, searched = (gptq.solve(seen, scales=scales, shift_bias=False) for scales in gptq.SCALES[::-1])
+    assert unseen.relative_error(searched.weight) < 0.9 * unseen.relative_error(fixed.weight)
+    factors = searched.encoding.scale / seen.encoding.scale
+    assert np.isclose(factors[:, None], gptq.FACTORS).any(-1).all()
+    assert (factors < 1).any()
+
+
+def test_the_order_of_the_diagonal_helps_few_outliers() -> None:
+    ratios = []
+    for seed in range(4):
+        seen, unseen = (problem_of(LINEAR, Spec(int3, PER_CHANNEL), seed=s, weights=seed) for s in (seed, seed + 50))
+        plain, ordered = (gptq.solve(seen, act_order=order, scales="fixed", sweeps=0) for order in (False, True))
+        ratios.append(unseen.centered().relative_error(ordered.weight) / unseen.centered().relative_error(plain.weight))
+    assert np.mean(ratios) < 0.97
+
+
+@pytest.mark.parametrize("rows", [8, 20, 64])
+def test_few_rows_do_not_mislead(rows: int) -> None:
+    ratios = []
+    for seed in range(4):
+        spec = Spec(int4, PER_CHANNEL)
+        seen = problem_of(LINEAR, spec, seed=seed, weights=seed, rows=rows)
+        unseen = problem_of(LINEAR, spec, seed=seed + 100, weights=seed)
+        nearest = unseen.relative_error(seq_mse.fake_quantize(seen, seen.encoding))
+        found = gptq.solve(seen)
+        unseen = replace(unseen, without_mean=False)
+        error = unseen.errors(found.weight) + unseen.count * found.bias_shift * (
+            found.bias_shift - 2 * unseen.mean_error(found.weight)
+        )
+        ratios.append(unseen.relative(error) / nearest)
+    assert np.mean(ratios) < 0.95
+
+
+def test_blocks_are_better_than_channels_on_unseen_data() -> None:
+    unseen = problem_of(LINEAR, Spec(int3, PER_CHANNEL), seed=1)
+
+    def error(granularity: Granularity, scale_dtype: DType | None = None) -> float:
+        problem = problem_of(LINEAR, Spec(int3, granularity, scale_dtype=scale_dtype))
+        return unseen.relative_error(gptq.solve(problem, shift_bias=False).weight)
+
+    tensor, channels, blocks = error(PerTensor()), error(PER_CHANNEL), error(PerBlock(1, 16))
+    assert blocks < 0.9 * channels < channels < tensor
+    assert error(PerBlock(1, 16), uint4) < 0.95 * channels
+
+
+def test_scales_stay_what_the_spec_can_store() -> None:
+    levels = problem_of(LINEAR, Spec(int3, PerBlock(1, 16), scale_dtype=uint4))
+    found = gptq.solve(levels).encoding
+    assert (found.scale != levels.encoding.scale).any()
+    assert np.array_equal(confined(found.scale, levels.spec), found.scale)
+    short = problem_of(LINEAR, Spec(int3, PER_CHANNEL, scale_bits=8))
+    found = gptq.solve(short).encoding
+    assert (found.scale != short.encoding.scale).any()
+    assert np.array_equal(shortened(found.scale, 8), found.scale)
+
+
+def test_outputs_that_share_scales_are_one_unit() -> None:
+    assert gptq.units_of(torch.tensor([[[0, 1], [2, 3]], [[4, 4], [1, 5]]])).tolist() == [[0, 1], [2, 0]]
+    # a chain: the first shares with the second, the second with the third
+    assert gptq.units_of(torch.tensor([[[0, 1], [1, 2], [2, 3], [4, 4]]])).tolist() == [[0, 0, 0, 1]]
+    for layout, granularity, units in [(*LAYERS[0], 4), (*LAYERS[2], 1), (*LAYERS[5], 3)]:
+        problem = problem_of(layout, Spec(int4, granularity))
+        assert int(gptq.units_of(torch.from_numpy(layout.cells(problem.encoding))).max()) + 1 == units
+
+
+def test_what_held_back_data_contradicts_is_not_done() -> None:
+    problem = problem_of(LINEAR, Spec(int3, PER_CHANNEL), held_back=500)
+    assert problem.held_back is not None
+    nearest = seq_mse.fake_quantize(problem, problem.encoding)
+    wish = replace(problem.held_back, linear=problem.held_back.linear.clone())
+    wish.linear[:, :10] = -((nearest - problem.weight) @ problem.held_back.h)[:, :10]
+    found = gptq.solve(replace(problem, held_back=wish), shift_bias=False)
+    assert torch.equal(found.weight[:, :10], nearest[:, :10])
+    assert np.array_equal(found.encoding.scale[:10], problem.encoding.scale[:10])
+    assert (found.weight[:, 10:] != nearest[:, 10:]).any(-1).all()
+
+
+def test_inputs_that_no_data_reaches_are_rounded_to_nearest() -> None:
+    problem = problem_of(LINEAR, Spec(int4, PER_CHANNEL))
+    h, linear = problem.h.clone(), problem.linear.clone()
+    h[:, 40:50], h[:, :, 40:50], linear[:, :, 40:50] = 0, 0, 0
+    found = gptq.solve(replace(problem, h=h, linear=linear), scales="fixed", shift_bias=False)
+    nearest = seq_mse.fake_quantize(problem, problem.encoding)
+    assert torch.equal(found.weight[..., 40:50], nearest[..., 40:50])
+    assert not torch.equal(found.weight, nearest)
+
+
+def test_rows_that_stand_for_their_moments_give_the_same() -> None:
+    problem = problem_of(LINEAR, Spec(int4, PER_CHANNEL), rows=40)
+    values, vectors = torch.linalg.eigh(problem.h[0].double())
+    rows = (vectors * values.clamp(min=0).sqrt()).mT[-40:].float()[None]
+    found = gptq.solve(replace(problem, h=None, x_quantized=rows), shift_bias=False)
+    assert found.error_after == pytest.approx(gptq.solve(problem, shift_bias=False).error_after, rel=0.02)
+
+
+def test_frozen_encodings_stay_with_a_note() -> None:
+    problem = problem_of(LINEAR, Spec(int4, PER_CHANNEL))
+    found = gptq.solve(replace(problem, encoding=replace(problem.encoding, frozen=True)))
+    assert (found.weight, found.note) == (None, "its encoding is frozen")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": -1}, "fc:weight: a damping of -1 is not positive"),
+        ({"scales": "free"}, "unknown scales 'free' of gptq; choose one of search, fixed"),
+        ({"block_size": 0}, "fc:weight: blocks of 0 and 1 sweeps; give at least 1 and 0"),
+        ({"sweeps": -1}, "fc:weight: blocks of 128 and -1 sweeps; give at least 1 and 0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gptq.solve(problem_of(WeightLayout("linear", (4, 6)), Spec(int4, PER_CHANNEL)), **options)
+
+
+def test_what_has_no_integer_grid_is_refused() -> None:
+    problem: LayerProblem = problem_of(WeightLayout("linear", (4, 6)), Spec(float8e4m3fn, PER_CHANNEL))
+    with pytest.raises(ConfigError, match="fc:weight: gptq needs an integer grid, not float8e4m3fn"):
+        gptq.solve(problem)

@@ -1,0 +1,387 @@
+"""The package as an ONNX backend: ONNX's own tests, who runs which node, control flow, and what it refuses."""
+
+import importlib
+import subprocess
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.backend.test
+import pytest
+from onnx import ModelProto, NodeProto, TensorProto, helper, parser
+from onnx.backend.test.loader import load_model_tests
+
+import onnx_backend
+from onnx_backend.evaluator import backend, one_node
+from onnx_backend.evaluator.backend import QsdkBackend, QsdkBackendRep
+from onnx_backend.evaluator.kernels import KERNELS
+from onnx_backend.evaluator.one_node import newest_alike
+from onnx_backend.evaluator.program import ON_RUNTIME
+from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
+
+QUANTIZATION = r"^test_((de|dynamic)?quantizelinear|qlinear(conv|matmul)|convinteger|matmulinteger)(_.*)?_cpu$"
+
+
+@pytest.fixture(scope="module")
+def recording() -> type[QsdkBackend]:
+    class Recording(QsdkBackend):
+        reps: list[QsdkBackendRep] = []  # noqa: RUF012 - one list for the class is what is wanted
+
+        @classmethod
+        def prepare(cls, model: Any, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
+            cls.reps.append(super().prepare(model, device, **kwargs))
+            return cls.reps[-1]
+
+    return Recording
+
+
+@pytest.fixture(scope="module")
+def node_tests(recording: type[QsdkBackend]) -> type[unittest.TestCase]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # making the expected values of other ops warns
+        chosen = onnx.backend.test.BackendTest(recording, __name__).include(QUANTIZATION)
+        return chosen.test_cases["OnnxBackendNodeModelTest"]
+
+
+def run_suite(node_tests: type[unittest.TestCase], *, expanded: bool) -> int:
+    """Run ONNX's tests of the quantization ops and give how many ran."""
+    result = unittest.TestResult()
+    for test in unittest.defaultTestLoader.loadTestsFromTestCase(node_tests):
+        if test.id().endswith("_expanded_cpu") == expanded:
+            test.run(result)
+    assert [(test.id(), text) for test, text in (*result.failures, *result.errors)] == []
+    return result.testsRun - len(result.skipped)
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("another evaluator was asked")
+
+
+def test_the_tests_of_quantization_ops_pass_with_no_other_evaluator(
+    node_tests: type[unittest.TestCase], recording: Any, monkeypatch: pytest.MonkeyPatch
+):
+    recording.reps.clear()
+    monkeypatch.setattr(one_node, "ReferenceEvaluator", refuse)
+    monkeypatch.setattr(one_node.ort, "InferenceSession", refuse)
+    assert run_suite(node_tests, expanded=False) == 42
+    assert sum(rep.ran.total() for rep in recording.reps) == 42
+    assert {evaluator for rep in recording.reps for evaluator, _ in rep.ran} == {"kernels"}
+
+
+def test_the_expanded_tests_quantize_with_no_other_evaluator(node_tests: type[unittest.TestCase], recording: Any):
+    recording.reps.clear()
+    assert run_suite(node_tests, expanded=True) == 3
+    ran = [key for rep in recording.reps for key in rep.ran]
+    assert ran.count(("kernels", "QuantizeLinear")) == 3
+    assert all(evaluator == "kernels" for evaluator, op_type in ran if op_type in KERNELS)
+
+
+@pytest.mark.slow
+def test_every_node_test_passes_that_anybody_passes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    benchmark = importlib.import_module("backend_tests")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        cases = load_model_tests(kind="node")
+        found, table = benchmark.measured(cases), benchmark.derived_table(cases)
+    chance = {
+        case.name for case in cases if "bernoulli" in case.name
+    }  # they compare random numbers with random numbers
+    passed = {who: names - chance for who, names in found["passed"].items()}
+    assert passed["ours"] >= passed["reference"] | passed["onnxruntime"] | passed["onnxruntime_stamped_down"]
+    # it expects a sequence with a scalar, on which onnx's comparison raises
+    assert {case.name for case in cases} - chance - passed["ours"] == {"test_loop16_seq_none"}
+    assert len([name for name in passed["ours"] if benchmark.QUANTIZATION.match(name)]) == 45
+    assert {evaluator for evaluator, op_type in found["ran"] if op_type in KERNELS} == {"kernels"}
+    assert table == ON_RUNTIME
+
+
+def test_the_package_is_a_backend_and_stays_light():
+    assert onnx_backend.prepare is backend.prepare
+    assert {name: getattr(onnx_backend, name) for name in dir(onnx_backend)}["QsdkBackend"] is QsdkBackend
+    with pytest.raises(AttributeError, match="module 'onnx_backend' has no attribute 'missing'"):
+        onnx_backend.missing
+    code = "import sys, onnx_backend; print([m for m in ('onnx', 'onnxruntime', 'numpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
+
+
+def parsed(text: str) -> ModelProto:
+    return parser.parse_model(text)
+
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21, "mine" : 1]>'
+X = np.array([[0.2, -1.7, 300.0], [2.5, 3.5, -4.5]], np.float32)
+
+
+def quantized(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    return np.rint(x / np.float32(scale)).clip(-128, 127).astype(np.int8)
+
+
+MODEL = f"""{HEAD} net (float[2, 3] x) => (int8[2, 3] y, float[2, 3] back) <float s = {{1.0}}> {{
+    y = QuantizeLinear <output_dtype: int = 3> (x, s)
+    back = DequantizeLinear (y, s)
+}}"""
+
+
+def test_inputs_come_in_order_by_name_or_alone_and_outputs_by_name(tmp_path: Path):
+    model = parsed(MODEL)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    before = model.SerializeToString()
+    for source in (model, model.SerializeToString(), path, str(path)):
+        rep = onnx_backend.prepare(source)
+        for inputs in ([X], (X,), {"x": X}, X):
+            outputs = rep.run(inputs)
+            assert isinstance(outputs, tuple)
+            np.testing.assert_array_equal(outputs[0], quantized(X))
+            np.testing.assert_array_equal(outputs.back, quantized(X).astype(np.float32))
+            np.testing.assert_array_equal(outputs["y"], outputs[0])
+        assert rep.evaluators() == [("QuantizeLinear", "kernels"), ("DequantizeLinear", "kernels")]
+        assert rep.ran == {("kernels", "QuantizeLinear"): 4, ("kernels", "DequantizeLinear"): 4}
+    assert model.SerializeToString() == before
+    np.testing.assert_array_equal(onnx_backend.run_model(model, [X])[0], quantized(X))
+
+
+def test_functions_are_inlined_so_that_their_nodes_are_ours():
+    model = parsed(f"""{HEAD} net (float[2, 3] x) => (int8[2, 3] y) {{ y = mine.Squash <kind: int = 3> (x) }}
+        <domain: "mine", opset_import: ["" : 21]> Squash <kind> (a) => (b) {{
+            s = Constant <value_float: float = 0.5> ()
+            b = QuantizeLinear <output_dtype: int = @kind> (a, s)
+        }}""")
+    rep = onnx_backend.prepare(model)
+    np.testing.assert_array_equal(rep.run([X])[0], quantized(X, 0.5))
+    assert rep.ran == {("reference", "Constant"): 1, ("kernels", "QuantizeLinear"): 1}
+
+
+LOOP = f"""{HEAD} net (int64 n, bool go, float[2, 3] x) => (float[2, 3] last, int8[k, 2, 3] every)
+        <float s = {{1.0}}> {{
+    last, every = Loop (n, go, x) <body: graph = body (int64 i, bool on, float[2, 3] a) =>
+            (bool still, float[2, 3] b, int8[2, 3] q) {{
+        q = QuantizeLinear <output_dtype: int = 3> (a, s)
+        b = Add (a, x)
+        top = ReduceMax <keepdims: int = 0> (b)
+        most = Constant <value_float: float = 1000.0> ()
+        still = Less (top, most)
+    }}>
+}}"""
+
+
+@pytest.mark.parametrize(("turns", "go", "ran"), [(2, True, 2), (9, True, 3), (0, True, 0), (5, False, 0)])
+def test_the_nodes_of_a_loop_are_chosen_singly(turns: int, go: bool, ran: int):
+    rep = onnx_backend.prepare(parsed(LOOP))
+    last, every = rep.run([np.asarray(turns, np.int64), np.asarray(go), X])
+    totals = [X]
+    for _ in range(ran):
+        totals.append(totals[-1] + X)
+    np.testing.assert_array_equal(last, totals[-1])
+    np.testing.assert_array_equal(every, np.array([quantized(x) for x in totals[:-1]]).reshape(ran, 2, 3))
+    assert every.dtype == np.int8
+    assert rep.ran["kernels", "QuantizeLinear"] == ran
+    assert rep.ran["control flow", "Loop"] == 1
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_a_branch_sees_what_surrounds_it_and_hides_what_it_makes(yes: bool):
+    model = parsed(f"""{HEAD} net (bool c, float[2, 3] x) => (int8[2, 3] y, float[2, 3] t) <float s = {{1.0}}> {{
+        t = Neg (x)
+        y = If (c) <
+            then_branch: graph = a () => (int8[2, 3] q) {{ q = QuantizeLinear <output_dtype: int = 3> (x, s) }},
+            else_branch: graph = b () => (int8[2, 3] r) {{ r = If (c) <
+                then_branch: graph = d () => (int8[2, 3] u) {{ u = QuantizeLinear <output_dtype: int = 3> (x, s) }},
+                else_branch: graph = e () => (int8[2, 3] v) {{ v = QuantizeLinear <output_dtype: int = 3> (t, s) }}
+            > }}
+        >
+    }}""")
+    rep = onnx_backend.prepare(model)
+    y, t = rep.run([np.asarray(yes), X])
+    np.testing.assert_array_equal(y, quantized(X if yes else -X))
+    np.testing.assert_array_equal(t, -X)
+    assert rep.ran["kernels", "QuantizeLinear"] == 1
+
+
+def scan(directions: tuple[int, int], axes: tuple[int, int]) -> ModelProto:
+    return parsed(f"""{HEAD} net (float[2] start, float[2, 3] x) => (float[2] sum, float[a, b] sums) {{
+        sum, sums = Scan <num_scan_inputs: int = 1, scan_input_axes: ints = [1], scan_output_axes: ints = [{axes[1]}],
+            scan_input_directions: ints = [{directions[0]}], scan_output_directions: ints = [{directions[1]}],
+            body: graph = body (float[2] a, float[2] b) => (float[2] c, float[2] d) {{
+                c = Add (a, b)
+                d = Identity (c)
+            }}> (start, x)
+    }}""")
+
+
+@pytest.mark.parametrize("directions", [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_scan_reads_and_writes_along_any_axis_both_ways(directions: tuple[int, int], axis: int):
+    start, columns = np.array([1, 10], np.float32), X[:, :: -1 if directions[0] else 1]
+    sums = np.cumsum(np.concatenate([start[:, None], columns], 1), 1)[:, 1:]
+    total, found = onnx_backend.run_model(scan(directions, (1, axis)), [start, X])
+    np.testing.assert_allclose(total, sums[:, -1])
+    expected = sums[:, :: -1 if directions[1] else 1]
+    np.testing.assert_allclose(found, expected.T if axis == 0 else expected)
+
+
+def test_optionals_and_sequences_pass_through_bodies():
+    model = parsed("""<ir_version: 10, opset_import: ["" : 21]> net (seq(float[n]) xs, float[1] k) =>
+            (seq(float[n]) ys, bool full, bool empty) {
+        ys = SequenceMap (xs, k) <body: graph = body (float[n] x, float[1] z) => (float[n] y) { y = Mul (x, z) }>
+        some = Optional (k)
+        none = Optional <type: type_proto = float[1]> ()
+        full = OptionalHasElement (some)
+        empty = OptionalHasElement (none)
+    }""")
+    ys, full, empty = onnx_backend.run_model(model, [[X[0], X[1, :2]], np.array([2], np.float32)])
+    assert [y.tolist() for y in ys] == [(2 * X[0]).tolist(), (2 * X[1, :2]).tolist()]
+    assert (bool(full), bool(empty)) == (True, False)
+
+
+@pytest.mark.parametrize("op_type", ["Softmax", "LogSoftmax", "Hardmax"])
+def test_old_versions_of_an_op_keep_their_meaning(op_type: str):
+    """Before opset 13 these flattened a tensor to a matrix at their axis; ReferenceEvaluator never does."""
+    x = np.random.default_rng(0).normal(0, 1, (2, 3, 4)).astype(np.float32)
+    node = helper.make_node(op_type, ["x"], ["y"])
+    (old,) = onnx_backend.run_node(node, [x], opset_version=12)
+    last = helper.make_node(op_type, ["x"], ["y"], axis=-1)
+    (flat,) = onnx_backend.run_node(last, [x.reshape(2, 12)], opset_version=13)
+    np.testing.assert_allclose(old, flat.reshape(x.shape), rtol=1e-6)
+    (new,) = onnx_backend.run_node(node, [x], opset_version=13)
+    assert not np.allclose(old, new)
+
+
+def test_the_runtime_is_stamped_where_the_op_is_the_same():
+    assert [newest_alike("Softmax", since) for since in (1, 11, 13)] == [10, 12, 26]
+    assert [newest_alike(*key) for key in (("Scan", 8), ("Scatter", 9), ("BatchNormalization", 7))] == [8, 10, 8]
+    with pytest.raises(ModelError, match="BitShift of opset 28 is newer than the runtime, which knows up to 26"):
+        newest_alike("BitShift", 28)
+
+
+def test_one_node_runs_at_the_opset_that_is_asked_for():
+    node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"], "q", axis=1)
+    (found,) = onnx_backend.run_node(node, [X, np.float32([1, 1, 2])], opset_version=13)
+    np.testing.assert_array_equal(found, np.rint(X / np.float32([1, 1, 2])).clip(0, 255))
+    (found,) = onnx_backend.run_node(helper.make_node("Neg", ["x"], ["y"]), X)
+    np.testing.assert_array_equal(found, -X)
+    label = helper.make_node("LabelEncoder", ["x"], ["y"], domain="ai.onnx.ml", keys_int64s=[1], values_int64s=[7])
+    assert onnx_backend.run_node(label, [np.array([1])])[0].tolist() == [7]
+    with pytest.raises(ModelError, match=r"the node is no valid ONNX: Unrecognized attribute: axis[^;]*; check it"):
+        onnx_backend.run_node(node, [X, np.float32([1, 1, 2])], opset_version=10)
+    with pytest.raises(DataError, match=r"1 inputs are given; the node takes 2: \['x', 's'\]"):
+        onnx_backend.run_node(node, [X])
+    with pytest.raises(ConfigError, match="the device 'CUDA' is not supported"):
+        onnx_backend.run_node(node, [X, np.float32([1, 1, 2])], "CUDA")
+
+
+def test_only_the_cpu_is_supported():
+    assert [onnx_backend.supports_device(d) for d in ("CPU", "CPU:0", "CUDA", "CUDA:1", "GPU")] == [True, True] + 3 * [
+        False
+    ]
+    with pytest.raises(
+        ConfigError, match="the device 'CUDA:1' is not supported: this backend computes on the CPU; pass 'CPU'"
+    ):
+        onnx_backend.prepare(parsed(MODEL), "CUDA:1")
+    assert onnx_backend.is_compatible(parsed(MODEL))
+    assert not onnx_backend.is_compatible(parsed(MODEL), "CUDA")
+
+
+def changed(attribute: str | None = None, **fields: Any) -> ModelProto:
+    model = parsed(MODEL)
+    node = model.graph.node[0]
+    node.name = "the_node"
+    for key, value in fields.items():
+        setattr(node, key, value)
+    if attribute:
+        node.attribute.append(helper.make_attribute(attribute, 1))
+    return model
+
+
+def test_invalid_models_are_refused_by_name():
+    with pytest.raises(
+        ModelError, match=r"the model is no valid ONNX: .*Unrecognized attribute: nonsense.*; export it again"
+    ):
+        onnx_backend.prepare(changed("nonsense"))
+    assert not onnx_backend.is_compatible(changed("nonsense"))
+    with pytest.raises(
+        ModelError, match="QuantizeLinear 'the_node' of the domain 'mine', opset 1, is no op of the installed onnx"
+    ):
+        onnx_backend.prepare(changed(domain="mine"))
+    with pytest.raises(FileFormatError, match=r"there is no file missing\.onnx"):
+        onnx_backend.prepare("missing.onnx")
+    with pytest.raises(FileFormatError, match="the given bytes cannot be read as ONNX"):
+        onnx_backend.prepare(b"\xff\xff")
+
+
+def test_a_kernels_refusal_names_the_node_and_is_not_taken_over_by_another():
+    model = changed()
+    model.graph.initializer.append(helper.make_tensor("z", TensorProto.UINT8, (), [0]))
+    model.graph.node[0].input.append("z")
+    message = "QuantizeLinear 'the_node' .by kernels.: output_dtype INT8 contradicts the zero point's type UINT8; make"
+    with pytest.raises(ModelError, match=message):
+        onnx_backend.run_model(model, [X])
+
+
+def test_a_body_that_others_would_run_may_not_quantize(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("onnx_backend.evaluator.program.CONTROL_FLOW", {})
+    with pytest.raises(
+        ModelError, match=r"Loop '\w+' has QuantizeLinear 'q' in its body, which would not be run by the"
+    ):
+        onnx_backend.prepare(parsed(LOOP))
+
+
+def test_what_nobody_can_run_names_the_node():
+    node = helper.make_node("MatMul", ["a", "b"], ["y"], "product")
+    with pytest.raises(
+        ModelError, match=r"MatMul 'product' \(by reference\): .*; check the node's inputs and attributes"
+    ):
+        onnx_backend.run_node(node, [X, X])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], r"0 inputs are given; the model takes 1: \['x'\]"),
+        ([X, X], "2 inputs are given; the model takes 1"),
+        ({"w": X}, r"the inputs are \['x'\]; missing \['x'\], unknown \['w'\]"),
+        ([X.astype(np.float64)], "input 'x' is float64, the model takes FLOAT; convert it"),
+        ([X.astype(ml_dtypes.bfloat16)], "input 'x' is bfloat16, the model takes FLOAT; convert it"),
+    ],
+)
+def test_inputs_are_checked(inputs: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        onnx_backend.run_model(parsed(MODEL), inputs)
+
+
+def test_every_other_node_is_the_references_and_an_output_left_out_is_no_input_left_out():
+    nodes: list[NodeProto] = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("MaxPool", ["a"], ["b", ""], kernel_shape=[1, 1]),
+        helper.make_node("Clip", ["b", "", "hi"], ["c"]),
+        helper.make_node("Split", ["c"], ["d", "e"], axis=1, num_outputs=2),
+        helper.make_node("Add", ["d", "d"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    shapes = {"x": (1, 3, 5, 5), "w": (4, 3, 3, 3), "hi": ()}
+    feeds = {name: rng.normal(0.5, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+    feeds["hi"] = np.asarray(0.5, np.float32)
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    rep = onnx_backend.prepare(model)
+    (expected,) = one_node.ort.InferenceSession(model.SerializeToString()).run(None, feeds)
+    np.testing.assert_allclose(rep.run(feeds).y, expected, rtol=1e-5, atol=1e-6)
+    assert {evaluator for evaluator, _ in rep.ran} == {"reference"}
+
+
+def test_outputs_that_are_left_out_move_no_others():
+    (tail,) = onnx_backend.run_node(helper.make_node("Split", ["x"], ["", "tail"], axis=1, num_outputs=2), [X])
+    np.testing.assert_array_equal(tail, X[:, 2:])
+    model = parsed(LOOP)
+    model.graph.node[0].output[0] = ""
+    del model.graph.output[0]
+    (every,) = onnx_backend.run_model(model, [np.asarray(1, np.int64), np.asarray(True), X])
+    np.testing.assert_array_equal(every, quantized(X)[None])
