@@ -175,3 +175,34 @@ def test_what_becomes_an_index_is_computed_in_float():
         assert "Input" in reasons(sim, COUNTED)
         assert decibels(wanted, outputs(sim, distance)) > 30
         assert sim.plan.decisions["table:weight" if hasattr(sim, "model") else next(iter(sim.encodings))].quantized
+
+
+class Spread(nn.Module):
+    """Adds the standard deviation of each row, of which a guard keeps the root's slope finite."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self.l, self.root = nn.Linear(6, 6), root
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        squares = (y - y.mean(1, keepdim=True)).pow(2).sum(1, keepdim=True)
+        return y + (squares.clamp(1e-12).sqrt() if self.root == "clamp" else (squares + 1e-5).pow(0.5))
+
+
+@pytest.mark.parametrize("root", ["clamp", "power"])
+def test_a_root_of_what_a_guard_keeps_above_0_has_finite_gradients(root: str):
+    torch.manual_seed(0)
+    x = torch.randn(8, 6)
+    model = Spread(root).eval()
+    with torch.no_grad():
+        model.l.weight[:] = model.l.weight[:1]  # all spreads are those of the biases, far below a step of 8 bits
+        model.l.bias[:] = 1e-4 * torch.randn(6)
+    x[1:] = 100 * x[1:]
+    for sim in sims(model, x):
+        assert reasons(sim, "never 0, and a root reads it")
+        assert np.isfinite(outputs(sim, x)).all()
+    sim = calibrated(model, (x,))
+    with sim.training(learn_scales=True) as trained:
+        trained(x).square().mean().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in trained.parameters())

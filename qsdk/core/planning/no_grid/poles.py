@@ -1,4 +1,7 @@
-"""Divisors: the tensors of which 0 has no image, because a Div, a logarithm or a negative power reads them."""
+"""Divisors: the tensors of which 0 has no image, because a Div, a logarithm or a negative power reads them.
+
+Beside them what is above 0 for the sake of a root: at 0 the root has an image, and its slope has none.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,6 +15,7 @@ A_DIVISOR = "a divisor that is never 0: its grid would hold 0"
 A_PART = "a sum in a divisor that a guard keeps above 0: a grid would round what is small to 0"
 A_RECIPROCAL = "the reciprocal of a divisor that a guard keeps above 0: its range would be that of the guard"
 A_LOGARITHM = "never 0, and a logarithm reads it: its grid would hold 0"
+A_ROOT = "never 0, and a root reads it: its grid would hold 0, where the slope of a root has no bound"
 
 _SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
 _OF_SUMS = frozenset({"Sqrt", "Abs", "Cast"})
@@ -31,10 +35,10 @@ def guarded_divisors(graph: Graph) -> Mapping[int, str]:
     """The divisors that the model keeps above 0, and what is above 0 for their sake alone; gives id -> the reason.
 
     The range of an activation holds 0, so a guard such as `sum + 1e-5` is lost as soon as it is quantized, and a root
-    of what is lost is 0 as well.
+    of what is lost is 0 as well. Training needs the guard of a root too: its gradient at 0 is infinite.
     """
     low, found = lower_bounds(graph), dict[int, str]()
-    for divisor, reason in divisors(graph).items():
+    for divisor, reason in {**_under_roots(graph), **divisors(graph)}.items():
         waiting = [divisor]
         while waiting:
             tensor = waiting.pop()
@@ -50,6 +54,18 @@ def guarded_divisors(graph: Graph) -> Mapping[int, str]:
             else:
                 waiting += read
     return found | dict.fromkeys(_reciprocals(graph, found), A_RECIPROCAL)
+
+
+def _under_roots(graph: Graph) -> dict[int, str]:
+    """The computed tensors that ops take a root of; gives id -> the reason."""
+    found: dict[int, str] = {}
+    for op in graph.ops:
+        exponent = graph.value(op.inputs[1]) if op.type == "Pow" else None
+        root = op.type == "Sqrt" or (exponent is not None and bool(np.any((exponent > 0) & (exponent < 1))))
+        tensor = op.inputs[0] if root else None
+        if tensor is not None and graph.tensors[tensor].is_float and graph.origin(tensor) is None:
+            found[tensor] = A_ROOT
+    return found
 
 
 def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
