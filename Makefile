@@ -16,6 +16,7 @@ setup: $(READY) ## create .venv with qsdk and its tools (does nothing when it is
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "qsdk needs Python 3.11 or newer, found " + sys.version.split()[0] + "; name one: make setup PYTHON=python3.11")'
+	@echo "Making $(VENV) with qsdk and its tools (a minute or two; torch is the largest part)" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@

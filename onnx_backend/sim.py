@@ -34,7 +34,6 @@ from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import mark, open_qdq
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
-from onnx_backend.runtime.own_lock import OwnLock
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.validation.validate import require_valid
 from qsdk.core.config.config import QuantConfig
@@ -43,6 +42,7 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.own_lock import OwnLock
 from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.from_encodings import owned_encodings
 from qsdk.core.planning.plan import Plan

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
+from qsdk.core.own_lock import OwnLock
 from torch_bridge.quantizers.phases import Phase, Visitor
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.call_scopes import Frame, Naming, Watcher
@@ -50,6 +51,7 @@ class RuntimeState:
         placed: whether there is any of these three.
         only_training: site -> kind of what only train mode has; it is float.
         caches: what modules keep of their parameters in eval mode.
+        caching: held by the thread that runs a model with caches.
         inputs: names of those that the example had.
         writes_inputs: whether the model writes over its inputs.
         owner: the thread that has set a phase for a while, in which others cannot run the model.
@@ -81,6 +83,7 @@ class RuntimeState:
         self.placed = False
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()
+        self.caching = OwnLock()
         self.owner: int | None = None
         self._pass = _Pass()
         self._compiled: Frame | None = None  # a compiler cannot read what differs by thread

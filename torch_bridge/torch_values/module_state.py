@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsdk.core.errors import ModelError
+from qsdk.core.own_lock import OwnLock
 from torch_bridge.torch_values.parameters import STATE
 
 _MISSING = object()
@@ -145,15 +146,22 @@ class Cache:
 
 
 @contextmanager
-def forgotten(caches: Sequence[Cache]) -> Iterator[None]:
-    """Have modules compute anew inside what they cache, and keep nothing of it: it depends on the phase of the sim."""
-    for cache in caches:
-        cache.forget()
-    try:
+def forgotten(caches: Sequence[Cache], one_at_a_time: OwnLock) -> Iterator[None]:
+    """Have modules compute anew inside what they cache, and keep nothing of it: it depends on the phase of the sim.
+
+    Threads that run a model with caches take turns, or one would forget what another is about to read.
+    """
+    if not caches:
         yield
-    finally:
+        return
+    with one_at_a_time:
         for cache in caches:
             cache.forget()
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.forget()
 
 
 Attributes = dict[tuple[nn.Module, str], Any]
@@ -197,7 +205,7 @@ def caches_of(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> tu
     keys = _keys_of({module for module, _ in kept}, filled, empty)
     caches = [_cache(key, empty) for key in (*kept, *keys)]
     if caches:
-        with torch.enable_grad(), forgotten(caches):
+        with torch.enable_grad(), forgotten(caches, OwnLock()):
             after = attributes_of(model) if _runs(run) else {}
             computed = {
                 c.module for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))

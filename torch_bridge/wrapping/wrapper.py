@@ -154,7 +154,7 @@ class _Quantized(nn.Module):
         if state.guest:
             return runtime.as_guest(inner, args, kwargs)
         if runtime.phase == "float" and runtime.caches and state.path == "":
-            with forgotten(runtime.caches):
+            with forgotten(runtime.caches, runtime.caching):
                 return inner(*args, **kwargs)
         if state.live is not None and runtime.phase != "float":
             if state.live.norm is not self:
@@ -168,7 +168,7 @@ class _Quantized(nn.Module):
         if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's stay as they are
             args, kwargs = mapped((args, kwargs), _copied)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
-            with forgotten(runtime.caches):
+            with forgotten(runtime.caches, runtime.caching):
                 return self._root_forward(runtime, inner, args, kwargs)
         ceiling = ceiling_of(self) if state.leaf else None
         return runtime.call(

@@ -1,5 +1,8 @@
 """One sim in several threads: every forward pass gives what it gives alone, or says why it cannot run."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from in_threads import in_threads
@@ -46,3 +49,34 @@ def test_a_sim_that_another_thread_holds_in_a_phase_is_not_run():
     with pytest.raises(ModelError, match=r"another thread calibrates, tunes or traces the sim .* copies of the sim"):
         raise refused
     assert torch.equal(in_threads([lambda: sim(x)])[0], want)
+
+
+class Caching(nn.Module):
+    """Keeps in eval mode what it computes of a parameter, and reads it twice, as position biases are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.table, self.bias = nn.Linear(8, 8), nn.Parameter(torch.randn(8)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.bias is None:
+            self.bias = torch.sigmoid(self.table)
+        y = self.fc(x)
+        for _ in range(20):  # long enough for another thread to end meanwhile
+            y = torch.tanh(y)
+        return y + self.bias
+
+
+def test_threads_do_not_forget_what_others_have_cached():
+    torch.manual_seed(0)
+    sim = calibrated(Caching().eval(), seeded(4, 8), w4a8())
+    assert sim.runtime.caches
+    inputs = [[seeded(4, 8, seed=20 * part + number) for number in range(20)] for part in range(6)]
+    alone = [[sim(x) for x in part] for part in inputs]
+    for _ in range(5):
+        together = in_threads([lambda part=part: [sim(x) for x in part] for part in inputs])
+        for one, other in zip(alone, together, strict=True):
+            assert not isinstance(other, Exception), other
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    copy.deepcopy(sim)(inputs[0][0])
+    pickle.loads(pickle.dumps(sim.model))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class OwnLock:
-    """A lock that its holder may take again, and that a deep copy does not share."""
+    """A lock that its holder may take again, and that copies, also those in another process, do not share."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -19,5 +19,5 @@ class OwnLock:
     ) -> None:
         self._lock.release()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnLock":
-        return OwnLock()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnLock, ()
