@@ -282,7 +282,7 @@ def everything() -> Graph:
     y = b.op("Clip", [y, low, high], "relu6:output")
     y = b.op("Pow", [y, b.stored(None, (), value=2.0)], "pow:output")
     y = b.op("Mul", [y, b.stored(None, (1,), value=[0.5])], "scaled:output")
-    y = b.op("Sqrt", [b.op("Exp", [y])], "f:output")
+    y = b.op("Tanh", [b.op("Exp", [y])], "f:output")
     y = b.op("Unheard", [y, b.stored("odd:weight", (4, 4))], "odd:output")
     y = b.op("Reshape", [y], "flat:output", (1, 256))
     b.stored("spare:weight", (3,))
