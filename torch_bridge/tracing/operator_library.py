@@ -17,7 +17,7 @@ _READ = "get_torchlib_ops"
 def operators_read_once() -> Iterator[None]:
     """Let torch's exporter find the operators that an earlier trace has read.
 
-    Each call of `torch.onnx.export` parses the source of some 500 functions again, which is half the time of tracing
+    Each call of `torch.onnx.export` parses the source of some 500 functions again, which takes about as long as tracing
     a small model. Operators that somebody adds to the library itself after the first trace are not seen; translations
     of custom ops are none of them.
     """
