@@ -39,7 +39,7 @@ def calibrated(
         marked: the float model with a mark at every site.
         plan: what is wanted at each site.
         own: the encodings there are; frozen ones stay.
-        batches: see `feeding.as_feeds`.
+        batches: see `feeds.as_feeds`.
         method: for activations.
         weight_method: for stored tensors; `min_max` where it is None.
         percentile: of the method of that name.

@@ -53,7 +53,7 @@ def observe(
     Args:
         marked: the float model with marks.
         wanted: the sites to observe, see `statistics.observed`.
-        batches: see `feeding.as_feeds`.
+        batches: see `feeds.as_feeds`.
         chosen: says what it needs.
         progress: show a progress bar.
         sessions: keeps the session for the next call.

@@ -47,7 +47,7 @@ class Quantizer:
         home: the quantizer whose encoding this one shares, or None.
         factors: for a bias, the quantizers of its input and its weight.
         frozen: neither calibrated nor trained nor searched.
-        clipped_only: its gradients come from clipped elements alone (`one_scale.Grid`).
+        clipped_only: its gradients come from clipped elements alone (`per_tensor.Grid`).
         kernels: what it computes with while it is trained (`one_scale.Grid.kernels`).
         keeps_result: nothing writes over what it gives (`one_scale.Grid.keeps`).
         watch: sees what is to be quantized, and says whether to (`observed_ranges`).

@@ -16,7 +16,7 @@ class Frame:
         leaf: whether the module is one op.
         guest: whether this is the call of a guest (`as_guest`): a leaf whose modules are called by its caller.
         recording: whether gradients were recorded when it was called.
-        hook: what then decided how tensors are saved (`recomputation.saving_hook`).
+        hook: what then decided how tensors are saved (`checkpointing.saving_hook`).
         training: whether the module was in train mode.
         counts: how often each op was called in it.
         calls: how often each module was called, in the whole forward pass: a caller may call what is deep inside

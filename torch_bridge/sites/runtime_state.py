@@ -43,7 +43,7 @@ class RuntimeState:
         recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
         told: is given the values of every site that is simulated, with its name.
         ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
-        places: call -> place in the user's code, for those that nothing else tells apart (`places.ambiguous`).
+        places: call -> place in the user's code, for those that nothing else tells apart (`source_lines.ambiguous`).
         noted: all calls, while they are being noted.
         numbers: names calls where a run leaves out some that the trace makes.
         training_names: call as it is numbered in train mode -> its name, where that is another.
@@ -55,7 +55,7 @@ class RuntimeState:
         inputs: names of those that the example had.
         writes_inputs: whether the model writes over its inputs.
         owner: the thread that has set a phase for a while, in which others cannot run the model.
-        course: what schedules have changed, while the model is trained (`course.Course`).
+        course: what schedules have changed, while the model is trained (`schedule_state.Course`).
     """
 
     def __init__(self) -> None:

@@ -238,7 +238,7 @@ def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 
 def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
-    """Make the lowering of a function of `curves.CURVES`."""
+    """Make the lowering of a function of `elementwise.CURVES`."""
 
     def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
         attrs = attributes(node)
