@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnx_backend.proto.data_file import require_data
 from onnx_backend.proto.external_data import INLINE, external_array, is_reference, read_external_data
-from onnx_backend.proto.local_functions import require_sound_functions
+from onnx_backend.proto.soundness import require_sound
 from onnx_backend.proto.subgraphs import all_nodes, names_of, reads, rename_reads
 from onnx_backend.proto.weightless import checkable, refilled, skeleton
 from qsdk.core.atomic_files import write_bytes
@@ -42,11 +42,11 @@ def load(
 
     Raises:
         ConfigError: the source is none of these, but a sim, say.
-        FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, or its functions
-            have no end.
+        FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, its functions
+            have no end, or a node omits an input that its op needs.
     """
     if isinstance(source, ModelProto):
-        require_sound_functions(source, "the model")
+        require_sound(source, "the model")
         model = ModelProto()
         model.CopyFrom(source)
         return model
@@ -91,7 +91,7 @@ def _decoded(data: bytes, where: str) -> ModelProto:
         raise FileFormatError(f"{where} cannot be read as ONNX: {remedy}") from error
     if not model.opset_import or not model.graph.output:
         raise FileFormatError(f"{where} has no opset or no graph outputs: {remedy}")
-    require_sound_functions(model, where)
+    require_sound(model, where)
     return model
 
 

@@ -1,0 +1,194 @@
+"""What must hold before any tool may open a model: its functions end and fit, and no op lacks an input it needs.
+
+onnx's checker lets all of this pass; onnx's inliner and ONNX Runtime hang on it or end the process.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import onnx
+from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto
+from onnx.defs import OpSchema
+
+from onnx_backend.proto.subgraphs import all_nodes
+from qsdk.core.errors import FileFormatError
+
+_NODES = 2**20  # the largest models that were met have some 10,000
+_BYTES = 2**31 - 1  # of one protobuf message, which is what onnx's inliner makes
+_DEPTH = 100  # calls within calls, as in ONNX Runtime; onnx's own tools recurse
+_SHOWN = 10**15
+_AGAIN = "export the model again"
+Key = tuple[str, str, str]
+
+
+def require_sound(model: ModelProto, where: str) -> None:
+    """Refuse a model that the tools behind this package hang on or crash on.
+
+    Args:
+        model: is not changed.
+        where: its name, for messages.
+
+    Raises:
+        FileFormatError: a function calls itself, its calls multiply or do not fit (the message names the function, and
+            the way back to itself, the size or the call), or a node omits an input that its op needs.
+    """
+    bodies = {_key(function): function for function in model.functions}
+    if len(bodies) < len(model.functions):
+        keys = [_key(function) for function in model.functions]
+        raise FileFormatError(f"{where} holds two functions {_name(max(keys, key=keys.count))}; {_AGAIN}")
+    if bodies:
+        for nodes in (model.graph.node, *(function.node for function in model.functions)):
+            for node in all_nodes(nodes):
+                _require_fit(node, bodies.get(_called(node)), where)
+        for function in model.functions:
+            _require_outputs(function, where)
+    order = _require_end(model, bodies, where) if bodies else []
+    _require_inputs(model, [bodies[key] for key in order], where)
+
+
+def _require_outputs(function: FunctionProto, where: str) -> None:
+    made = {name for node in function.node for name in node.output} | {*function.input}
+    for name in function.output:
+        if name not in made:
+            raise FileFormatError(f"{where}: the function {_name(_key(function))} does not make {name!r}; {_AGAIN}")
+
+
+def _require_fit(node: NodeProto, function: FunctionProto | None, where: str) -> None:
+    if function is None:
+        return
+    for what, given, known in (("inputs", node.input, function.input), ("outputs", node.output, function.output)):
+        if len(given) > len(known):
+            name = node.name or next(iter(node.output), "")
+            raise FileFormatError(
+                f"{where}: the node {name!r} calls {_name(_key(function))} with {len(given)} {what}, it has "
+                f"{len(known)}; {_AGAIN}"
+            )
+
+
+def _require_end(model: ModelProto, bodies: Mapping[Key, FunctionProto], where: str) -> list[Key]:
+    """Return the functions, each behind those that it calls."""
+    called = {key: [name for name in _calls(bodies[key].node) if name in bodies] for key in bodies}
+    nodes: dict[Key, int] = {}
+    size: dict[Key, int] = {}
+    order = _innermost_first(called, where)
+    for key in order:
+        nodes[key] = len(_calls(bodies[key].node)) + sum(nodes[name] for name in called[key])
+        size[key] = bodies[key].ByteSize() + sum(size[name] for name in called[key])
+    used = [name for name in _calls(model.graph.node) if name in bodies]
+    total, total_bytes = sum(nodes[name] for name in used), sum(size[name] for name in used)
+    if total > _NODES or total_bytes > _BYTES:
+        worst = max(used, key=size.__getitem__)
+        raise FileFormatError(
+            f"{where}: the calls of its functions stand for {_shown(total)} nodes of {_shown(total_bytes)} bytes, "
+            f"most of them in {_name(worst)}; up to {_NODES:,} nodes and 2 GiB can be opened. Export the model again, "
+            "without functions that call each other over and over"
+        )
+    return order
+
+
+def _require_inputs(model: ModelProto, functions: Sequence[FunctionProto], where: str) -> None:
+    """Refuse omitted inputs that no op allows (spec: only optional ones may be ""); ONNX Runtime can crash on a Sum.
+
+    Args:
+        model: is not changed.
+        functions: each behind those that it calls.
+        where: the model's name, for messages.
+    """
+    known = {_key(function): function for function in functions}
+    needed: dict[Key, frozenset[str]] = {}  # the inputs that a function cannot do without
+    for function in functions:
+        names = _require_given(function.node, function.opset_import, needed, known, where)
+        needed[_key(function)] = names.intersection(function.input)
+    _require_given(model.graph.node, model.opset_import, needed, known, where)
+
+
+def _require_given(
+    nodes: Iterable[NodeProto],
+    opsets: Iterable[OperatorSetIdProto],
+    needed: Mapping[Key, frozenset[str]],
+    functions: Mapping[Key, FunctionProto],
+    where: str,
+) -> frozenset[str]:
+    """Return the tensors that nodes cannot do without; refuse a node that omits one."""
+    versions = {"" if entry.domain == "ai.onnx" else entry.domain: int(entry.version) for entry in opsets}
+    names: set[str] = set()
+    for node in all_nodes(nodes):
+        function = functions.get(_called(node))
+        if function is not None:
+            given = dict(zip(function.input, node.input, strict=False))
+            read = {name: given.get(name, "") for name in needed[_key(function)]}
+        elif functions or "" in node.input:
+            read = _read_by_schema(node, versions)
+        else:
+            continue
+        for position, tensor in read.items():
+            if not tensor:
+                raise FileFormatError(
+                    f"{where}: the node {node.name or next(iter(node.output), '')!r} ({node.op_type}) omits its input "
+                    f"{position!r}, which {node.op_type} needs; {_AGAIN}"
+                )
+        names.update(read.values())
+    return frozenset(names)
+
+
+def _read_by_schema(node: NodeProto, versions: Mapping[str, int]) -> dict[str, str]:
+    """Return the tensor at each input that an op's schema does not call optional; none where the op is unknown."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    if not onnx.defs.has(node.op_type, domain) or domain not in versions:
+        return {}
+    try:
+        parameters = onnx.defs.get_schema(node.op_type, versions[domain], domain).inputs
+    except onnx.defs.SchemaError:  # the op came with a later opset
+        return {}
+    read = {}
+    for index, tensor in enumerate(node.input):
+        parameter = parameters[min(index, len(parameters) - 1)] if parameters else None
+        if parameter is not None and parameter.option != OpSchema.FormalParameterOption.Optional:
+            variadic = parameter.option == OpSchema.FormalParameterOption.Variadic
+            read[f"{parameter.name}[{index - len(parameters) + 1}]" if variadic else parameter.name] = tensor
+    return read
+
+
+def _key(function: FunctionProto) -> Key:
+    """What a call names a function by: domain, name and overload."""
+    return function.domain, function.name, function.overload
+
+
+def _calls(nodes: Iterable[NodeProto]) -> list[Key]:
+    return [_called(node) for node in all_nodes(nodes)]
+
+
+def _called(node: NodeProto) -> Key:
+    return node.domain, node.op_type, node.overload
+
+
+def _innermost_first(called: Mapping[Key, Sequence[Key]], where: str) -> list[Key]:
+    """The functions, each behind those that it calls; without recursion, which a chain of calls could exhaust."""
+    done: dict[Key, None] = {}
+    for start in called:
+        path: dict[Key, Iterator[Key]] = {} if start in done else {start: iter(called[start])}
+        while path:
+            key = next(reversed(path))
+            inner = next((name for name in path[key] if name not in done), None)
+            if inner is None:
+                del path[key]
+                done[key] = None
+                continue
+            if inner in path:
+                names = [_name(name) for name in path]
+                way = " -> ".join([*names[list(path).index(inner) :], _name(inner)])
+                raise FileFormatError(f"{where}: a function calls itself ({way}), which has no end; export it again")
+            if len(path) == _DEPTH:
+                raise FileFormatError(
+                    f"{where}: functions call functions more than {_DEPTH} deep, from {_name(start)} on; export the "
+                    "model again without them"
+                )
+            path[inner] = iter(called[inner])
+    return list(done)
+
+
+def _name(key: Key) -> str:
+    return "::".join(part for part in key[:2] if part)
+
+
+def _shown(count: int) -> str:
+    return f"{count:,}" if count < _SHOWN else f"more than {_SHOWN:,}"
