@@ -1,6 +1,6 @@
-"""What `quantize` of small modules costs when torch's exporter reads its operator library at every trace.
+"""What `quantize` of small modules costs when torch's exporter looks up everything anew at every trace.
 
-One JSON line: `slower` is the time of a quantize whose trace reads the library anew, in times of one that does not
+One JSON line: `slower` is the time of a quantize whose trace looks up everything anew, in times of one that does not
 (median of pairs that take turns), by network.
 """
 

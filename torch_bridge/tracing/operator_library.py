@@ -1,38 +1,64 @@
-"""The operator library of torch's exporter: read once in a process, where the exporter reads it at every trace."""
+"""What torch's exporter looks up anew at every trace, though it does not change: looked up once."""
 
+import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-try:
-    from torch.onnx._internal.exporter import _registration as registration
-except ImportError:  # another torch keeps it elsewhere; tracing is slower then, and the same
-    registration = None  # type: ignore[assignment]
 
-_READ = "get_torchlib_ops"
+def _module(name: str) -> ModuleType | None:
+    """The module, or None where another torch keeps it elsewhere; tracing is slower then, and the same."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+registration = _module("torch.onnx._internal.exporter._registration")
+composites = _module("torch._export.utils")
+kernels = _module("torch._ops")
 
 
 @contextmanager
 def operators_read_once() -> Iterator[None]:
-    """Let torch's exporter find the operators that an earlier trace has read.
+    """Let torch's exporter find what it has looked up before.
 
-    Each call of `torch.onnx.export` parses the source of some 500 functions again, which takes about as long as tracing
-    a small model. Operators that somebody adds to the library itself after the first trace are not seen; translations
-    of custom ops are none of them.
+    Each call of `torch.onnx.export` does the following anew, which takes longer than translating a small model:
+
+    - it parses the source of some 500 functions, its operator library, and derives the signature of each. Operators
+      that somebody adds to the library itself after the first trace are not seen; translations of custom ops are none
+      of them;
+    - it lists the ops that torch composes of others, some 50 times: once per namespace of ops and pass. Here it lists
+      them once per call;
+    - it evaluates the annotation `Callable[_P, _T]` for some 10,000 kernels. `collections.abc` makes a new object of
+      it each time, `typing` finds the one that it has made.
     """
-    library: Any = getattr(registration, "onnxscript_apis", None)
-    read = getattr(library, _READ, None)
-    if read is None or hasattr(read, "cache_info"):  # nothing to remember, or another thread is tracing too
+    with ExitStack() as stack:
+        library, signatures = (getattr(registration, name, None) for name in ("onnxscript_apis", "_schemas"))
+        stack.enter_context(_replaced(library, "get_torchlib_ops", _remembered))
+        stack.enter_context(_replaced(signatures, "op_signature_from_function", _remembered))
+        stack.enter_context(_replaced(composites, "_materialize_cpp_cia_ops", cache))
+        stack.enter_context(_replaced(kernels, "Callable", lambda _: typing.Callable))
         yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of a module inside the block."""
+    before = getattr(owner, name, None)
+    if before is None or before is typing.Callable or hasattr(before, "cache_info"):
+        yield  # there is nothing to replace, or another thread is tracing too
         return
-    setattr(library, _READ, _remembered(read))
+    setattr(owner, name, replacement(before))
     try:
         yield
     finally:
-        setattr(library, _READ, read)
+        setattr(owner, name, before)
 
 
 @cache
-def _remembered(read: Callable[[], Any]) -> Callable[[], Any]:
+def _remembered(read: Callable[..., Any]) -> Callable[..., Any]:
     return cache(read)

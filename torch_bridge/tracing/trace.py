@@ -119,14 +119,15 @@ def _export(
     flat = _Flat(model, example, outputs.extend)
     runtime.marked = []
     try:
-        with runtime.in_phase("mark"), _quiet(), operators_read_once(), torch.no_grad():
+        with runtime.in_phase("mark"), _quiet(), torch.no_grad():
             captured = _captured(flat, [tensor for _, tensor in given], shapes)
             if eager is not None:
                 require_same_outputs(eager, forms_of(outputs))
             conditions = _conditions(captured, inputs, shapes)
-            program = torch.onnx.export(
-                captured, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, optimize=False, verbose=False
-            )
+            with operators_read_once():
+                program = torch.onnx.export(
+                    captured, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, optimize=False, verbose=False
+                )
     except QsdkError:
         raise
     except Exception as error:  # tracing runs the user's code and much of torch, which raise what they like
