@@ -1,5 +1,6 @@
 """Settings of every test session."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from exact_products import exact_sessions
 from hypothesis import HealthCheck, settings
+from shared_translations import shared_translations
 
 # A loaded machine is slow, not wrong. In CI the same examples are drawn every time, so that a run can be repeated.
 settings.register_profile(
@@ -24,6 +26,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+# What the imports have made stays until the end: the collector need not look at it again and again.
+gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def shared_traces() -> Iterator[None]:
+    """Tests that capture equal programs share their translation to ONNX; tests of tracing itself do not."""
+    with shared_translations():
+        yield
 
 
 @pytest.fixture
