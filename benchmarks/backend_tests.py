@@ -26,7 +26,7 @@ from onnx_backend.evaluator.control_flow import CONTROL_FLOW
 from onnx_backend.evaluator.kernels import KERNELS
 from onnx_backend.evaluator.one_node import newest_alike
 from onnx_backend.evaluator.program import ON_RUNTIME
-from onnx_backend.proto.model import LARGEST_OPSET, opset_of
+from onnx_backend.proto.opsets import LARGEST_OPSET, opset_of
 
 QUANTIZATION = re.compile("^test_((de|dynamic)?quantizelinear|qlinear(conv|matmul)|convinteger|matmulinteger)(_|$)")
 LARGEST_IR = 13  # of the runtime

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
-from onnx_backend.proto.model import metadata, set_properties
+from onnx_backend.proto.model_io import set_properties
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.frozen import mark_frozen

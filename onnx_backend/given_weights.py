@@ -11,7 +11,8 @@ from typing import IO, Any
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from onnx_backend.proto.model import array, initializers
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
 from qsdk.core.sims.sim_file import Part

@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnx_backend.opening.from_float import Notes
 from onnx_backend.proto.lazy_tensors import as_stored, is_stub
-from onnx_backend.proto.model import serialized
+from onnx_backend.proto.model_io import serialized
 from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError

@@ -25,9 +25,10 @@ from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_of
-from onnx_backend.proto.external_data import files_read, require_no_external_data
+from onnx_backend.proto.external_data import array, files_read, require_no_external_data
 from onnx_backend.proto.lazy_tensors import fake_quantized, with_large
-from onnx_backend.proto.model import array, at_opset, load
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import ChangedWeights
 from onnx_backend.proto.write_file import spooled
 from onnx_backend.qdq.insert import lower

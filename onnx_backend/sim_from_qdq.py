@@ -13,7 +13,10 @@ from onnx_backend.opening.normalize_qdq import normalised
 from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inlined
 from onnx_backend.opening.stored_encodings import with_flags
-from onnx_backend.proto.model import at_opset, attributes, initializers, input_names, is_mark, load
+from onnx_backend.proto.graph_queries import initializers, input_names
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import attributes, is_mark
+from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.marks import Opened, mark, open_qdq
 from onnx_backend.sim import OnnxSim

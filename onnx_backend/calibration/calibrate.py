@@ -8,7 +8,9 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.calibration.observe import SessionCache, observe
-from onnx_backend.proto.model import array, attributes, initializers, is_mark
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.nodes import attributes, is_mark
 from qsdk.core.errors import DataError
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.bias import with_room_for

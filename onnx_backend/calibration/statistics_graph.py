@@ -8,18 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.proto.model import (
-    MARK_DOMAIN,
-    array,
-    attributes,
-    initializers,
-    is_mark,
-    load,
-    names_in,
-    producers,
-    replace_nodes,
-    unique,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.histogram import SAMPLES, STEPS
 from qsdk.core.ranges.statistics import channel_axis

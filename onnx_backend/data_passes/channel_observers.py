@@ -7,7 +7,8 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.data_passes.site_samples import exposed
-from onnx_backend.proto.model import array, initializers
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim

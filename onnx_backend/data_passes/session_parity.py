@@ -13,7 +13,9 @@ from onnx_backend.opening.normalize_qdq import normalised
 from onnx_backend.parity.cuts import Cut, find_cuts
 from onnx_backend.parity.parity import require_values
 from onnx_backend.parity.tally import lsb
-from onnx_backend.proto.model import load, names_in, producers, rename_inputs, unique
+from onnx_backend.proto.graph_queries import names_in, producers, unique
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import rename_inputs
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session

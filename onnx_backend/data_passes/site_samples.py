@@ -6,7 +6,8 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, helper
 
-from onnx_backend.proto.model import MARK_DOMAIN, attributes, is_mark, load, replace_nodes
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.precision.samples import SiteSample

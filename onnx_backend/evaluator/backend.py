@@ -17,7 +17,9 @@ from onnx.backend.base import Backend, BackendRep, namedtupledict
 from onnx_backend.evaluator.one_node import type_of
 from onnx_backend.evaluator.program import Evaluator, Program
 from onnx_backend.passes.canonicalize import tidy
-from onnx_backend.proto.model import input_names, load, opset_of
+from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import checkable
 from qsdk.core.errors import ConfigError, DataError, ModelError, QsdkError

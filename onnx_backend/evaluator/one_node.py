@@ -9,7 +9,7 @@ import onnxruntime as ort
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.proto.model import LARGEST_OPSET
+from onnx_backend.proto.opsets import LARGEST_OPSET
 from onnx_backend.proto.subgraphs import reads
 from qsdk.core.errors import ModelError
 

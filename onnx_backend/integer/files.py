@@ -17,8 +17,8 @@ from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.verify.op_parity import operations, teacher_forced, with_parity
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
-from onnx_backend.proto import model as onnx_model
-from onnx_backend.proto.example_sizes import open_inputs
+from onnx_backend.proto import model_io
+from onnx_backend.proto.inputs import open_inputs
 from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import IntegerError, QsdkError
 from qsdk.core.report import Report
@@ -120,6 +120,6 @@ def _measured(
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
-    write_with_companions(out, onnx_model.serialized(result.model), companions)
+    write_with_companions(out, model_io.serialized(result.model), companions)
     summary = {**result.report.summary, **measured, **fixed}
     return Report(result.report.title, with_parity(result.report.rows, parity), summary)

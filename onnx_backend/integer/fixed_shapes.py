@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from onnx import ModelProto, shape_inference
 
-from onnx_backend.proto.model import input_names
+from onnx_backend.proto.graph_queries import input_names
 from qsdk.core.errors import ConfigError
 
 #: Operators that ONNX defines by others, and whose shapes it then does not infer.

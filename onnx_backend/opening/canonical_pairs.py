@@ -13,19 +13,9 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph, with_sites
 from onnx_backend.passes.canonicalize import named
-from onnx_backend.proto.dead_code import read_at_last
-from onnx_backend.proto.model import (
-    array,
-    drop_unused_initializers,
-    initializers,
-    metadata,
-    names_in,
-    producers,
-    rename_inputs,
-    replace_nodes,
-    set_metadata,
-    unique,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, names_in, producers, read_at_last, unique
+from onnx_backend.proto.nodes import drop_unused_initializers, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.marks import exact_floats, open_qdq
 from onnx_backend.qdq.read import LITERAL_KEY, SCALES_KEY, encoding_of_pair

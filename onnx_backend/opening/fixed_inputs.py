@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.proto.model import input_names
+from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.weightless import dtype_name
 from qsdk.core.errors import ConfigError
 

@@ -16,9 +16,10 @@ from onnx_backend.passes.control_flow_bodies import captured_only, decisions_ins
 from onnx_backend.passes.convert_opset import raised, require_known_opset
 from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
-from onnx_backend.proto.example_sizes import note_example
-from onnx_backend.proto.external_data import require_no_external_data
-from onnx_backend.proto.model import array, lift_constants, load
+from onnx_backend.proto.external_data import array, require_no_external_data
+from onnx_backend.proto.inputs import note_example
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import lift_constants
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
 from onnx_backend.runtime.compare_runs import session, unloadable

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, numpy_helper
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.lazy_tensors import as_stub
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from onnx_backend.proto.weightless import is_large
 from qsdk.core.graph.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays

@@ -14,19 +14,11 @@ from onnx_backend.opening.canonical_pairs import canonical, is_foreign
 from onnx_backend.opening.read_graph import inlined
 from onnx_backend.passes.canonicalize import named, tidy
 from onnx_backend.passes.convert_opset import raised, require_known_opset
-from onnx_backend.proto.dead_code import read_at_last
-from onnx_backend.proto.model import (
-    OPSET,
-    array,
-    attributes,
-    drop_unused_initializers,
-    initializers,
-    lift_constants,
-    load,
-    opset_of,
-    producers,
-    replace_nodes,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, producers, read_at_last
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_constants, replace_nodes
+from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError
 

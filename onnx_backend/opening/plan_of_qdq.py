@@ -8,7 +8,7 @@ from onnx import ModelProto
 
 from onnx_backend.export import ENCODINGS_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
-from onnx_backend.proto.model import metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.marks import Opened
 from onnx_backend.qdq.read import LITERAL_KEY
 from qsdk.core.config.config import QuantConfig

@@ -10,20 +10,17 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, input_names, names_in, unique
 from onnx_backend.proto.lazy_tensors import without_large
-from onnx_backend.proto.model import (
+from onnx_backend.proto.nodes import (
     MARK_DOMAIN,
-    array,
     attributes,
     constant_tensor,
-    initializers,
-    input_names,
     is_constant,
     is_mark,
-    names_in,
     rename_inputs,
     replace_nodes,
-    unique,
 )
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of

@@ -6,7 +6,8 @@ from dataclasses import replace
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.export import ENCODINGS_KEY
-from onnx_backend.proto.model import metadata, producers
+from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.frozen import digest, frozen_digests
 from onnx_backend.qdq.read import Place, places, read_casts
 from qsdk.core.encodings.qsdk_format import StoredEncodings, loads

@@ -7,7 +7,8 @@ from itertools import cycle
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.proto.model import load, metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.dynamic import dynamic_places
 from onnx_backend.qdq.fusion_barriers import keep_apart

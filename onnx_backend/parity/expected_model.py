@@ -14,8 +14,9 @@ from onnx_backend.calibration.calibrate import stored_names
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import Difference, differences, stored_at_sites
 from onnx_backend.parity.tally import Tally, lsb
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import Lowered, is_stub
-from onnx_backend.proto.model import array, opset_of
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.runtime_table import Dialect
 from qsdk.core.numerics.encoding import Encoding

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, helper
 
-from onnx_backend.proto.model import load, names_in, replace_nodes, unique
+from onnx_backend.proto.graph_queries import names_in, unique
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError

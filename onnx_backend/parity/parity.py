@@ -14,7 +14,8 @@ from onnx_backend.parity.expected_model import Expected, compare_written
 from onnx_backend.parity.float_outputs import NoisyRuns, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
 from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, lsb
-from onnx_backend.proto.model import input_names, load
+from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.read import places
 from onnx_backend.runtime.feeds import run_session
 from onnx_backend.runtime.session import simulation_session

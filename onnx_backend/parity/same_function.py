@@ -14,8 +14,10 @@ import numpy.typing as npt
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import LargeTensor, Lowered, is_stub
-from onnx_backend.proto.model import array, attributes, is_constant, metadata, opset_of
+from onnx_backend.proto.nodes import attributes, is_constant, metadata
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.read import LITERAL_KEY

@@ -8,8 +8,9 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.parity.tally import Tally, lsb
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import rows_of
-from onnx_backend.proto.model import array, metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.read import Place, stored_tensors
 from qsdk.core.numerics.encoding import Encoding
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
-from onnx_backend.proto.model import array, replace_nodes, unique
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import unique
+from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.subgraphs import bodies, reads
 from qsdk.core.errors import ModelError
 

@@ -11,19 +11,10 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.proto.model import (
-    LARGEST_OPSET,
-    OPSET,
-    array,
-    attributes,
-    constant_tensor,
-    is_constant,
-    names_in,
-    opset_of,
-    replace_nodes,
-    stamp,
-    unique,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import names_in, unique
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
+from onnx_backend.proto.opsets import LARGEST_OPSET, OPSET, opset_of, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
 from onnx_backend.proto.weightless import refilled, skeleton
 from onnx_backend.runtime.compare_runs import compare_runs, fits_one_message

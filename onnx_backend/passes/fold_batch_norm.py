@@ -13,17 +13,9 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.passes.canonicalize import named
-from onnx_backend.proto.model import (
-    array,
-    attributes,
-    consumers,
-    drop_unused_initializers,
-    initializers,
-    names_in,
-    producers,
-    replace_nodes,
-    unique,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
+from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.weightless import Types
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.layers.folded_norms import FoldedNorm

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from onnx import NodeProto
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.proto.model import attributes
+from onnx_backend.proto.nodes import attributes
 
 Array = npt.NDArray[Any]
 LARGEST = 1024  # elements of a constant that may be folded

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.passes.fold_constants import fold
-from onnx_backend.proto.model import array
+from onnx_backend.proto.external_data import array
 
 Array = npt.NDArray[Any]
 _REARRANGING = frozenset({"Slice", "Split", "Concat", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})

@@ -10,7 +10,9 @@ import numpy.typing as npt
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from onnx_backend.passes.fold_constants import LARGEST, fold
-from onnx_backend.proto.model import array, constant_tensor, is_constant, replace_nodes, unique
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import unique
+from onnx_backend.proto.nodes import constant_tensor, is_constant, replace_nodes
 from onnx_backend.proto.subgraphs import bodies, rename_reads
 
 

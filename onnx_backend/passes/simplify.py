@@ -17,17 +17,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnx_backend.passes.fold_constants import LARGEST, fold, is_view
 from onnx_backend.passes.fold_views import rearranged, takes_all
 from onnx_backend.passes.inline_branches import decide_inside, taken_branch
-from onnx_backend.proto.dead_code import read_at_last
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, read_at_last
 from onnx_backend.proto.lazy_tensors import as_stub
-from onnx_backend.proto.model import (
-    array,
+from onnx_backend.proto.nodes import (
     attributes,
-    consumers,
     drop_unused_initializers,
-    initializers,
     is_mark,
     lift_constants,
-    names_in,
     rename_inputs,
     replace_nodes,
 )

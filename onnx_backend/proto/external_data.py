@@ -92,6 +92,13 @@ def reference(tensor: TensorProto) -> tuple[Path, int, int]:
     return file, int(facts["offset"]), int(facts["length"])
 
 
+def array(tensor: TensorProto) -> npt.NDArray[Any]:
+    """The value of a stored tensor (ml_dtypes' own types for 2 and 4 bits and minifloats)."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return external_array(tensor)
+    return np.asarray(numpy_helper.to_array(tensor))
+
+
 def external_array(tensor: TensorProto) -> npt.NDArray[Any]:
     """The value of a tensor that refers to a file; of whole bytes, it is the file's memory and no copy.
 

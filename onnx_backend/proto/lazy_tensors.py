@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.proto.external_data import BITS, bytes_of, is_reference
-from onnx_backend.proto.model import array
+from onnx_backend.proto.external_data import BITS, array, bytes_of, is_reference
 from onnx_backend.proto.weightless import is_large
 from qsdk.core.numerics.encoding import Encoding, storage_type
 

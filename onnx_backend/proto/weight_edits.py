@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnx_backend.proto.external_data import is_reference, reference
-from onnx_backend.proto.model import initializers
+from onnx_backend.proto.graph_queries import initializers
 from qsdk.core.errors import ModelError
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto
 
-from onnx_backend.proto.model import metadata, producers
+from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.nodes import metadata
 
 
 @dataclass(frozen=True)

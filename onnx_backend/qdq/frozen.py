@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
-from onnx_backend.proto.model import metadata, set_metadata
+from onnx_backend.proto.nodes import metadata, set_metadata
 from qsdk.core.numerics.encoding import Encoding
 
 

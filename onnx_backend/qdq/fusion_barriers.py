@@ -20,19 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
-from onnx_backend.proto.model import (
-    array,
-    attributes,
-    consumers,
-    initializers,
-    metadata,
-    names_in,
-    producers,
-    rename_inputs,
-    replace_nodes,
-    unique,
-)
+from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
 from onnx_backend.qdq.runtime_table import NARROW, Form, is_wrong
 

@@ -6,18 +6,15 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored
-from onnx_backend.proto.model import (
+from onnx_backend.proto.nodes import (
     attributes,
-    consumers,
     drop_unused_initializers,
-    initializers,
     is_mark,
-    names_in,
     rename_inputs,
     replace_nodes,
     set_metadata,
-    unique,
 )
 from onnx_backend.proto.weightless import is_large
 from onnx_backend.qdq.runtime_table import Dialect

@@ -7,8 +7,10 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import Lowered, as_given, as_stored_in, narrowed, with_large, without_large
-from onnx_backend.proto.model import OPSET, at_opset, attributes, is_mark, lift_constants, set_metadata, unique
+from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
+from onnx_backend.proto.opsets import OPSET, at_opset
 from onnx_backend.qdq.fusion_barriers import keep_apart
 from onnx_backend.qdq.graph_editor import Lowering, say_site
 from onnx_backend.qdq.runtime_table import Dialect, form_of

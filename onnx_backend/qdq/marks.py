@@ -8,20 +8,17 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.proto.model import (
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import (
     MARK_DOMAIN,
     MARK_OP,
-    array,
-    consumers,
     drop_unused_initializers,
-    initializers,
     lift_constants,
-    load,
     metadata,
-    names_in,
     rename_inputs,
     replace_nodes,
-    unique,
 )
 from onnx_backend.qdq.dynamic import dynamic_places
 from onnx_backend.qdq.fusion_barriers import COPY_KEY

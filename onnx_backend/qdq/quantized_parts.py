@@ -2,7 +2,7 @@
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.proto.model import metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import all_nodes, bodies
 
 _STARTS = (

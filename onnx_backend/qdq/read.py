@@ -7,7 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.proto.model import array, attributes, constant_tensor, initializers, metadata, producers
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.nodes import attributes, constant_tensor, metadata
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from qsdk.core.errors import CalibrationError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantized
-from onnx_backend.proto.model import attributes, opset_of, set_metadata, unique
+from onnx_backend.proto.nodes import attributes, set_metadata
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.graph_editor import Lowering, say_site
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of

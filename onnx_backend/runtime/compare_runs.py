@@ -8,7 +8,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
-from onnx_backend.proto.model import initializers, producers
+from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, ModelError

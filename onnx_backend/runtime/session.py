@@ -8,15 +8,10 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnx_backend.proto.model import (
-    array,
-    attributes,
-    drop_unused_initializers,
-    initializers,
-    load,
-    producers,
-    replace_nodes,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.read import block_scales
 from onnx_backend.runtime.session_input import session_of

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.proto.model import attributes, initializers, producers
+from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.runtime_table import Dialect
 
 #: MatMulNBits, which the default level makes of a weight-only MatMul, quantizes the activation to int8 unless told

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.proto.model import array, attributes
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, is_quantizer
 

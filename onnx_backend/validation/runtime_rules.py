@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from onnx_backend.proto.model import LARGEST_OPSET, attributes, opset_of
+from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.opsets import LARGEST_OPSET, opset_of
 from onnx_backend.validation.finding import Finding, warning
 from onnx_backend.validation.scope import Scope, type_name
 from onnx_backend.validation.type_rules import FLOAT6

@@ -8,7 +8,9 @@ from typing import TypeVar
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from onnx_backend.proto.model import attributes, constant_tensor, is_constant, opset_of, producers
+from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies, reads
 from onnx_backend.proto.weightless import skeleton
 

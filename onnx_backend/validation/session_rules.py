@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from onnx import ModelProto
 
-from onnx_backend.proto.model import OPSET, consumers, initializers, metadata, opset_of
+from onnx_backend.proto.graph_queries import consumers, initializers
+from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.weightless import skeleton
 from onnx_backend.qdq.fusion_barriers import COPY_KEY, keep_apart
 from onnx_backend.validation.finding import Finding, warning

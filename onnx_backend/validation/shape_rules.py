@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from onnx import NodeProto
 
-from onnx_backend.proto.model import attributes
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, Shape
 

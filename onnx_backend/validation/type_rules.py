@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.proto.model import LARGEST_OPSET, attributes
+from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.opsets import LARGEST_OPSET
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import CONTRIB, Scope, type_name
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.proto.external_data import bytes_of
-from onnx_backend.proto.model import array, metadata
+from onnx_backend.proto.external_data import array, bytes_of
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import Scope, type_name
 from onnx_backend.validation.type_rules import FLOAT8

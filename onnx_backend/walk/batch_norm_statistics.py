@@ -10,8 +10,10 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnx_backend.passes.canonicalize import named
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, with_large
-from onnx_backend.proto.model import array, attributes, initializers
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.insert import lower
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session

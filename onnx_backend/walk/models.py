@@ -10,8 +10,10 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto
 from onnx.numpy_helper import from_array
 
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrowed, on_grid, without_large
-from onnx_backend.proto.model import array, drop_unused_initializers, initializers, is_mark, metadata, replace_nodes
+from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata, replace_nodes
 from onnx_backend.qdq.insert import lower
 from onnx_backend.walk.sections import TAG, Stream
 from qsdk.core.lazy_arrays import LazyArrays

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub
-from onnx_backend.proto.model import array, initializers, input_names, metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
 from onnx_backend.walk.readings import RECURRENT

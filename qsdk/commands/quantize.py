@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from qsdk.commands.batches import chosen
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show

@@ -7,7 +7,8 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.proto.model import load, opset_of
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.sim_from_qdq import open_with_config
 from onnx_backend.validation.validate import validate

@@ -3,7 +3,7 @@
 import sys
 from argparse import Namespace
 
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
 from onnx_backend.validation.validate import validate
 from qsdk.commands.printing import show

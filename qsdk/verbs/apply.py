@@ -8,7 +8,7 @@ from onnx import ModelProto
 
 from onnx_backend.apply import NOT_MENTIONED, sim_with_encodings
 from onnx_backend.opening.stored_encodings import stored_encodings
-from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto import model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.formats import read_any
@@ -61,7 +61,7 @@ def apply_encodings(
         ExportError: the folder cannot be written.
     """
     where = "the model with encodings" if isinstance(encodings, ModelProto) else os.fspath(encodings)
-    sim, placed = sim_with_encodings(onnx_model.load(model), _placing(encodings, where), where, strict=strict)
+    sim, placed = sim_with_encodings(model_io.load(model), _placing(encodings, where), where, strict=strict)
     exported = export(sim, out, opset=opset, dialect=dialect)
     return _report(exported, placed, where)
 

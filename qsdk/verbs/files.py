@@ -12,7 +12,7 @@ from onnx_backend import given_weights as onnx_given
 from onnx_backend import saved as saved_onnx
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.opening.stored_encodings import float_facts, stored_encodings
-from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto import model_io
 from onnx_backend.sim import OnnxSim
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import QuantConfig
@@ -207,7 +207,7 @@ def _name_of(source: OnnxSource) -> str:
 
 
 def _float_graph(model: OnnxSource) -> Graph:
-    opened = onnx_model.load(model)
+    opened = model_io.load(model)
     if any(node.op_type == "QuantizeLinear" for node in opened.graph.node):
         raise ConfigError(f"{_name_of(model)} is quantized; give the float model that it was made of")
     return read_graph(opened)

@@ -7,7 +7,7 @@ from onnx import ModelProto
 from onnx_backend.export import require_companion
 from onnx_backend.opening.normalize_qdq import normalised
 from onnx_backend.passes.canonicalize import densify
-from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto import model_io
 from onnx_backend.proto.external_data import require_no_external_data
 from onnx_backend.qdq import read
 from onnx_backend.validation import validate as validation
@@ -22,7 +22,7 @@ def validate(model: OnnxSource) -> Report:
     Raises:
         FileFormatError: the file cannot be read as ONNX.
     """
-    return validation.validate(onnx_model.load(model, whole=True))
+    return validation.validate(model_io.load(model, whole=True))
 
 
 def inspect(model: OnnxSource) -> Report:
@@ -51,7 +51,7 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
     Raises:
         FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
     """
-    opened = onnx_model.load(source)
+    opened = model_io.load(source)
     require_no_external_data(opened)
     where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
     if not isinstance(source, ModelProto):

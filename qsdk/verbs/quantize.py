@@ -16,7 +16,7 @@ from onnx_backend.opening.plan_of_qdq import provenance_kept
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.parity import parity
 from onnx_backend.parity.expected_model import expected_of
-from onnx_backend.proto import model as onnx_model
+from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
@@ -101,7 +101,7 @@ def quantize(
         >>> sim.plan.decisions["self:weight"].spec.dtype
         int8
     """
-    if config is None and not isinstance(model, nn.Module) and onnx_model.is_quantized(onnx_model.load(model)):
+    if config is None and not isinstance(model, nn.Module) and graph_queries.is_quantized(model_io.load(model)):
         _refuse_dynamic_shapes(dynamic_shapes)
         _refuse_inputs(inputs, "the file has encodings of its own already")
         return OnnxSim.from_qdq(opened_qdq(model))
@@ -111,7 +111,7 @@ def quantize(
     if isinstance(model, str | os.PathLike | ModelProto):
         _refuse_dynamic_shapes(dynamic_shapes)
         if inputs:
-            model = with_fixed_inputs(onnx_model.load(model), inputs)
+            model = with_fixed_inputs(model_io.load(model), inputs)
         return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
     _refuse_inputs(inputs, "a module is traced with its example, which holds them")
     prepared = prepare(
@@ -325,7 +325,7 @@ def to_integer(
     """
     require_firmware_path(firmware, out)
     return write_integer(
-        onnx_model.with_weights(opened_qdq(model)),
+        model_io.with_weights(opened_qdq(model)),
         out,
         target=target,
         edges=edges,

@@ -16,7 +16,8 @@ from torch_models import calibrated, seeded
 from zoo_models import distinct
 
 import qsdk
-from onnx_backend.proto.model import array, initializers
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from qsdk.cli import main
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ExportError, IntegerError

@@ -11,15 +11,10 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.passes.fold_constants import evaluated
-from onnx_backend.proto.model import (
-    array,
-    attributes,
-    constant_tensor,
-    initializers,
-    is_constant,
-    opset_of,
-    replace_nodes,
-)
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
+from onnx_backend.proto.opsets import opset_of
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of what is computed

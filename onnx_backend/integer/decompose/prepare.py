@@ -14,8 +14,9 @@ from onnx_backend.integer.decompose.unit_rows import unit_rows
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.simplify import simplify
-from onnx_backend.proto.dead_code import read_at_last
-from onnx_backend.proto.model import names_in, opset_of, replace_nodes
+from onnx_backend.proto.graph_queries import names_in, read_at_last
+from onnx_backend.proto.nodes import replace_nodes
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.errors import IntegerError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnx_backend.proto.example_sizes import noted_example, open_inputs
+from onnx_backend.proto.inputs import noted_example, open_inputs
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 

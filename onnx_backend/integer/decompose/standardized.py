@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model import opset_of
+from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.match import Matcher

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.integer.ir.context import attributes
-from onnx_backend.proto.model import array, initializers, producers
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers, producers
 
 #: Op type of a norm -> its power.
 _POWERS: Mapping[str, int] = MappingProxyType({"ReduceL1": 1, "ReduceL2": 2})

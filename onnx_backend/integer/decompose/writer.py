@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.proto.model import unique
+from onnx_backend.proto.graph_queries import unique
 
 
 class Writer:

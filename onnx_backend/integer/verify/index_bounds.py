@@ -3,7 +3,7 @@
 from onnx import ModelProto, shape_inference
 
 from onnx_backend.integer.ir.context import attributes
-from onnx_backend.proto.model import input_names, producers
+from onnx_backend.proto.graph_queries import input_names, producers
 
 _VIEWS = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _LOOK_UPS = ("Gather", "GatherElements")

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 from onnx_backend.integer.ir.operations import Operation, Requantization
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.index_bounds import index_bounds
-from onnx_backend.proto.model import initializers, input_names
+from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError, IntegerError

@@ -12,7 +12,7 @@ from norm_spellings import ALL, _groups, assert_whole, found
 from onnx import helper
 from qdq_models import make_model
 
-from onnx_backend.proto.model import at_opset, opset_of
+from onnx_backend.proto.opsets import at_opset, opset_of
 from qsdk.core.patterns.find import Found
 
 OPSETS = (13, 17, 18, 21, 23)

@@ -8,7 +8,7 @@ from torch import nn
 
 import qsdk
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.planning.make_plan import make_plan
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from islands import BATCHES, DOORS, batches, dtypes, in_runtime, outputs, sim_at
 
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from qsdk.core.config.config import w4a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import float16

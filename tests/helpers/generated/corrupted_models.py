@@ -11,7 +11,9 @@ from qdq_models import convnet
 from torch import nn
 
 import qsdk
-from onnx_backend.proto.model import array, load, metadata
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import metadata
 
 REPLACED = {
     "Relu": "Abs",

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 import qsdk
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.insert import insert
 from onnx_backend.runtime.compare_runs import random_feeds
 from qsdk.core.errors import QsdkError

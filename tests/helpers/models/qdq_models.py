@@ -5,7 +5,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model import array
+from onnx_backend.proto.external_data import array
 from onnx_backend.qdq.marks import mark
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.numerics.encoding import Encoding

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
 
-from onnx_backend.proto.model import metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError

@@ -6,7 +6,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model import at_opset, load, metadata, opset_of, save, set_metadata
+from onnx_backend.proto.model_io import load, save
+from onnx_backend.proto.nodes import metadata, set_metadata
+from onnx_backend.proto.opsets import at_opset, opset_of
 from onnx_backend.qdq.marks import mark, mark_node
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ExportError, FileFormatError, ModelError

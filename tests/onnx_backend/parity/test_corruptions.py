@@ -10,7 +10,9 @@ from torch import nn
 
 import qsdk
 from onnx_backend.parity.float_outputs import verdict
-from onnx_backend.proto.model import array, initializers, replace_nodes
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.nodes import replace_nodes
 from qsdk.core.errors import DataError
 
 RNG = np.random.default_rng(5)

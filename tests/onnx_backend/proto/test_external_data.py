@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from qdq_models import make_model, mlp
 
 import qsdk
-from onnx_backend.proto.external_data import read_external_data
-from onnx_backend.proto.model import array, load
+from onnx_backend.proto.external_data import array, read_external_data
+from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import FileFormatError

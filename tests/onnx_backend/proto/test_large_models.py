@@ -16,9 +16,9 @@ from large_models import batches, export_peak, external_stack, inline_stack, lef
 import qsdk
 from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.data_file import DATA_KEY, facts_of
-from onnx_backend.proto.external_data import INLINE
+from onnx_backend.proto.external_data import INLINE, array
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantized, with_large
-from onnx_backend.proto.model import array, load, serialized
+from onnx_backend.proto.model_io import load, serialized
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.insert import lower
 from onnx_backend.sim import OnnxSim

@@ -11,7 +11,7 @@ from qdq_models import convnet, make_model, mlp, run, weights
 from torch import nn
 
 import qsdk
-from onnx_backend.proto.model import load
+from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.dynamic import dynamic_places
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError

@@ -9,8 +9,10 @@ from onnx.reference import ReferenceEvaluator
 from qdq_models import make_model, mlp, prepared, run, weights
 
 import qsdk
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
-from onnx_backend.proto.model import array, initializers, metadata
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.insert import insert, lower
 from onnx_backend.qdq.read import places, read
 from onnx_backend.runtime.session import simulation_session

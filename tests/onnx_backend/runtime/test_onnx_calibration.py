@@ -10,7 +10,7 @@ from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.calibration import observe as observing
 from onnx_backend.calibration.statistics_graph import observing_graph
-from onnx_backend.proto.model import is_mark
+from onnx_backend.proto.nodes import is_mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import CalibrationError, ConfigError, DataError

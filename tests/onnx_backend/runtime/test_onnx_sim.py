@@ -9,7 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, run, simulated_mlp, weights
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.proto.model import initializers, save
+from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.model_io import save
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import w4a8, w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileFormatError, ModelError

@@ -1,0 +1,128 @@
+"""Load, serialize and save ONNX models."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import ModelProto, numpy_helper
+
+from onnx_backend.proto.data_file import require_data
+from onnx_backend.proto.external_data import INLINE, array, is_reference, read_external_data
+from onnx_backend.proto.soundness import require_sound
+from qsdk.core.atomic_files import write_bytes
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError
+
+_TWO_GIB = 2**31 - 1
+
+
+def load(
+    source: str | os.PathLike[str] | bytes | ModelProto, *, inline: int = INLINE, whole: bool = False
+) -> ModelProto:
+    """Give a model of its own from a path, serialized bytes or a proto (copied).
+
+    Weights in other files are read, except large ones: of these the model says where they are, and `array` gives them
+    from there, so that the files must stay as they are while the model is in use.
+
+    Args:
+        source: a path may have external data beside it.
+        inline: external weights of up to so many bytes are read at once.
+        whole: hold all the data of an exported model against its hash, not only a sample.
+
+    Raises:
+        ConfigError: the source is none of these, but a sim, say.
+        FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, its functions
+            have no end, or a node omits an input that its op needs.
+    """
+    if isinstance(source, ModelProto):
+        require_sound(source, "the model")
+        model = ModelProto()
+        model.CopyFrom(source)
+        return model
+    if isinstance(source, bytes):
+        return _decoded(source, "the given bytes")
+    path = path_of(source)
+    if not path.is_file():
+        said = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise FileFormatError(f"{said}; check the path, or export the model first")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    model = _decoded(data, str(path))
+    del data  # the proto holds its own copy
+    require_data(model, path, whole=whole)
+    read_external_data(model, path, inline=inline)
+    return model
+
+
+def path_of(source: Any) -> Path:
+    """The path that a user gave for a model.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(source, str | os.PathLike):
+        return Path(source)
+    what = type(source).__name__
+    remedy = "give the path of an ONNX file, or an onnx model"
+    if hasattr(source, "plan") and hasattr(source, "coverage"):
+        remedy = 'write it first, and give that path: qsdk.export(sim, "model.onnx")'
+    raise ConfigError(f"expected an ONNX model, got a {what}; {remedy}")
+
+
+def _decoded(data: bytes, where: str) -> ModelProto:
+    remedy = "it is truncated or no ONNX model; export or download it again"
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise FileFormatError(f"{where} cannot be read as ONNX: {remedy}") from error
+    if not model.opset_import or not model.graph.output:
+        raise FileFormatError(f"{where} has no opset or no graph outputs: {remedy}")
+    require_sound(model, where)
+    return model
+
+
+def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to `path` atomically.
+
+    Raises:
+        ExportError: the folder cannot be written.
+        ModelError: the model is larger than one protobuf message can be.
+    """
+    write_bytes(path, serialized(model))
+
+
+def serialized(model: ModelProto) -> bytes:
+    """Give a model's bytes; weights in files are read into them.
+
+    Raises:
+        ModelError: the model is larger than 2 GiB.
+    """
+    model = with_weights(model)
+    if model.ByteSize() > _TWO_GIB:
+        raise ModelError("the model is larger than 2 GiB, which one ONNX file cannot hold; store external data")
+    return bytes(model.SerializeToString())
+
+
+def with_weights(model: ModelProto) -> ModelProto:
+    """The model, or a copy of it that holds the weights that the model leaves in files."""
+    if not any(is_reference(tensor) for tensor in model.graph.initializer):
+        return model
+    found = load(model)
+    for tensor in found.graph.initializer:
+        if is_reference(tensor):
+            tensor.CopyFrom(numpy_helper.from_array(array(tensor), tensor.name))
+    return found
+
+
+def set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
+    """Write properties in place of those that an opened file brought along."""
+    kept = [entry for entry in model.metadata_props if entry.key not in properties]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    for key, value in properties.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value

@@ -1,0 +1,107 @@
+"""Read and change nodes: attributes, metadata, Constant values, marks, and the tensors that a node reads."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.proto.subgraphs import reads, rename_reads
+from qsdk.core.errors import ModelError
+
+MARK_DOMAIN = "qsdk"
+MARK_OP = "Quantizer"
+
+
+def is_mark(node: NodeProto) -> bool:
+    """Whether a node marks a site."""
+    return node.domain == MARK_DOMAIN and node.op_type == MARK_OP
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Decode a node's attributes to Python values; strings are str, tensors NumPy arrays."""
+    return {attribute.name: _plain(helper.get_attribute_value(attribute)) for attribute in node.attribute}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, TensorProto):
+        return numpy_helper.to_array(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def constant_tensor(node: NodeProto) -> TensorProto:
+    """The tensor that a Constant node holds, under its output's name.
+
+    Raises:
+        ModelError: the node holds strings or a sparse tensor.
+    """
+    name = node.output[0]
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        if attribute.name == "value":
+            tensor = TensorProto()
+            tensor.CopyFrom(value)
+            tensor.name = name
+            return tensor
+        if attribute.name in ("value_float", "value_floats"):
+            return numpy_helper.from_array(np.asarray(value, np.float32), name)
+        if attribute.name in ("value_int", "value_ints"):
+            return numpy_helper.from_array(np.asarray(value, np.int64), name)
+    raise ModelError(f"the Constant node {node.name or name!r} holds no numeric tensor; store it as an initializer")
+
+
+def is_constant(node: NodeProto) -> bool:
+    """Whether a node is a Constant that holds a dense numeric tensor."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
+        return False
+    kind = node.attribute[0].name
+    is_text = kind == "value" and node.attribute[0].t.data_type == TensorProto.STRING
+    return kind in ("value", "value_float", "value_floats", "value_int", "value_ints") and not is_text
+
+
+def lift_constants(model: ModelProto) -> None:
+    """Turn Constant nodes with numeric values into initializers, in place."""
+    kept = []
+    for node in model.graph.node:
+        if is_constant(node):
+            model.graph.initializer.append(constant_tensor(node))
+        else:
+            kept.append(node)
+    replace_nodes(model.graph, kept)
+
+
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Put `nodes` in the place of a graph's nodes."""
+    fresh = list(nodes)
+    del graph.node[:]
+    graph.node.extend(fresh)
+
+
+def rename_inputs(nodes: Iterable[NodeProto], renamed: Mapping[str, str]) -> None:
+    """Let nodes and their bodies read the new names, in place."""
+    for node in nodes:
+        rename_reads(node, renamed)
+
+
+def drop_unused_initializers(graph: GraphProto) -> None:
+    """Remove stored tensors that nothing reads, in place."""
+    read = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
+    unread = [index for index, tensor in enumerate(graph.initializer) if tensor.name not in read]
+    for index in reversed(unread):  # what stays is not copied
+        del graph.initializer[index]
+
+
+def metadata(node: NodeProto) -> dict[str, str]:
+    """A node's metadata."""
+    return {entry.key: entry.value for entry in node.metadata_props}
+
+
+def set_metadata(node: NodeProto, **facts: str) -> None:
+    """Write metadata under the prefix `qsdk.`."""
+    for key, value in facts.items():
+        entry = node.metadata_props.add()
+        entry.key, entry.value = f"qsdk.{key}", value
