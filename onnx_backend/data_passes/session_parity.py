@@ -7,16 +7,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto
 
 from onnx_backend.opening.normalize_qdq import normalised
-from onnx_backend.parity.cuts import Cut, find_cuts
+from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
 from onnx_backend.parity.tally import lsb
-from onnx_backend.proto.graph_queries import names_in, producers, unique
-from onnx_backend.proto.model_io import load
-from onnx_backend.proto.nodes import rename_inputs
-from onnx_backend.proto.subgraphs import reads
+from onnx_backend.proto.graph_queries import producers
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.session_input import session_of
@@ -34,7 +31,6 @@ LEVELS: Mapping[str, ort.GraphOptimizationLevel] = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_HANDED_OUT = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
 
 
 @dataclass
@@ -183,41 +179,6 @@ def _report(
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
     ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **said}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
-
-
-def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
-    """Build the model in which every site's codes are an output, and its readers read a new input, quantized alike.
-
-    Returns:
-        The model, and site -> name of its new float input, for every site that something reads.
-    """
-    cut = load(model)
-    taken, makers = names_in(cut.graph), producers(cut.graph.node)
-    renamed, fed, added = {}, {}, []
-    for item in cuts:
-        fed[item.site] = unique(f"{item.site}/fed", taken)
-        again = type(makers[item.compared])()
-        again.CopyFrom(makers[item.compared])
-        renamed[item.compared] = again.output[0] = unique(f"{item.site}/fed_codes", taken)
-        again.input[0], again.name = fed[item.site], unique(f"{item.site}/fed_quantize", taken)
-        added.append(again)
-    rename_inputs(cut.graph.node, renamed)
-    read = {name for node in cut.graph.node for name in reads(node)}
-    kept = [node for node in added if node.output[0] in read]
-    fed = {site: name for site, name in fed.items() if any(node.input[0] == name for node in kept)}
-    for node in reversed(kept):
-        cut.graph.node.insert(0, node)
-    del cut.graph.output[:]
-    for item in cuts:
-        name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
-        if item.dtype not in _HANDED_OUT:
-            # the runtime's Python face knows no such arrays; the cast is exact
-            name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
-            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
-        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
-    del cut.graph.value_info[:]
-    return cut, fed
 
 
 def _taught(captured: Mapping[str, Array], fed: Mapping[str, str]) -> dict[str, Array]:

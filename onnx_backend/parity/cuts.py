@@ -7,6 +7,7 @@ from itertools import cycle
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import reads
@@ -20,6 +21,7 @@ _HANDED_OUT = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": 
     "uint16": TensorProto.UINT16,
     "int16": TensorProto.INT16,
 }
+_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
 _COMPUTED = (TensorProto.FLOAT, TensorProto.UINT8)  # what DynamicQuantizeLinear gives besides codes
 
 
@@ -101,6 +103,41 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
     cut.graph.output.extend(kept[name] for name in free)
     read = {name for node in cut.graph.node for name in reads(node)}
     fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
+    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
+    del cut.graph.value_info[:]
+    return cut, fed
+
+
+def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
+    """Build the model in which every site's codes are an output, and its readers read a new input, quantized alike.
+
+    Returns:
+        The model, and site -> name of its new float input, for every site that something reads.
+    """
+    cut = load(model)
+    taken, makers = names_in(cut.graph), producers(cut.graph.node)
+    renamed, fed, added = {}, {}, []
+    for item in cuts:
+        fed[item.site] = unique(f"{item.site}/fed", taken)
+        again = type(makers[item.compared])()
+        again.CopyFrom(makers[item.compared])
+        renamed[item.compared] = again.output[0] = unique(f"{item.site}/fed_codes", taken)
+        again.input[0], again.name = fed[item.site], unique(f"{item.site}/fed_quantize", taken)
+        added.append(again)
+    rename_inputs(cut.graph.node, renamed)
+    read = {name for node in cut.graph.node for name in reads(node)}
+    kept = [node for node in added if node.output[0] in read]
+    fed = {site: name for site, name in fed.items() if any(node.input[0] == name for node in kept)}
+    for node in reversed(kept):
+        cut.graph.node.insert(0, node)
+    del cut.graph.output[:]
+    for item in cuts:
+        name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
+        if item.dtype not in _CODES:
+            # the runtime's Python face knows no such arrays; the cast is exact
+            name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
+            cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
+        cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
     cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
     del cut.graph.value_info[:]
     return cut, fed

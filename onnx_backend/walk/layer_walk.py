@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_backend.data_passes.channel_observers import graph_as_it_runs
+from onnx_backend.data_passes.relu6 import graph_as_it_runs
 from onnx_backend.runtime.session_memory import shared_memory
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.live_tensors import LiveTensors

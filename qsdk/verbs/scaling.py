@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_backend.data_passes import channel_observers as onnx_floats
+from onnx_backend.data_passes import relu6 as onnx_relu6
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
@@ -257,7 +258,7 @@ def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
 def _graph(sim: Sim) -> Graph:
     """The sim's graph, with a Relu in the place of each ReLU6 whose bound was taken away."""
     if isinstance(sim, OnnxSim):
-        return onnx_floats.graph_as_it_runs(sim)
+        return onnx_relu6.graph_as_it_runs(sim)
     return torch_relu6.graph_as_it_runs(sim.model, sim.graph)
 
 
@@ -268,7 +269,7 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
     scalings, _ = _scalings(sim, trial, equalizing.not_equalized)
     wanted = passed_by(scalings.regions, clips, trial)
     if isinstance(sim, OnnxSim):
-        reasons = onnx_floats.of_calls(sim, clips, wanted)
+        reasons = onnx_relu6.of_calls(sim, clips, wanted)
     else:
         owners = {site: without_calls(owner_of(site)) for site in clips}
         reasons = torch_relu6.of_calls(sim.model, owners, wanted)
@@ -280,7 +281,7 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
 
 def _open(sim: Sim, sites: set[str]) -> None:
     if isinstance(sim, OnnxSim):
-        onnx_floats.unbind(sim, clips_at_six(sim.graph), sites)
+        onnx_relu6.unbind(sim, clips_at_six(sim.graph), sites)
     else:
         torch_relu6.unbind(sim.model, {without_calls(owner_of(site)) for site in sites})
 
