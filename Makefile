@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check fmt bench
+.PHONY: help setup demo test test-ci-slow test-slow check fmt bench
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with qsdk and its tools (does nothing when it is up to date)
 	@:
@@ -27,7 +27,10 @@ demo: setup ## quantize, export and compare a real model on real data (one to tw
 test: setup ## run the tests, except the slow ones
 	@$(PYTEST) -m "not slow"
 
-test-slow: setup ## run the slow tests (minutes)
+test-ci-slow: setup ## run the slow tests that CI runs (some 15 minutes)
+	@$(PYTEST) -m "slow and not nightly"
+
+test-slow: setup ## run every slow test, the nightly ones too (hours)
 	@$(PYTEST) -m slow
 
 check: setup ## lint, format, types, import contracts, architecture

@@ -26,10 +26,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+gc.freeze()  # what imports have made stays to the end: the collector need not look at it again and again
 
 
-# What the imports have made stays until the end: the collector need not look at it again and again.
-gc.freeze()
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is nightly as slow too."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

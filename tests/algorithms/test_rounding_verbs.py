@@ -46,7 +46,7 @@ def test_the_same_call_gives_the_same_sim(verb):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("door", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("door", ["onnx", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_options_reach_the_solvers(door):
     def after(verb, **options):
         sim = sim_at(door)

@@ -14,6 +14,8 @@ import qsdk
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
+pytestmark = pytest.mark.slow  # what the guides use, the tests of each verb test
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from foreign_models import by_onnxruntime, integers
 
@@ -16,6 +17,7 @@ from qsdk.demo.model import load_pretrained
 PAGE = Path(__file__).parents[2] / "docs" / "foreign_models.md"
 
 
+@pytest.mark.slow
 def test_the_guide_to_models_of_other_tools_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     images = load().calibration_images[:16]

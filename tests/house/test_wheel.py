@@ -83,6 +83,7 @@ def test_the_installed_command_explains_itself(python: Path, tmp_path: Path, com
     assert f"qsdk {command}" in run(qsdk, command, "--help", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_installed_demo_network_knows_the_installed_images(python: Path, tmp_path: Path):
     code = """
 import torch
@@ -96,7 +97,7 @@ print((picked == held.test_labels[:1000]).mean())
     assert float(run(python, "-c", code, cwd=tmp_path)) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_installed_demo_runs(python: Path, tmp_path: Path):
     run(python.with_name("qsdk"), "demo", "--out", tmp_path / "out", cwd=tmp_path)
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))

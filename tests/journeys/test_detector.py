@@ -26,12 +26,14 @@ def calibrated(detector: Detector):
     return sim
 
 
+@pytest.mark.slow
 def test_scores_survive_beside_boxes(detector: Detector, calibrated):
     exact, found = detector(IMAGES).detach().numpy(), calibrated(IMAGES).numpy()
     assert sqnr(exact[:, 4:], found[:, 4:]) > 25
     assert sqnr(exact[:, :4], found[:, :4]) > 25
 
 
+@pytest.mark.slow
 def test_one_scale_for_both_would_lose_the_scores(detector: Detector):
     sim = qsdk.quantize(detector, IMAGES[:2], qsdk.w8a8().override("cat.6", tie=True))
     assert sim.plan.decisions["cat.6:output"].quantized
@@ -40,6 +42,7 @@ def test_one_scale_for_both_would_lose_the_scores(detector: Detector):
     assert sqnr(exact[:, 4:], found[:, 4:]) < 1
 
 
+@pytest.mark.slow
 def test_the_exported_detector_is_the_simulated_one(calibrated, tmp_path):
     qsdk.export(calibrated, tmp_path / "detector.onnx")
     report = qsdk.check_parity(calibrated, tmp_path / "detector.onnx", [IMAGES[:2]], progress=False)

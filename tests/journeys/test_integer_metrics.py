@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.network, pytest.mark.nightly]
 #: Decisions by network; all have true labels.
 NETWORKS = {"demo": 10_000, "ocr_direction": 1_600, "silero_vad": 1_920}
 

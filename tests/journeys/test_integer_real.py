@@ -50,7 +50,7 @@ def require_equal_levels(path, batch):
             np.testing.assert_array_equal(found, expected[name], err_msg=f"{name} at {level}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FILES)
 def test_a_real_file(name, tmp_path):
     case = real.MODELS[name]
@@ -63,7 +63,7 @@ def test_a_real_file(name, tmp_path):
     require_equal_levels(out, batches[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bits", [8, 16])
 def test_efficientnet_lite0(bits, tmp_path):
     images = zoo.imagenet_images(lite=True)[0]

@@ -11,7 +11,7 @@ import qsdk
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
 
-pytestmark = [pytest.mark.network, pytest.mark.usefixtures("exact_products")]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.usefixtures("exact_products")]
 
 
 class Road:

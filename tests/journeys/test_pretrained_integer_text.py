@@ -11,7 +11,7 @@ from zoo_text import cosine, perplexity
 import qsdk
 from onnx_backend.integer.verify.integer_only import integer_findings
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.network, pytest.mark.nightly]
 
 
 def on_integers(path, batches):

@@ -11,7 +11,7 @@ from zoo_text import cosine, perplexity
 
 import qsdk
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.network, pytest.mark.nightly]
 WEIGHT_ONLY = qsdk.w4a16(block_size=32).override("*", activation="float32")
 
 

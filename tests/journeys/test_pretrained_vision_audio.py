@@ -22,14 +22,17 @@ def tones():
     return zoo_audio.tones(200)
 
 
-@pytest.fixture(scope="module", params=["w8a8", pytest.param("w4a8", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("w8a8", marks=pytest.mark.slow), pytest.param("w4a8", marks=pytest.mark.nightly)],
+)
 def crepe(request, tmp_path_factory):
     config = {"w8a8": qsdk.w8a8, "w4a8": qsdk.w4a8}[request.param]()
     calibration = zoo_audio.tones(100, seed=1)[0].split(50)
     return travelled(zoo_audio.crepe(), calibration, config, tmp_path_factory.mktemp("crepe"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_efficientnet_lite0_keeps_its_accuracy_in_every_form(lite0):
     road, images, labels = lite0
     correct = [int((run([images]).argmax(1) == labels).sum()) for run in (road.in_float, road.simulated, road.deployed)]
@@ -37,7 +40,7 @@ def test_efficientnet_lite0_keeps_its_accuracy_in_every_form(lite0):
     assert min(correct) >= 17
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_efficientnet_lite0_pads_before_its_convolutions_and_folds_all_its_batch_norms(lite0):
     road, images, _ = lite0
     summary = road.sim.coverage().summary

@@ -21,7 +21,7 @@ VAGUE = ("inside a module or function", "a stored tensor that no quantizer reads
 
 
 QUICK = ("silero-vad sequence", "silero-vad op15", "magika", "wespeaker features")
-CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 
 
 def plain(source: str | bytes) -> ort.InferenceSession:

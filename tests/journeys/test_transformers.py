@@ -17,7 +17,7 @@ from qsdk.core.config.config import w8a8
 
 # the others are as quick, but many
 QUICK = ("llama", "convnext")
-EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in ARCHITECTURES]
 # what moves values, or is followed by nothing but what does, inside one function of torch
 MOVES = {"Transpose", "Reshape", "Slice", "Squeeze", "Unsqueeze", "Expand", "GatherND", "Gather", "Concat", "Split"}
 
@@ -85,7 +85,7 @@ def test_the_whole_road(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "llama" else pytest.mark.slow) for n in ("llama", "bert")]
+    "name", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("first", ["padded", "ones"])
 def test_padded_and_full_masks_are_the_same_model(name: str, first: str, tmp_path: Path):

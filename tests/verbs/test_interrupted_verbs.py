@@ -80,7 +80,7 @@ def test_an_error_of_the_model_at_any_layer(sims: dict[str, tuple[Sim, list[Any]
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "gptq" else pytest.mark.slow) for name in VERBS]
+    "name", [pytest.param(name, marks=() if name == "gptq" else pytest.mark.nightly) for name in VERBS]
 )
 def test_an_interrupt_anywhere(name: str, door: str, sims: dict[str, tuple[Sim, list[Any]]]):
     if not can(name, door):

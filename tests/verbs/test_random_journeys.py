@@ -29,7 +29,7 @@ from qsdk.verbs.files import load, save
 from qsdk.verbs.quantize import Sim, calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
-QUICK, SLOW = range(1), range(1, 64)
+IN_CI, NIGHTLY = range(1), range(1, 64)
 METHODS = ["min_max", "percentile", "mse", "tf_enhanced", "entropy"]
 OP_TYPES = ["Conv", "Gemm", "MatMul", "Add", "Mul", "Concat", "Relu", "Softmax", "LayerNormalization"]
 CHANGES = [{"weight": "int4"}, {"activation": "uint16"}, {"dtype": "float16"}, {"dtype": "float32"}]
@@ -47,7 +47,13 @@ def _quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in IN_CI),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in NIGHTLY),
+    ],
+)
 def test_a_random_network_makes_the_whole_journey_at_both_doors(seed: int, tmp_path: Path):
     config = random_config(random.Random(seed))
     module = module_journey(seed, tmp_path, config)

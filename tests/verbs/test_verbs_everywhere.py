@@ -35,12 +35,8 @@ from qsdk.verbs.quantize import Sim
 from torch_bridge.sim import QuantSim
 
 # a packed Linear that is split, blocks of scales; recurrent weights, some of them float16; depthwise convolutions
-QUICK = [
-    ("cnn", "w4a8", "torch"),
-    ("gpt", "blocks", "torch"),
-    ("lstm", "float16 layers", "onnx"),
-    ("mobile", "per tensor", "onnx"),
-]
+QUICK = [("cnn", "w4a8", "torch"), ("lstm", "float16 layers", "onnx")]
+IN_CI = [("gpt", "blocks", "torch"), ("mobile", "per tensor", "onnx")]
 NAMES, KINDS = list(ZOO), list(CONFIGS)
 # each network with two configs, each config with a network or two
 SLOW = [
@@ -74,14 +70,18 @@ def _one_thread():
 
 @pytest.mark.parametrize(
     ("name", "config", "door"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if one not in QUICK)],
+    [
+        *QUICK,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in IN_CI),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in SLOW if one not in (*QUICK, *IN_CI)),
+    ],
 )
 def test_every_verb_on_networks_of_all_kinds(name: str, config: str, door: str, tmp_path: Path):
     sim, data = zoo_sim(name, config, door)
     require_all(sim, data, None if config in WEIGHTS_OF_FOUR_BITS else tmp_path / "model.onnx")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("door", ["torch", "onnx"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_every_verb_on_transformers(name: str, door: str, tmp_path: Path):

@@ -24,7 +24,7 @@ from qsdk.demo.model import load_pretrained
 from qsdk.verbs.quantize import calibrate, export, quantize
 
 QUICK = ("mobile", "encoder")
-NETS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*ZOO, "demo")]
+NETS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in (*ZOO, "demo")]
 #: written by the exporter with lists of tensors or slices of weights where its optimizer leaves one op
 RAW_ONLY = ("gpt", "lstm", "gru")
 
@@ -118,7 +118,7 @@ def test_the_rows_of_a_table_that_the_exporter_looked_up_are_quantized_as_the_ta
     np.testing.assert_array_equal(codes, wanted)
 
 
-@pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=pytest.mark.nightly)])
 def test_an_export_of_other_ops_is_refused_by_name_and_writes_nothing(name, exports, tmp_path):
     folder, *_ = exports(name)
     source = exports.float_model(name, optimize=False)

@@ -33,12 +33,13 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import stored_values
 
 
-def some_slow(names: Iterable[Any], *slow: Any) -> list[Any]:
-    """The names as parameters, some of them marked slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+def marked(names: Iterable[Any], *, slow: Iterable[Any] = (), nightly: Iterable[Any] = ()) -> list[Any]:
+    """The names as parameters, some of them marked."""
+    marks = {**dict.fromkeys(slow, pytest.mark.slow), **dict.fromkeys(nightly, pytest.mark.nightly)}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
-EVERY = some_slow(ZOO, "encoder", "gru", "llama", "vit", "audio", "unet", "mobile")
+EVERY = marked(ZOO, slow=["gpt"], nightly=["encoder", "gru", "llama", "vit", "audio", "unet", "mobile"])
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def test_every_tensor_has_a_site_a_supergroup_or_a_stated_reason(name: str):
     assert set(hidden) <= {"Transpose", "Reshape", "Slice", "Squeeze", "Unsqueeze", "Expand"}
 
 
-@pytest.mark.parametrize("name", some_slow(["vit", "bert", "llama"], "vit", "llama"))
+@pytest.mark.parametrize("name", marked(["vit", "bert", "llama"], slow=["bert"], nightly=["vit", "llama"]))
 def test_the_whole_journey(name: str, tmp_path: Path):
     build, inputs = ZOO[name]
     model, data = distinct(build()), [inputs(seed) for seed in range(3)]
@@ -96,8 +97,8 @@ def sqnr(wanted: np.ndarray, found: np.ndarray) -> float:
     return math.inf if noise == 0 else 10 * math.log10(float((wanted**2).sum()) / noise)
 
 
-@pytest.mark.parametrize("bias", some_slow([True, False], False))
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bias", marked([True, False], nightly=[False]))
+@pytest.mark.parametrize("kind", marked([nn.LSTM, nn.GRU, nn.RNN], slow=[nn.RNN]))
 def test_recurrent_layers_compute_what_torch_computes_and_export(kind: Any, bias: bool, tmp_path: Path):
     for options in (
         {"num_layers": 2, "batch_first": True},
@@ -170,7 +171,7 @@ class Stepped(nn.Module):
         return after[0] if isinstance(after, tuple) else after
 
 
-@pytest.mark.parametrize("kind", some_slow([nn.LSTMCell, nn.GRUCell, nn.RNNCell], nn.LSTMCell, nn.RNNCell))
+@pytest.mark.parametrize("kind", marked([nn.LSTMCell, nn.GRUCell, nn.RNNCell], nightly=[nn.LSTMCell, nn.RNNCell]))
 def test_recurrent_cells_are_their_ops_and_planned_alike(kind: Any, tmp_path: Path):
     model = distinct(Stepped(kind))
     states = [seeded(3, 7, seed=i) for i in range(2 if kind is nn.LSTMCell else 1)]

@@ -29,7 +29,8 @@ def shared_translations() -> Iterator[None]:
     export = torch.onnx.export
 
     def translated(model: Any, *args: Any, **options: Any) -> Any:
-        key = key_of(model, options) if isinstance(model, ExportedProgram) and not args else None
+        as_captured = isinstance(model, ExportedProgram) and not args and options.get("optimize") is False
+        key = key_of(model, options) if as_captured else None  # optimizing would fold the weights into it
         if key is not None and key in _translations:
             return torch.onnx.ONNXProgram(_with_state(_translations[key], model), model)
         with operators_read_once():

@@ -63,14 +63,34 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("net", [net for net in NETS if net is not lstm], ids=lambda net: net.__name__)
+# one network has every kind, the two others one of 8 and one of 16 bits
+ONE_OF_EACH = ("uint8 per channel", "16-bit weights")
+EVERY_NET = [net for net in NETS if net is not lstm]
+NETS_AND_KINDS = [
+    pytest.param(
+        net,
+        kind,
+        marks=() if net is EVERY_NET[0] or kind in ONE_OF_EACH else pytest.mark.slow,
+        id=f"{net.__name__}-{kind}",
+    )
+    for net in EVERY_NET
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("net", "kind"), NETS_AND_KINDS)
 def test_what_onnxruntime_quantizes(net, kind, tmp_path):
     converted(by_onnxruntime(net(21), NETS[net], tmp_path, **KINDS[kind]), tmp_path)
 
 
-@pytest.mark.parametrize("opset", [18, 19, 23, 25])
-@pytest.mark.parametrize("net", [net for net in NETS if net is not lstm], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    ("net", "opset"),
+    [
+        pytest.param(net, opset, marks=() if net is EVERY_NET[0] else pytest.mark.slow, id=f"{net.__name__}-{opset}")
+        for net in EVERY_NET
+        for opset in (18, 19, 23, 25)
+    ],
+)
 def test_every_opset(net, opset, tmp_path):
     written = converted(by_onnxruntime(net(opset), NETS[net], tmp_path, **KINDS["uint8 per channel"]), tmp_path)
     assert written.opset_import[0].version == max(opset, 21)

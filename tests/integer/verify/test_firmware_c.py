@@ -48,7 +48,7 @@ def compare(model, feeds, folder, *flags, **options):
 
 # with sanitizers a compilation takes seconds: one network by default, every form in the slow tests
 QUICK = "cnn of int8"
-FORMS = [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IN_C]
+FORMS = [name if name == QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in IN_C]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -64,7 +64,7 @@ def test_roundings_where_ties_occur(rounding, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "pools"))]
+    "name", ["cnn", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("residual", "pools"))]
 )
 def test_requantization_in_32_bits(name, tmp_path):
     made = compare(*IN_C[name](), tmp_path, "-fsanitize=undefined,address", "-fno-sanitize-recover", product_bits=32)

@@ -81,7 +81,7 @@ def test_the_expanded_tests_quantize_with_no_other_evaluator(node_tests: type[un
     assert all(evaluator == "kernels" for evaluator, op_type in ran if op_type in KERNELS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_node_test_passes_that_anybody_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     benchmark = importlib.import_module("backend_tests")

@@ -45,7 +45,7 @@ def test_no_corrupted_file_passes(name, tmp_path):
     assert list(taken.values()).count("found") >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in corrupted_models.CONFIGS if not name.startswith("convnet")])
 def test_no_corrupted_file_of_a_module_passes(name, tmp_path):
     case = corrupted_models.exported(name, str(tmp_path / "model.onnx"))

@@ -85,7 +85,7 @@ def test_an_exported_file_opens_and_exports_to_the_same_bytes(name, dialect, ops
         require_stable(sim, tmp_path, dialect, opset)
 
 
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in SLOW)])
 def test_a_random_network_exports_to_the_same_bytes_from_both_doors(seed, tmp_path):
     rng = random.Random(seed)
     config: QuantConfig = rng.choice(list(CONFIGS.values())[:5])

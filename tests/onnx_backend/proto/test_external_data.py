@@ -121,7 +121,7 @@ def test_only_one_tensor_at_a_time_is_held_twice(tmp_path):
     assert peak < 1.1 * 2**24  # what Python held; the proto's own copy is not Python's
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_above_two_gigabytes_is_opened_and_planned(tmp_path):
     sim = qsdk.quantize(large(tmp_path / "m.onnx", 2**19 + 2**10), None, w8a8())
     assert sim.plan.decisions["mm:weight"].quantized

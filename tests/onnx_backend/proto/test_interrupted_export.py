@@ -102,7 +102,7 @@ def read(path, whole, said, seen):
         seen.add(which)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_export_leaves_an_old_or_a_new_model_or_is_refused(source, whole, tmp_path):
     folder, rng, said, seen, statuses = tmp_path / "out", random.Random(0), [], set(), []
     folder.mkdir()
@@ -131,7 +131,7 @@ def test_a_killed_export_leaves_an_old_or_a_new_model_or_is_refused(source, whol
     np.testing.assert_array_equal(outputs_of(path), whole[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_exports_at_once_leave_one_of_the_two(source, whole, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()

@@ -347,12 +347,12 @@ def test_a_damaged_part_of_a_saved_sim_is_refused(float_file, tmp_path):
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_export_holds_no_second_copy_of_the_weights(tmp_path):
     assert export_peak("module", tmp_path, 3000, 3) < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "most"), [("module", 0.1), ("external", 0.1), ("inline", 0.5)])
 def test_peak_memory_of_export(kind, most, tmp_path):
     assert export_peak(kind, tmp_path, 5000, 4) < most
@@ -363,7 +363,7 @@ def test_inline_and_external_weights_are_equal():
     assert {t.name for t in inline_stack(WIDTH).graph.initializer} == set(weights(WIDTH))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_road_of_a_file_above_two_gigabytes(tmp_path):
     width = 13_600  # 3 x 0.69 GiB
     x = batches(width)
@@ -377,14 +377,14 @@ def test_the_whole_road_of_a_file_above_two_gigabytes(tmp_path):
     assert data_of(tmp_path / "m.onnx").stat().st_size >= 3 * width * width
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_module_above_two_gigabytes_is_exported_without_a_copy(tmp_path):
     assert export_peak("module", tmp_path, 13_600, 3) < 0.1
     assert list(leftovers(tmp_path)) == []
     onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float_weights_above_two_gigabytes_go_to_a_file_of_their_own(tmp_path):
     path = external_stack(tmp_path / "float.onnx", 13_600, 3)
     sim = calibrated_wide(path, 13_600)

@@ -37,7 +37,7 @@ def test_a_few_damaged_files(tmp_path):
     assert 5 <= len(equal) <= 40  # neither all harmless nor all refused
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_many_damaged_files(tmp_path, seed):
     require_good(verdicts(tmp_path, 500, seed))

@@ -28,7 +28,7 @@ WRITTEN += [key for key in KEYS if key[1] == "both" and key[0] != "int8"]
 
 def slow_where_narrow(keys):
     """The types that are always kept apart, whatever the table says, with the slow tests."""
-    return [pytest.param(*key, marks=pytest.mark.slow) if key[0] in NARROW else key for key in keys]
+    return [pytest.param(*key, marks=pytest.mark.nightly) if key[0] in NARROW else key for key in keys]
 
 
 def wrong_readers(dtype, form, *, separated=False, labels=LABELS):

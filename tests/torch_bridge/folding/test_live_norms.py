@@ -45,7 +45,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
 # the others say it once more
 QUICK = ("linear without bias", "depthwise", "transposed grouped", "not affine", "cumulative average", "two")
 layers = pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in LAYERS]
 )
 
 

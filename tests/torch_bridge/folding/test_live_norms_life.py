@@ -32,7 +32,7 @@ def optimizer_of(sim: QuantSim) -> torch.optim.Optimizer:
     return torch.optim.SGD(sim.parameter_groups(lr=0.05, scale_lr=0.01), momentum=0.9)
 
 
-@pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_checkpoint_of_the_block_goes_on_in_another_bit_for_bit(at: int):
     """Saved before or after the statistics were frozen."""
     options: dict[str, Any] = {"learn_scales": True, "freeze_bn_after": 2}
@@ -173,7 +173,7 @@ class Recomputed(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_recomputed_gradients_are_the_same_bit_for_bit(reentrant: bool):
     torch.manual_seed(0)
     model = randomized(Recomputed())
@@ -199,6 +199,7 @@ def test_accumulated_gradients_see_one_weight():
         assert not torch.equal(live(X).detach(), first)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that
 def test_torch_compile_takes_it_whole_and_once_more_when_it_freezes():
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from live_norm_models import fresh, same
 from live_norms_worker import BATCHES, result, stepped
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 WORKER = Path(__file__).parents[2] / "helpers" / "ranks" / "live_norms_worker.py"
 
 

@@ -114,6 +114,7 @@ def work(rank: int, folder: str) -> None:
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_finds(tmp_path: Path):
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in (0, 1))

@@ -285,8 +285,10 @@ def test_an_unknown_gradient_is_named():
 # compiled kernels
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
+@pytest.fixture(scope="module", params=["as written", pytest.param("compiled", marks=pytest.mark.slow)])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "as written":
+        return Kernels(_forward, _backward)
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none on the path")
     found = compiled_kernels()

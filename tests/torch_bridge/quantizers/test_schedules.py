@@ -494,7 +494,7 @@ def test_a_copy_in_the_middle_is_independent():
 # the compiler
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_observing_and_annealing_under_a_compiler_agree_with_eager():
     found = []

@@ -93,7 +93,7 @@ def trained(name: str) -> Any:
     return sim
 
 
-NAMES = ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("w8a8", "w4a8", "w4a4", "transformer"))]
+NAMES = ["small", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("w8a8", "w4a8", "w4a4", "transformer"))]
 
 
 @pytest.fixture(scope="module")

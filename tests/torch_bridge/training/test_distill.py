@@ -229,7 +229,7 @@ def test_sites_inside_checkpointed_parts(how: str):
         torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_a_compiled_student_has_the_same_gradients():
     sim, teacher = sim_of()
@@ -269,7 +269,7 @@ def rank_work(rank: int, folder: str) -> None:
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_have_the_gradient_of_one(tmp_path: Path):
     torch.multiprocessing.spawn(rank_work, (str(tmp_path),), nprocs=2)
     first, second = (pickle.loads((tmp_path / f"{n}.pickle").read_bytes()) for n in (0, 1))

@@ -72,13 +72,14 @@ def shortly_trained(seed: int) -> tuple[float, list[float]]:
     return accuracy(sim), losses
 
 
+@pytest.mark.slow
 def test_a_short_training_at_two_bits_lowers_the_loss_and_beats_calibration():
     after, losses = shortly_trained(seed=0)
     assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
     assert after >= calibrated()[1] + SHORT_MARGIN
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.network
 @pytest.mark.parametrize("name", MARGINS)
 def test_training_beats_post_training_quantization(name: str, monkeypatch: pytest.MonkeyPatch):

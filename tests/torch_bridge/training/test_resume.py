@@ -189,7 +189,7 @@ print(json.dumps([losses, {site: [e.scale.tolist(), e.zero_point.tolist()] for s
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_is_resumed_in_a_new_process(tmp_path: Path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -193,7 +193,9 @@ def test_selective_checkpointing():
     assert_equal(passed(sim, _plain), passed(sim, selective))
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "reentrant", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
 def test_gradient_checkpointing_of_transformers(reentrant: bool):
     config = transformers.LlamaConfig(
         vocab_size=20,

@@ -42,13 +42,16 @@ def compiled_and_not(model: nn.Module, batches: list[Tensor], backend: str) -> N
         same_gradients(one, other, tolerance=2e-3)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.nightly)],
+)
 def test_a_network_with_folded_batch_norms_in_one_compiled_graph(backend: str):
     batches = [seeded(4, 3, 6, 6, seed=seed) for seed in range(3)]
     compiled_and_not(randomized(Residual()), batches, backend)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_transformer_layer_in_one_compiled_graph():
     torch.manual_seed(0)
     compiled_and_not(Layer(), [seeded(2, 5, 8, seed=seed) for seed in range(2)], backend="aot_eager")
@@ -71,6 +74,7 @@ def test_a_checkpointed_block_in_one_compiled_graph():
         compiled_and_not(Checkpointed(), [seeded(2, 4, seed=seed) for seed in range(2)], backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_learned_zero_points_and_live_batch_norms_in_one_compiled_graph():
     sim = calibrated(randomized(Residual()), seeded(4, 3, 6, 6), w8a8())
     found = []

@@ -254,6 +254,7 @@ class Teaching(Dataset[Tensor]):
             return self.model(X[index : index + 1])[0]
 
 
+@pytest.mark.slow
 def test_a_model_goes_to_the_workers_of_a_data_loader(sim: QuantSim):
     with sim.training(learn_scales=True) as model:
         one_step(sim, model)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # minutes of two processes; ranks that observe and learn: test_schedules.py
+
 WORKER = Path(__file__).parents[2] / "helpers" / "ranks" / "training_rank_worker.py"
 
 

@@ -56,7 +56,7 @@ def rows(layer: Layer, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in ZOO]
 )
 def test_both_doors_give_the_same_layer_problems(name: str) -> None:
     sim, other, data = both_sims(name)

@@ -101,7 +101,7 @@ def compare_products(sim: OnnxSim, walk: Any, step: Any, x: np.ndarray, result: 
     assert np.abs(rest - rest[:1]).max() < 1e-4 * max(float(np.abs(result).max()), 1), layer.site
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
 def test_inputs_are_those_of_whole_runs(name: str) -> None:
     sim, data = from_zoo(name)

@@ -133,7 +133,9 @@ def test_attention_is_walked_part_by_part() -> None:
             assert torch.equal(pair[1], x)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRU, nn.RNN))])
+@pytest.mark.parametrize(
+    "kind", [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (nn.GRU, nn.RNN))]
+)
 def test_recurrent_weights_are_multiplied_with_inputs_and_states(kind: Any) -> None:
     class Runs(nn.Module):
         def __init__(self) -> None:

@@ -242,7 +242,14 @@ def build_layers() -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["encoder layer", "encoder", "decoder layer", "transformer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder layer",
+        "decoder layer",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("encoder", "transformer")),
+    ],
+)
 def test_layers_of_torch_are_simulated_and_exported(name: str, tmp_path):
     model, args = next((m, a) for n, m, a in build_layers() if n == name)
     distinct(model)

@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "weight and bias": weight_and_bias,
 }
 QUICK = ("weight norm", "spectral norm, old", "pruned twice")
-SOME_SLOW = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in WAYS]
+SOME_SLOW = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in WAYS]
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 
 
