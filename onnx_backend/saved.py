@@ -19,7 +19,7 @@ from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
 from qsdk.core.layers.folded_norms import plain_norms, read_norms
 from qsdk.core.planning.plan import Plan
-from qsdk.core.sims.plan_json import plain_plan, read_plan
+from qsdk.core.sims.plan_json import plan_to_json, read_plan
 from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
 
 MODEL, OPENED = "model.onnx", "opened.onnx"
@@ -32,7 +32,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "folded": list(notes.folded),
         "unfolded": dict(notes.unfolded),
         "reasons": dict(notes.reasons),
-        "inside": plain_plan(Plan({}, notes.inside)),
+        "inside": plan_to_json(Plan({}, notes.inside)),
         "remarks": list(notes.remarks),
         "norms": plain_norms(sim.folded_norms),
         "given": list(sim.given.before),

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
-    """A command with its help, an example, and `--json`."""
+    """Return a command with its help, an example, and `--json`."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,

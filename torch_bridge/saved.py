@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ExportError, FileFormatError, ModelError
-from qsdk.core.read_files import require_unpacked, said_by
+from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
@@ -141,7 +141,7 @@ def _require_plain(what: str, value: Any) -> None:
         torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, AttributeError) as error:
         raise ExportError(
-            f"{what} cannot be saved as plain data: {said_by(error)}; use tensors, numbers, strings, "
+            f"{what} cannot be saved as plain data: {first_line_of(error)}; use tensors, numbers, strings, "
             "tuples, lists and dicts"
         ) from error
 
@@ -153,12 +153,12 @@ def _read(parts: Mapping[str, bytes], name: str, where: str) -> Any:
     try:
         if zipfile.is_zipfile(data):
             with zipfile.ZipFile(data) as archive:
-                require_unpacked(archive, len(parts[name]), f"{name} in {where}")
+                require_modest_size(archive, len(parts[name]), f"{name} in {where}")
         data.seek(0)
         return torch.load(data, map_location="cpu", weights_only=True)
     except FileFormatError:
         raise
     except Exception as error:  # on damaged bytes, torch's reader raises nearly anything
         raise FileFormatError(
-            f"{name} in {where} is damaged ({said_by(error)}); write it again with qsdk.save(sim, path)"
+            f"{name} in {where} is damaged ({first_line_of(error)}); write it again with qsdk.save(sim, path)"
         ) from error

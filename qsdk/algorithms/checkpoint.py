@@ -19,7 +19,7 @@ from qsdk.core.layers.layer_problem import Solution
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
-from qsdk.core.read_files import require_readable, require_unpacked, said_by, text_of
+from qsdk.core.read_files import first_line_of, read_text, require_modest_size, require_readable
 
 #: Share of the largest mean by which the means of the same data may differ, as other thread counts round otherwise.
 SAME = 1e-3
@@ -30,7 +30,7 @@ class Identified(Protocol):
 
     @property
     def site(self) -> str:
-        """Its name."""
+        """Return its name."""
 
     @property
     def spec(self) -> Spec:
@@ -42,13 +42,13 @@ class Identifiable(Protocol):
 
     @property
     def layers(self) -> Sequence[Identified]:
-        """All sites."""
+        """Return all sites."""
 
     def weight(self, site: str) -> Any:
-        """The stored weight."""
+        """Return the stored weight."""
 
     def encoding(self, site: str) -> Encoding:
-        """The encoding as it is now."""
+        """Return the encoding as it is now."""
 
 
 class Met(Protocol):
@@ -56,7 +56,7 @@ class Met(Protocol):
 
     @property
     def site(self) -> str:
-        """Its name."""
+        """Return its name."""
 
     @property
     def mean(self) -> Any:
@@ -87,12 +87,12 @@ class Checkpoint:
             raise ConfigError(failure)
 
     def has_next(self) -> bool:
-        """Whether the step that comes next was solved before."""
+        """Return whether the step that comes next was solved before."""
         found: bool = ranks.gathered(self._path().exists())[0]
         return found
 
     def replay(self, problems: Sequence[Met]) -> list[Solution]:
-        """Give the next step's solutions as they were found.
+        """Return the next step's solutions as they were found.
 
         Args:
             problems: the step's, with means at least.
@@ -156,7 +156,7 @@ class Checkpoint:
             write_text(manifest, json.dumps(identity, indent=1) + "\n")
             return None
         try:
-            stored = json.loads(text_of(manifest, "delete the folder, and the run starts anew"))
+            stored = json.loads(read_text(manifest, "delete the folder, and the run starts anew"))
             known = all(isinstance(stored[part], dict) for part in identity)
         except (FileFormatError, LookupError, TypeError, ValueError, RecursionError):
             known = False
@@ -240,11 +240,11 @@ def _solution(stored: Mapping[str, Any], index: int, fact: Mapping[str, Any]) ->
 
 
 def _read_or_failure(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
-    """The arrays and facts of a step, or why there are none: every rank is to hear of it."""
+    """Return the arrays and facts of a step, or why there are none: every rank is to hear of it."""
     try:
         size = require_readable(path, "").stat().st_size
         with ZipFile(path) as archive:
-            require_unpacked(archive, size, path.name)
+            require_modest_size(archive, size, path.name)
         with np.load(path, allow_pickle=False) as file:
             stored: dict[str, Any] = dict(file)
         text, digest = str(stored.pop("facts")), str(stored.pop("digest"))
@@ -263,7 +263,8 @@ def _differ(kept: Any, mean: Any) -> bool:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    return f"the checkpoint {path} is damaged ({said_by(error)}); delete it, and from this step on all is solved again"
+    why = first_line_of(error)
+    return f"the checkpoint {path} is damaged ({why}); delete it, and from this step on all is solved again"
 
 
 def _digest(facts: str, arrays: Mapping[str, Any]) -> str:

@@ -11,13 +11,13 @@ from qsdk.core.errors import DataError
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 where `torch.distributed` is not initialised."""
+    """Return how many ranks there are; 1 where `torch.distributed` is not initialised."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
 
 
 def rank() -> int:
-    """Which of the ranks this process is; 0 where there is one."""
+    """Return which of the ranks this process is; 0 where there is one."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
 
 

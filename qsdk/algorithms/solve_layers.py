@@ -93,7 +93,7 @@ def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: f
 def _solved(
     step: Step, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
 ) -> list[tuple[Layer, LayerProblem, Solution, float]]:
-    """The step's layers with problems and solutions, taken from the checkpoint where it has them, and seconds."""
+    """Return the layers of a step with problems and solutions, from the checkpoint if it has them, and the seconds."""
     start = time.perf_counter()
     if store is not None and store.has_next():
         means = problems_of(step, walk, replace(gathers, second_moments=False, every_patch=False), seed)
@@ -112,7 +112,7 @@ def _solved(
 
 
 def _mean_lost(problem: LayerProblem, weight: Tensor) -> Any:
-    """`(W - W~) E[x]` per output channel: what a rounded weight takes from the mean of the float model's output."""
+    """Return `(W - W~) E[x]` per output channel: how far rounding a weight lowers the mean of the layer's output."""
     mean: Any = problem.mean
     lost = (problem.weight - weight.to(problem.weight)) @ mean.to(problem.weight)[..., None]
     return lost.reshape(-1).cpu().numpy()

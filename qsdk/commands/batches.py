@@ -42,7 +42,7 @@ class FileBatches:
 
 
 def chosen(options: Namespace, inputs: Sequence[Input]) -> FileBatches | list[Batch]:
-    """The batches that the options `--data` or `--random` ask for."""
+    """Return the batches that the options `--data` or `--random` ask for."""
     if options.data:
         return from_files(inputs, options.data, options.batch_size)
     return random_batches(inputs, options.random, dict(options.shape), options.seed)
@@ -110,7 +110,7 @@ def _random(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ..
 
 
 def _read(path: Path, inputs: Sequence[Input]) -> Batch:
-    """The arrays of a file by input name."""
+    """Return the arrays of a file by input name."""
     names = [item.name for item in inputs]
     try:
         if path.suffix == ".npz":

@@ -19,7 +19,7 @@ svg { vertical-align: middle } .axis { stroke: #bbb } .weight { fill: #4a7ebb } 
 
 
 def page(name: str, facts: Mapping[str, Any], coverage: Report, sizes: Report, findings: Report) -> str:
-    """Give the page as text.
+    """Return the page as text.
 
     Args:
         name: of the model, for the heading.
@@ -74,7 +74,7 @@ def _rows(cells: Iterable[Sequence[str]], names: Sequence[str], classes: Sequenc
 
 
 def _bar(row: Mapping[str, Any], largest: float) -> str:
-    """The range of a site as a bar; its ends in words stand in the tooltip and beside it."""
+    """Return the range of a site as a bar; its ends in words stand in the tooltip and beside it."""
     if row["low"] is None:
         return ""
     low, high = float(row["low"]), float(row["high"])
@@ -90,7 +90,7 @@ def _bar(row: Mapping[str, Any], largest: float) -> str:
 
 
 def _place(value: float, largest: float) -> float:
-    """Where a value stands: linear below a thousandth of the largest, logarithmic beyond."""
+    """Return where a value stands: linear below a thousandth of the largest, logarithmic beyond."""
     part = math.asinh(1000 * max(-largest, min(largest, value)) / largest) / math.asinh(1000)
     return (1 + part) * _WIDTH / 2
 

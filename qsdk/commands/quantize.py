@@ -55,7 +55,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def config_of(name: str, overrides: list[tuple[str, str]], skipped: list[str]) -> QuantConfig:
-    """A preset by name, or a config from a JSON file, with the rules of the command line after its own.
+    """Return a preset by name, or a config from a JSON file, with the rules of the command line after its own.
 
     Raises:
         ConfigError: an override that is not `KEY=DTYPE`, or an unknown dtype.

@@ -43,7 +43,7 @@ def run(options: Namespace) -> int:
 
 
 def covered(path: str | os.PathLike[str]) -> Report:
-    """The coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
+    """Return the coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
 
     The file is planned as if all that it leaves float were asked to stay so: that lists the float tensors too.
     """

@@ -41,13 +41,13 @@ class Stage:
         self._open: dict[Path, int] = {}
 
     def write(self, write: Callable[[Path], None]) -> Path:
-        """Let `write(temporary_path)` produce a file; gives that path."""
+        """Have `write(temporary_path)` produce a file, and return that path."""
         temporary = self._new()
         write(temporary)
         return temporary
 
     def commit(self, renames: Sequence[tuple[Path, Path]], *, drop: Callable[[], Collection[Path]] = tuple) -> None:
-        """Rename staged files in order, then remove what `drop` names; no other commit in this folder comes between."""
+        """Rename staged files in order, then remove the files that `drop` names, without other commits in between."""
         for _, final in renames:
             _require_replaceable(final)
         with _locked(self.target.parent):
@@ -84,7 +84,7 @@ class Stage:
 
 @contextlib.contextmanager
 def staging(path: str | os.PathLike[str]) -> Iterator[Stage]:
-    """Stage files beside `path`; whatever is not committed is gone afterwards.
+    """Open a stage beside `path`; files that are not committed are removed at the end.
 
     Raises:
         ExportError: the folder is missing, full or cannot be written; what was there is left as it was.
@@ -101,7 +101,7 @@ def staging(path: str | os.PathLike[str]) -> Iterator[Stage]:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
-    """Let `write(temporary_path)` produce a file in `path`'s folder, then rename it to `path`.
+    """Call `write(temporary_path)` to produce a file in `path`'s folder, then rename it to `path`.
 
     A symbolic link keeps pointing where it did; new files have the mode that the process's umask gives.
 
@@ -138,7 +138,7 @@ def write_with_companions(
 def staging_with(
     path: str | os.PathLike[str], companions: Mapping[Any, str | bytes]
 ) -> Iterator[tuple[Stage, list[tuple[Path, Path]]]]:
-    """Stage files beside `path`, and give the renames of its companions, which are staged wherever they belong.
+    """Open a stage beside `path`, and stage its companions in their own folders; yield the stage and the renames.
 
     Raises:
         ExportError: something cannot be written, or two names are of one file; what was there is left as it was.
@@ -162,7 +162,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _require_replaceable(path: Path) -> None:
-    """Refuse what is there and no ordinary file: root could replace a device, and whoever reads it would be cut off."""
+    """Raise an error if the target exists and is no ordinary file: root could even replace a device."""
     try:
         mode = path.lstat().st_mode
     except OSError:  # nothing is there, or writing says what is wrong
@@ -176,7 +176,7 @@ def _require_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep every other process that stages files in this folder waiting."""
+    """Hold a lock for which every other process that stages files in this folder waits."""
     if sys.platform == "win32":
         yield
         return
@@ -189,7 +189,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool = True) -> bool:
-    """Lock an open file until it is closed; some file systems know no locks, and go without."""
+    """Lock an open file until it is closed; on file systems without locks, do nothing."""
     if sys.platform == "win32":
         return False
     try:

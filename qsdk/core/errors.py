@@ -1,7 +1,7 @@
-"""The errors users meet.
+"""The errors that users meet.
 
     QsdkError
-    ├── ConfigError        a rule, dtype or option that cannot be meant
+    ├── ConfigError        a rule, dtype or option that makes no sense
     ├── ModelError         a model that cannot be quantized as it is
     ├── DataError          calibration data of the wrong shape, kind or value
     ├── CalibrationError   an encoding that is missing where it is needed
@@ -18,7 +18,7 @@ class QsdkError(Exception):
 
 
 class ConfigError(QsdkError, ValueError):
-    """A rule, dtype or option that cannot be meant."""
+    """A rule, dtype or option that makes no sense."""
 
 
 class ModelError(QsdkError, ValueError):

@@ -1,4 +1,4 @@
-"""Arrays by name that are made when they are asked for, so that one at a time is held."""
+"""Arrays by name that are computed when they are asked for, so that only one at a time is in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -9,11 +9,11 @@ Array = npt.NDArray[Any]
 
 
 class LazyArrays(Mapping[str, Array]):
-    """A mapping whose names are known and whose arrays are made anew at every access.
+    """A mapping whose names are known and whose arrays are computed at every access.
 
     Args:
         names: in order.
-        make: gives the array of a name.
+        make: returns the array of a name.
     """
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Array]) -> None:

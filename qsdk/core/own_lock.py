@@ -6,7 +6,7 @@ from typing import Any
 
 
 class OwnLock:
-    """A lock that its holder may take again, and that copies, also those in another process, do not share."""
+    """A lock that its holder may take again, and that copies of the holder, also in another process, do not share."""
 
     def __init__(self) -> None:
         self._lock = RLock()

@@ -1,4 +1,7 @@
-"""Reading files that others may have made or damaged: ordinary ones, and none that unpacks to far more than it is."""
+"""Reading files that others may have made or damaged.
+
+Only ordinary files, and none that unpacks to far more than its size.
+"""
 
 import os
 import stat
@@ -11,17 +14,18 @@ _SLACK = 2**20  # bytes
 
 
 def require_readable(path: str | os.PathLike[str], remedy: str) -> Path:
-    """Give the path of an ordinary file.
+    """Return the path of an ordinary file.
 
     Raises:
-        FileFormatError: there is none, or a folder, or what would be waited for: a pipe, a device. `remedy` ends it.
+        FileFormatError: there is no file, or it is a folder, or a pipe or device, which could block. The message ends
+            with `remedy`.
     """
     found, where = Path(path), os.fspath(path)
     try:
         mode = found.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        said = "there is no file" if not found.is_symlink() else "nothing is where the link points:"
-        raise FileFormatError(f"{said} {where}; {remedy}") from error
+        problem = "there is no file" if not found.is_symlink() else "nothing is where the link points:"
+        raise FileFormatError(f"{problem} {where}; {remedy}") from error
     if stat.S_ISDIR(mode):
         raise FileFormatError(f"{where} is a folder; {remedy}")
     if not stat.S_ISREG(mode):
@@ -29,8 +33,8 @@ def require_readable(path: str | os.PathLike[str], remedy: str) -> Path:
     return found
 
 
-def text_of(path: str | os.PathLike[str], remedy: str) -> str:
-    """Read a file of UTF-8 text.
+def read_text(path: str | os.PathLike[str], remedy: str) -> str:
+    """Return the text of a UTF-8 file.
 
     Raises:
         FileFormatError: it cannot be read, or is no text. `remedy` ends the message.
@@ -44,8 +48,8 @@ def text_of(path: str | os.PathLike[str], remedy: str) -> str:
         raise FileFormatError(f"{found} is no text; {remedy}") from error
 
 
-def require_unpacked(archive: ZipFile, size: int, where: str, *, times: int = 1) -> None:
-    """Refuse an archive whose contents are far larger than it is, before they are unpacked.
+def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int = 1) -> None:
+    """Raise an error for an archive whose contents are far larger than itself, before it is unpacked.
 
     Args:
         archive: open.
@@ -63,6 +67,6 @@ def require_unpacked(archive: ZipFile, size: int, where: str, *, times: int = 1)
         )
 
 
-def said_by(error: BaseException) -> str:
-    """The first line of what an exception says, else its type."""
+def first_line_of(error: BaseException) -> str:
+    """Return the first line of an exception's message, else its type."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

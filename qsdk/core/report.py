@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a verb found out or did.
+    """The result of a verb: a title, rows and a summary.
 
     Attributes:
         title: one line for the reader.
@@ -29,7 +29,7 @@ class Report:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give `{"title", "rows": [{...}], "summary": {...}}` of plain values."""
+        """Return `{"title", "rows": [{...}], "summary": {...}}` of plain values."""
         return {
             "title": self.title,
             "rows": [_plain_dict(row) for row in self.rows],
@@ -44,7 +44,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The table as a notebook shows it."""
+        """Return the table as a notebook shows it."""
         rows, summary = [_plain_dict(row) for row in self.rows], _plain_dict(self.summary)
         names = list(dict.fromkeys(name for row in rows for name in row))
         head = "".join(f"<th>{escape(str(name))}</th>" for name in names)
@@ -55,7 +55,7 @@ class Report:
 
 
 def _plain_dict(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays and array scalars as Python's own lists and numbers."""
+    """Return a copy with arrays and array scalars as Python's own lists and numbers."""
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in facts.items()}
 
 

@@ -17,17 +17,17 @@ def site_name(owner: str, port: str) -> str:
 
 
 def owner_of(site: str) -> str:
-    """The part of a site's name before its port."""
+    """Return the part of a site's name before its port."""
     return site.rpartition(":")[0]
 
 
 def port_of(site: str) -> str:
-    """The part of a site's name behind its owner: `weight`, `bias`, `output`, `input`, ..."""
+    """Return the part of a site's name behind its owner: `weight`, `bias`, `output`, `input`, ..."""
     return site.rpartition(":")[2]
 
 
 def without_calls(owner: str) -> str:
-    """An owner without its call marks: the path of the module itself.
+    """Return an owner without its call marks: the path of the module itself.
 
     Example:
         >>> without_calls("block@1.relu@2"), without_calls("block@1/add.0")
@@ -37,20 +37,20 @@ def without_calls(owner: str) -> str:
 
 
 def matches(pattern: str, owner: str) -> bool:
-    """Whether a shell glob matches the whole owner path or any of its dotted suffixes.
+    """Return whether a shell glob matches the whole owner path or any of its dotted suffixes.
 
-    A functional op also answers to the module that calls it.
+    The name of a functional op also matches patterns for the module that calls it.
 
     Example:
         >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.0", "layer1.0/add.0")
         (True, True, True)
     """
-    # brackets of a name are a class in a glob: the name as it is counts too
+    # a glob reads the brackets of a name as a character class, so the literal name is compared too
     return any(name == pattern or fnmatchcase(name, pattern) for name in names_of(owner))
 
 
 def names_of(owner: str) -> tuple[str, ...]:
-    """The names that an owner answers to in patterns: its path and every dotted suffix, without and with call marks."""
+    """Return the names by which patterns match an owner: path and dotted suffixes, with and without call marks."""
     return tuple(dict.fromkeys((*_suffixes(without_calls(owner)), *_suffixes(owner))))
 
 
@@ -66,7 +66,7 @@ def _suffixes(owner: str) -> Iterable[str]:
 
 
 def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[str]:
-    """The owners whose names are most like a pattern that matched none."""
+    """Return the owners whose names are most like a pattern that matched none."""
     known = list(dict.fromkeys(owners))
     by_suffix: dict[str, list[str]] = {}
     for owner in known:
@@ -76,10 +76,10 @@ def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[
     return list(dict.fromkeys(owner for name in found for owner in by_suffix[name]))[:count]
 
 
-def said_nearest(pattern: str, owners: Iterable[str], said: str = "the nearest are") -> str:
-    """The owners like a pattern in words; where none is like it, that, and some that there are."""
+def nearest_in_words(pattern: str, owners: Iterable[str], intro: str = "the nearest are") -> str:
+    """Return a phrase that names the owners most like a pattern, or some of all owners where none is like it."""
     known = list(dict.fromkeys(owners))
     near = nearest_owners(pattern, known)
     if near:
-        return f"{said}: {', '.join(near)}"
+        return f"{intro}: {', '.join(near)}"
     return f"none is like it; there are {len(known)}, such as {', '.join(known[:3])}"

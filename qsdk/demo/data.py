@@ -39,13 +39,13 @@ class DemoData:
 
 
 def normalize(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Returns pixels [N, 28, 28] of 0..255 as the network's input, float32 [N, 1, 28, 28]."""
+    """Return pixels [N, 28, 28] of 0..255 as the network's input, float32 [N, 1, 28, 28]."""
     images = (pixels[:, None].astype(np.float32) / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
     return images.astype(np.float32, copy=False)
 
 
 def load() -> DemoData:
-    """Returns the demo's images and labels; reads only the file inside the package."""
+    """Return the demo's images and labels; reads only the file inside the package."""
     with (
         resources.files("qsdk.demo").joinpath("fashion_mnist.npz").open("rb") as file,
         np.load(file, allow_pickle=False) as arrays,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    """Returns a convolution that keeps the image size (at stride 1), followed by its batch norm."""
+    """Return a convolution that keeps the image size (at stride 1), followed by its batch norm."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs),
@@ -28,7 +28,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if same else conv_bn(inputs, outputs, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's output; the last ReLU is a function on purpose, as in many real models."""
+        """Return the block's output; the last ReLU is a function on purpose, as in many real models."""
         y = self.second(self.act(self.first(x)))
         return F.relu(y + self.shortcut(x))
 
@@ -43,7 +43,7 @@ class SeparableBlock(nn.Module):
         self.pointwise = conv_bn(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the block's output, of the shape of `x`."""
+        """Return the block's output, of the shape of `x`."""
         y: Tensor = self.pointwise(self.act(self.depthwise(x)))
         return x + y
 
@@ -58,7 +58,7 @@ class ForkBlock(nn.Module):
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `2 * branch` channels at the size of `x`."""
+        """Return `2 * branch` channels at the size of `x`."""
         return torch.cat([self.act(self.narrow(x)), self.act(self.wide(x))], dim=1)
 
 
@@ -77,7 +77,7 @@ class ResidualNet(nn.Module):
         self.head = nn.Linear(96, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits [N, 10] for normalised `images` [N, 1, 28, 28]."""
+        """Return logits [N, 10] for normalised `images` [N, 1, 28, 28]."""
         x = self.layer1(self.widen(self.stem(images)))
         x = self.fork(self.separable(self.layer2(x)))
         logits: Tensor = self.head(torch.flatten(self.pool(x), 1))
@@ -85,7 +85,7 @@ class ResidualNet(nn.Module):
 
 
 def load_pretrained() -> ResidualNet:
-    """Returns the network in eval mode with the weights that `scripts/train_demo.py` wrote.
+    """Return the network in eval mode with the weights that `scripts/train_demo.py` wrote.
 
     The checkpoint holds plain arrays by state_dict key, so that reading it never unpickles anything.
     """

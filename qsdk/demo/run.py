@@ -124,7 +124,7 @@ def _stored_bytes(sim: Any) -> int:
 
 
 def _agreement(parity: Any, logits: dict[str, Array], scale: float) -> dict[str, str]:
-    """How well each form agrees with the one it was made from; free-running, rounding noise compounds."""
+    """Return how well each form agrees with the one it was made from; free-running, rounding noise compounds."""
 
     def free_running(left: str, right: str) -> str:
         steps = np.rint(np.abs(logits[left] - logits[right]) / scale)

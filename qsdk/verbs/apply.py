@@ -1,4 +1,4 @@
-"""The verb that brings a float ONNX model and given encodings together."""
+"""The verb that combines a float ONNX model with given encodings."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import tensor_facts
 from qsdk.core.graph.graph import Graph
 from qsdk.core.graph.graph_json import graph_from_text
-from qsdk.core.read_files import text_of
+from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import export
@@ -37,54 +37,54 @@ def apply_encodings(
 ) -> Report:
     """Quantize a float ONNX model with encodings that exist already, without data and without the PyTorch model.
 
-    What the encodings do not mention stays float.
+    Tensors that the encodings do not mention stay float.
 
     Args:
         model: the float model, a path or an onnx model.
         encodings: a file of encodings, of qsdk or of AIMET (0.6.1, 1.0.0, 2.0.0, 2.1.0), whose entries name tensors or
-            sites of the model; or a Q/DQ model (`.onnx`) of the same network, whose sites are found on structure, or
+            sites of the model; or a Q/DQ model (`.onnx`) of the same network, whose sites are matched by structure, or
             else by name.
         out: where the Q/DQ model is written, with its own encodings file beside it.
         opset: 21 to 25.
         dialect: see `qsdk.export`.
-        strict: refuse encodings that no tensor takes; otherwise they are listed in the report.
+        strict: raise an error for entries that fit no tensor; False lists them in the report.
 
     Returns:
         Rows `site`, `name` (in the encodings), `state` (applied, float, absorbed: a table whose rows the model stores
         instead, or unmatched), `dtype`, `form` and `detail`.
 
     Raises:
-        FileFormatError: a file cannot be read, or a list of all entries that no tensor takes, or that have other scales
-            than their tensor has channels or blocks. Nothing is written.
-        ModelError: the model is quantized already, or cannot be raised.
+        FileFormatError: a file cannot be read; or a list of all entries that fit no tensor, or whose number of scales
+            is not that of the tensor's channels or blocks. Nothing is written.
+        ModelError: the model is quantized already, or its opset cannot be converted.
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written.
     """
     where = "the model with encodings" if isinstance(encodings, ModelProto) else os.fspath(encodings)
-    sim, placed = sim_with_encodings(model_io.load(model), _placing(encodings, where), where, strict=strict)
+    sim, placed = sim_with_encodings(model_io.load(model), _matcher_for(encodings, where), where, strict=strict)
     exported = export(sim, out, opset=opset, dialect=dialect)
     return _report(exported, placed, where)
 
 
-def _placing(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
-    """Say how the given encodings find their tensors: on structure if they hold a graph, else by name."""
+def _matcher_for(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
+    """Return the function that matches the encodings to tensors: by structure if they hold a graph, else by name."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         opened = opened_qdq(source)
         file, graph = stored_encodings(opened), OnnxSim.from_qdq(opened).graph
-        return lambda target: _placed(file, graph, target)
-    text = text_of(source, "give an encodings file or an .onnx model")
+        return lambda target: _match(file, graph, target)
+    text = read_text(source, "give an encodings file or an .onnx model")
 
     def place(target: Graph) -> Placed:
         read = read_any(text, where, tensor_facts(target))
         if GRAPH not in read.provenance:
             return placed_by_name(read, target)
-        return _placed(read, graph_from_text(read.provenance[GRAPH], where), target)
+        return _match(read, graph_from_text(read.provenance[GRAPH], where), target)
 
     return place
 
 
-def _placed(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
-    """On structure; or, where a tool has changed that (dropped a Relu, for one), by name, if all names are there."""
+def _match(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
+    """Match by structure; if a tool has changed that (dropped a Relu, say), by name, if all names are there."""
     placed = placed_by_structure(file, source, target)
     named = placed_by_name(file, target) if placed.problems else placed
     return placed if named.problems else named

@@ -1,4 +1,4 @@
-"""The verb `correct_bias`: biases take up the mean error that quantized weights leave. It knows both doors."""
+"""The verb `correct_bias`: biases absorb the mean error that quantized weights leave. It knows both sides."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.held_back import HeldBack, output_error, outputs_of
-from qsdk.verbs.layers import Run, solved
+from qsdk.verbs.layers import WalkOptions, solve_each_layer
 from qsdk.verbs.quantize import Forward, Sim
 
 _GATHERS = Gathers(second_moments=False, samples=SAMPLES, held_back=0)
@@ -42,72 +42,74 @@ def correct_bias(
 ) -> Report:
     """Shift the bias of each layer so that the mean of its output is that of the float model (Nagel et al. 2019).
 
-    Quantized weights, and ranges that are narrower than the values, move the mean of a layer's output; the layers
-    behind see that as a signal. Frozen encodings stay, as all encodings do: only stored biases change.
+    Quantized weights, and ranges that are narrower than the values, move the mean of a layer's output, and the layers
+    behind it take that for a signal. No encoding changes: only stored biases do.
 
     `empirical` compares the float and the quantized model on data, layer by layer, each after the corrections before
-    it, and behind its Relu, Clip or LeakyRelu where it has one. Earlier corrections are taken back first, so a second
-    call corrects anew. Layers that `adaround` or `gptq` has rounded together with their biases are left: what the float
-    weights were is gone. Every fourth batch is held back (where there are fewer, the first one judges too); if the
-    model's outputs there are not nearer to the float model's, all biases stay as they were.
-    `analytic` needs no data: it takes the means of a layer's inputs from the BatchNorms that were folded, or stand, in
-    front of it, through Relu, Relu6 and pooling; other layers are left.
+    it, and behind its Relu, Clip or LeakyRelu where it has one. Earlier corrections are undone first, so a second
+    call does not add to the first. Layers that `adaround` or `gptq` has rounded together with their biases are skipped:
+    their float weights are lost. Every fourth batch is held back (where there are fewer, the first one is used for
+    both); if the model's outputs there are not nearer to the float model's, all biases stay as they were. `analytic`
+    needs no data: it takes the means of a layer's inputs from the BatchNorm in front of it, folded or not, through
+    Relu, Relu6 and pooling; other layers are skipped.
 
     Args:
-        sim: of either door, calibrated.
+        sim: calibrated, of either side.
         data: batches as for `calibrate`; None with `analytic`.
-        method: `empirical` or `analytic`.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        method: `empirical`, or `analytic` where there is no data.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
         seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
-        checkpoint: a folder that keeps what was solved; a second run takes up there.
+        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        checkpoint: a folder for the solved layers; a second run continues from them.
 
     Returns:
         Rows `site` (of the weight), `error_before` and `error_after` (relative to the float output, behind the
         activation function; with `analytic` of the means alone, over the means), `seconds`, `note`: why a layer was
-        left. A bias that does not fit int32 any more has a row of its own, with the note that says so. Summary
+        skipped. A bias that does not fit int32 any more has a row of its own, with a note about it. Summary
         `layers`, `left`, `seconds`, `passes`, and with `empirical` `output_error_before`, `output_error_after` (of the
-        model's outputs on what was held back, relative to their energy) and `kept`.
+        model's outputs on held-back data, relative to their energy) and `kept`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
         ConfigError: another method, no data, or data with `analytic`; a checkpoint of another run.
-        DataError: data that the model does not take. In every case the sim stays as it was.
+        DataError: data that the model does not take. In every case the sim is unchanged.
     """
     require_sim(sim)
-    _require_sense(method, data, forward)
+    _require_consistent(method, data, forward)
     _ = sim.encodings  # names the sites that have none
     remarks = sim.bias_remarks()
     with put_back_on_error(sim, weights=True) as before:
         if data is None:
-            take_back_shifts(sim)  # else they would be made twice
+            take_back_shifts(sim)  # else they would be applied twice
             with noting_shifts(sim):
                 report = _analytic(sim)
         else:
-            report = _empirical(sim, before, data, Run(forward, progress, seed, max_memory, checkpoint))
+            report = _empirical(sim, before, data, WalkOptions(forward, progress, seed, max_memory, checkpoint))
         new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
         return with_notes(report, new)
 
 
-def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: Run) -> Report:
+def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: WalkOptions) -> Report:
     held_back = HeldBack(data)
     left = rounded_for_good(sim) | _with_frozen_biases(sim)
     own = {site: replace(e, frozen=site in left) for site, e in before.own.items()}
-    sim.restore(replace(before, own=own, stored=None))  # a walk leaves frozen layers out
-    report = solved(sim, held_back.others(), bias.solve, _TITLE, gathers=_GATHERS, run=run)
+    sim.restore(replace(before, own=own, stored=None))  # a walk skips frozen layers
+    report = solve_each_layer(sim, held_back.others(), bias.solve, _TITLE, gathers=_GATHERS, run=run)
     sim.restore(replace(before, stored=None))
-    return _judged(sim, before, report, held_back.batches, run.forward)
+    return _keep_if_better(sim, before, report, held_back.batches, run.forward)
 
 
 def _with_frozen_biases(sim: Sim) -> set[str]:
-    """The weights of the layers whose biases hold frozen values."""
+    """Return the weights of the layers whose biases hold frozen values."""
     layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
     return {layer.site for layer in layers if layer.bias in sim.frozen_values}
 
 
-def _judged(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None) -> Report:
-    """Keep what was corrected if it brings the model's outputs nearer to the float model's, else put it back.
+def _keep_if_better(
+    sim: Sim, before: SimState, report: Report, batches: Sequence[Any], forward: Forward | None
+) -> Report:
+    """Keep the corrections if they bring the model's outputs nearer to the float model's, else undo them.
 
     Only biases were changed since `before`, which holds the weights.
     """
@@ -135,16 +137,16 @@ def _judged(sim: Sim, before: SimState, report: Report, batches: Sequence[Any], 
         "seconds": total,
         "passes": old["passes"] and old["passes"] * total / old["seconds"],
     }
-    rows = report.rows if kept else [_put_back(row) for row in report.rows]
+    rows = report.rows if kept else [_undone(row) for row in report.rows]
     return Report(report.title, rows, summary)
 
 
-def _put_back(row: Mapping[str, Any]) -> dict[str, Any]:
+def _undone(row: Mapping[str, Any]) -> dict[str, Any]:
     note = row["note"] or "put back: with all corrections the model's outputs on held-back data were worse"
     return {**row, "error_after": row["error_before"], "note": note}
 
 
-def _require_sense(method: str, data: Any, forward: Any) -> None:
+def _require_consistent(method: str, data: Any, forward: Any) -> None:
     if method not in ("empirical", "analytic"):
         raise ConfigError(f"method={method!r} is no way to correct biases; choose 'empirical' or 'analytic'")
     if method == "empirical" and data is None:
@@ -190,7 +192,7 @@ def _analytic(sim: Sim) -> Report:
 
 
 def _means(found: GraphLayer, expected: Mapping[int, Expected]) -> Any:
-    """The mean of a layer's input, float64 [groups, K]; None where nothing is known of it."""
+    """Return the mean of a layer's input, float64 [groups, K]; None where it is unknown."""
     groups, _, k = found.layer.layout.matrix_shape
     known = expected.get(found.inputs[0])
     if known is None or len(found.inputs) > 1:
@@ -205,7 +207,7 @@ def _means(found: GraphLayer, expected: Mapping[int, Expected]) -> Any:
 
 
 def _shift(found: GraphLayer, weight: Any, encoding: Encoding, means: Any) -> tuple[Any, float]:
-    """`(W - W~) E[x]` per output channel, and its size relative to `W E[x]`."""
+    """Return `(W - W~) E[x]` per output channel, and its size relative to `W E[x]`."""
     layout = found.layer.layout
     exact = layout.to_matrix(weight.astype(np.float64))
     rounded = layout.to_matrix(encoding.fake_quantize(weight).astype(np.float64))

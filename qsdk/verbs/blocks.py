@@ -1,4 +1,4 @@
-"""The verb that tunes blocks by gradient; it needs autograd through a module, which the PyTorch door has."""
+"""The verb that tunes blocks by gradient; it needs autograd through a module, so it is for the PyTorch side."""
 
 import os
 import time
@@ -46,25 +46,25 @@ def tune_blocks(
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Learn, block by block, how weights are rounded and what the scales are, by the error of the block's output.
+    """Learn, block by block, the rounding of weights and the scales, by the error of the block's output.
 
-    Each block meets its quantized inputs and is to give the float model's output; what it learns is kept where the
+    Each block reads its quantized inputs and learns to reproduce the float model's output. The result is kept where the
     error on held-back samples fell. Rounded weights are exactly on their grids, and their encodings frozen.
 
     Args:
         sim: of an nn.Module, calibrated. Sites that are float, frozen or shared with other modules stay as they are.
         data: batches as for `calibrate`, read once; a forward pass of each is held at the current block.
-        blocks: shell globs that name modules (`"layers.*"`), tuned each as one. None finds them: the repeated members
+        blocks: shell globs that name modules (`"layers.*"`), each tuned as one. None finds them: the repeated members
             of lists and sequences, modules with branches, and single layers where there are none.
         iterations: optimizer steps per block.
         learn: `rounding` of weights (each moves by a step at most before it is rounded), `scales`, or both.
         batch_size: samples per step, as rows of the batches.
-        lr: what the first steps move a weight by, in steps of its scale; it falls linearly to 0.
+        lr: how far the first steps move a weight, in steps of its scale; it falls linearly to 0.
         drop: share of the elements of a block's input that is taken from the float model, at random (QDrop).
         forward: `(model, batch)`, to call the model yourself.
         progress: show a progress bar.
         seed: of the held-back samples and the order of the others.
-        checkpoint: a folder that keeps what each block has learned; a second run takes up there.
+        checkpoint: a folder for the result of each block; a second run continues from them.
 
     Returns:
         Rows `block`, `error_before`, `error_after` (of the output on held-back samples, relative to its energy),
@@ -74,7 +74,7 @@ def tune_blocks(
         ModelError: the sim is of an ONNX model.
         ConfigError: an option that does not exist, a pattern that names no block, or the checkpoint of another run.
         CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take. In every case the sim stays as it was.
+        DataError: data that the model does not take. In every case the sim is unchanged.
 
     Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
     """
@@ -86,9 +86,9 @@ def tune_blocks(
     walked = walk_modules(module_sim, data, list(found.modules), forward=forward)
     with without_shifts(module_sim), torch.inference_mode(False), walked as walk:
         facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
-        store = None if checkpoint is None else Checkpoint(checkpoint, _Sites(module_sim), facts)
+        store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(module_sim), facts)
         steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
-        rows = [_tuned(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
+        rows = [_tune(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
         return _report(rows, found, walk, time.perf_counter() - start)
 
 
@@ -101,7 +101,7 @@ def _module_sim(sim: Sim) -> QuantSim:
     return sim
 
 
-def _tuned(
+def _tune(
     sim: QuantSim, walk: ModuleWalk, step: ModuleStep, options: Options, store: Checkpoint | None, *, seed: int
 ) -> dict[str, Any]:
     begun = time.perf_counter()
@@ -110,11 +110,11 @@ def _tuned(
     def tune() -> None:
         with walk.weights.floats():
             pieces = pieces_of(run, step.calls)
-        found.append(_kept(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
+        found.append(_tune_or_replay(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
 
     try:
-        attributes_set_by(run.module, tune)  # what the block's forward sets on itself is taken back
-    except ModelError as error:  # it does not repeat itself, or has an op that cannot be trained
+        attributes_set_by(run.module, tune)  # undoes the attributes that the block's forward sets on itself
+    except ModelError as error:  # its forward is not repeatable, or has an op that cannot be trained
         found.append(Tuned(note=str(error)))
     tuned = found[0]
     for change in tuned.changes:
@@ -123,7 +123,7 @@ def _tuned(
     return _row(step.path, tuned, options.iterations, time.perf_counter() - begun)
 
 
-def _kept(
+def _tune_or_replay(
     run: BlockRun,
     pieces: Sequence[Piece],
     calls: Sequence[ModuleCall],
@@ -131,15 +131,15 @@ def _kept(
     store: Checkpoint | None,
     generator: torch.Generator,
 ) -> Tuned:
-    """Tune a block, or take what a checkpoint has of it."""
+    """Tune a block, or take its result from a checkpoint."""
     sites = [] if store is None else learnable_sites(run, pieces, options)
     if store is None or not sites:
         return tune_block(run, pieces, options, generator)
-    means = _size_of([call.result for call in calls]), _size_of([call.quantized for call in calls])
-    met = [_Met(site, *means) for site in sites]
+    means = _mean_magnitudes([call.result for call in calls]), _mean_magnitudes([call.quantized for call in calls])
+    means_by_site = [_InputMeans(site, *means) for site in sites]
     now = {site: run.sim.quantizers[site].encoding() for site in sites}
     if store.has_next():
-        found = dict(zip(sites, store.replay(met), strict=True))
+        found = dict(zip(sites, store.replay(means_by_site), strict=True))
         changed = {site: s for site, s in found.items() if s.weight is not None or s.encoding != now[site]}
         first = found[sites[0]]
         changes = [Change(site, s.encoding, s.weight) for site, s in changed.items()]
@@ -150,39 +150,39 @@ def _kept(
     assert tuned.error_after is not None
     errors = tuned.error_before, tuned.error_after, tuned.note
     changes = [new.get(site, Change(site, now[site])) for site in sites]
-    store.keep(met, [Solution(change.encoding, change.weight, *errors) for change in changes])
+    store.keep(means_by_site, [Solution(change.encoding, change.weight, *errors) for change in changes])
     return tuned
 
 
-def _size_of(values: Any) -> Tensor:
-    """What tells other data: the mean magnitude of all tensors."""
+def _mean_magnitudes(values: Any) -> Tensor:
+    """Return a fingerprint of data: the mean magnitude of all tensors."""
     tensors = floats_of([(v.args, v.kwargs) if hasattr(v, "args") else v for v in values])
     return torch.stack([x.double().abs().mean().cpu() for x in tensors])
 
 
 @dataclass(frozen=True)
-class _Met:
+class _InputMeans:
     site: str
     mean: Tensor
     mean_quantized: Tensor
 
 
 @dataclass(frozen=True)
-class _Site:
+class _LearnedSite:
     site: str
     spec: Spec
 
 
 @dataclass(frozen=True)
-class _Sites:
-    """What a checkpoint knows a sim by: all encodings that are a site's own, and the stored tensors among them."""
+class _LearnedSites:
+    """The view of a sim that a checkpoint compares: all encodings that sites own, and the stored tensors among them."""
 
     sim: QuantSim
 
     @property
-    def layers(self) -> list[_Site]:
+    def layers(self) -> list[_LearnedSite]:
         owning = [q for q in self.sim.quantizers.values() if q.owns_encoding]
-        return [_Site(q.site, q.decision.spec) for q in owning if q.decision.spec is not None]
+        return [_LearnedSite(q.site, q.decision.spec) for q in owning if q.decision.spec is not None]
 
     def weight(self, site: str) -> Tensor:
         stored = find_stored(self.sim.model, site)
@@ -193,8 +193,12 @@ class _Sites:
 
 
 def _report(rows: list[dict[str, Any]], found: Blocks, walk: ModuleWalk, seconds: float) -> Report:
-    met = {row["block"] for row in rows}
-    left = {path: walk.left.get(path, "no batch reaches it") for path in found.modules if (path or "self") not in met}
+    means_by_site = {row["block"] for row in rows}
+    left = {
+        path: walk.left.get(path, "no batch reaches it")
+        for path in found.modules
+        if (path or "self") not in means_by_site
+    }
     left |= {path: f"no block: {why}" for path, why in found.left.items()}
     rows = [*rows, *(_row(path, Tuned(note=why), None, None) for path, why in left.items())]
     improved = sum(row["error_after"] is not None and row["error_after"] < row["error_before"] for row in rows)

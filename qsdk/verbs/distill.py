@@ -1,4 +1,4 @@
-"""The verb that trains a sim on what the float model says, which the PyTorch door has."""
+"""The verb that trains a sim to reproduce the float model; it is for the PyTorch side."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -22,13 +22,13 @@ SiteLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Distilled:
-    """What `distill_loss` gives.
+    """The result of `distill_loss`.
 
     Attributes:
-        loss: the sum of its parts, to go backward from.
-        outputs: what the student's forward pass gave, for a loss on labels.
-        logits: the part of the outputs; None where they were not asked for.
-        sites: the part of each site, before `site_weight`.
+        loss: the sum of its parts, to call `backward` on.
+        outputs: of the student's forward pass, for a loss on labels.
+        logits: the part of the loss from the outputs; None without it.
+        sites: the part of the loss from each site, before `site_weight`.
     """
 
     loss: Tensor
@@ -49,7 +49,7 @@ def distill_loss(
     site_weight: float = 1.0,
     forward: Forward | None = None,
 ) -> Distilled:
-    """Run student and teacher on a batch and say how far the student is from what the teacher says.
+    """Run student and teacher on a batch and return how far the student is from the teacher.
 
     The outputs count by the KL divergence of their softmax over the last axis at a temperature, times its square
     (Hinton et al. 2015, section 2), averaged over all other axes; sites by `site_loss`, averaged over them (Romero et
@@ -61,14 +61,14 @@ def distill_loss(
             float model is run: `copy.deepcopy(sim)` before training.
         batch: as for `calibrate`.
         temperature: of the softmax; None leaves the outputs out.
-        logits: gives the logits [..., classes] of what either model gives; None where that is one tensor, or has one
-            by the name `logits`.
+        logits: returns the logits [..., classes] from the outputs of either model; None where the outputs are one
+            tensor, or have one of the name `logits`.
         sites: patterns of owners (`layer*`) or of sites (`layer2/add*:output`) of activations.
-        site_loss: of what the student quantized and what the teacher has: `mse` relative to the teacher's mean square,
+        site_loss: of the student's quantized values and the teacher's: `mse` relative to the teacher's mean square,
             `cosine` (1 minus the similarity along the last axis), or a function of both such as `F.l1_loss`.
-        site_weight: what the mean over sites is multiplied with.
-        forward: `(model, batch)`, to call the models yourself; the student comes as `sim.model`, in whose place what
-            wraps it can be called: `lambda m, b: ddp(b) if m is sim.model else m(b)`.
+        site_weight: factor of the mean over sites.
+        forward: `(model, batch)`, to call the models yourself. The student is passed as `sim.model`; to call a wrapper
+            of it instead: `lambda m, b: ddp(b) if m is sim.model else m(b)`.
 
     Raises:
         ConfigError: an option out of its bounds, nothing to compare, or patterns that match no activation.
@@ -84,23 +84,23 @@ def distill_loss(
         ...     found = qsdk.distill_loss(sim, net, x, temperature=4.0)
         ...     found.loss.backward()
     """
-    wanted = _wanted(sim, teacher, (sites,) if isinstance(sites, str) else tuple(sites))
+    wanted = _matched_activations(sim, teacher, (sites,) if isinstance(sites, str) else tuple(sites))
     _require_something(temperature, wanted)
     compare = _site_loss(site_loss)
-    said, known = _teacher(sim, teacher, batch, wanted, forward)
+    teacher_outputs, known = _teacher(sim, teacher, batch, wanted, forward)
     outputs, found = _student(sim, batch, wanted, forward)
     parts = {site: compare(x, known[site].to(x)) for site, x in found.items()}
     losses = [] if not parts else [site_weight * torch.stack(list(parts.values())).mean()]
     of_logits = None
     if temperature is not None:
         choose = logits or _logits
-        of_logits = _divergence(choose(outputs), choose(said), temperature)
+        of_logits = _divergence(choose(outputs), choose(teacher_outputs), temperature)
         losses.append(of_logits)
     return Distilled(torch.stack(losses).sum(), outputs, of_logits, parts)
 
 
-def _wanted(sim: QuantSim, teacher: nn.Module | QuantSim, patterns: tuple[str, ...]) -> frozenset[str]:
-    """The activations that the patterns mean."""
+def _matched_activations(sim: QuantSim, teacher: nn.Module | QuantSim, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Return the activations that the patterns match."""
     require_sim(sim)
     if not isinstance(sim, QuantSim):
         raise ModelError("distill_loss needs gradients, which an ONNX model has not: quantize the nn.Module")
@@ -133,15 +133,15 @@ def _site_loss(given: str | SiteLoss) -> SiteLoss:
         return given
     if given not in ("mse", "cosine"):
         raise ConfigError(f"site_loss={given!r} is unknown; choose mse or cosine, or give a function of two tensors")
-    return _relative if given == "mse" else _turned
+    return _relative_mse if given == "mse" else _cosine_distance
 
 
-def _relative(x: Tensor, wanted: Tensor) -> Tensor:
+def _relative_mse(x: Tensor, wanted: Tensor) -> Tensor:
     x, wanted = x.float(), wanted.float()
     return (x - wanted).square().mean() / wanted.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _turned(x: Tensor, wanted: Tensor) -> Tensor:
+def _cosine_distance(x: Tensor, wanted: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(x.float(), wanted.float(), dim=-1).mean()
 
 
@@ -156,7 +156,7 @@ def _divergence(found: Tensor, wanted: Tensor, temperature: float) -> Tensor:
 
 
 def _logits(outputs: Any) -> Tensor:
-    """The logits in what a model gives."""
+    """Return the logits among the outputs of a model."""
     if isinstance(outputs, Tensor):
         return outputs
     named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)

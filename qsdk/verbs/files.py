@@ -1,4 +1,4 @@
-"""The verbs on files of encodings and of whole sims. Like `workflow`, it knows both doors."""
+"""The verbs on files of encodings and of whole sims. It knows both sides."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import plain_norms, read_norms
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.ranges.too_coarse import left_float
-from qsdk.core.read_files import text_of
+from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import plain_biases, read_biases, without_shifts
+from qsdk.core.sims.corrected_biases import biases_to_json, read_biases, without_shifts
 from qsdk.core.sims.frozen_values import read_frozen_values
 from qsdk.core.sims.load_encodings import with_loaded
-from qsdk.core.sims.methods import plain_methods, read_methods
+from qsdk.core.sims.methods import methods_to_json, read_methods
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
@@ -53,23 +53,23 @@ def save_encodings(
     model: OnnxSource | None = None,
     allow_loss: bool = False,
 ) -> Report:
-    """Write the encodings of a sim to a file: in qsdk's own format, or in one of AIMET's for tools that read these.
+    """Write the encodings of a sim to a file, in qsdk's own format or in one of AIMET's.
 
     Args:
-        sim: of either door.
+        sim: of either side.
         path: of the file.
         version: None or "qsdk" for the own format; AIMET's "0.6.1", "1.0.0", "2.0.0" or "2.1.0".
-        model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, found on
+        model: with a version of AIMET, the float ONNX model whose tensor names the entries are to carry, matched by
             structure alone; None for the names of the sim's own graph.
-        allow_loss: leave out the sites that the version cannot say, instead of refusing.
+        allow_loss: leave out the sites that the version cannot express, instead of raising an error.
 
     Returns:
-        Rows `site`, `tensor`, `dtype`, `form` and `loss`: what of the site the file does not say.
+        Rows `site`, `tensor`, `dtype`, `form` and `loss`: the facts about the site that the file does not hold.
 
     Raises:
         CalibrationError: lists the sites that have no encoding.
-        ConfigError: an unknown version, or a model for the own format, which goes by sites.
-        ExportError: the folder cannot be written, or sites that the version cannot say: it lists them.
+        ConfigError: an unknown version, or a model for qsdk's own format, which identifies tensors by site.
+        ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
     """
     require_sim(sim)
     chosen = require_version(version)
@@ -85,7 +85,7 @@ def save_encodings(
     kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
     names = {site: facts.name for site, facts in tensors.items()}
     stored = StoredEncodings(encodings, casts_of(sim.plan), provenance_of(sim.config, sim.graph), names, kinds)
-    return _written(stored, tensors, path, chosen, allow_loss=allow_loss)
+    return _write(stored, tensors, path, chosen, allow_loss=allow_loss)
 
 
 def load_encodings(
@@ -96,16 +96,16 @@ def load_encodings(
     strict: bool = True,
     model: OnnxSource | None = None,
 ) -> Report:
-    """Give a sim the encodings of an encodings file, or of the Q/DQ nodes of an ONNX model.
+    """Replace the encodings of a sim by those of an encodings file, or of the Q/DQ nodes of an ONNX model.
 
     Args:
-        sim: of either door.
+        sim: of either side.
         path: of a file that `save_encodings` or `export` wrote, of an AIMET encodings file (0.6.1 to 2.1.0), of an
             ONNX model (`.onnx`), or the model.
-        freeze: True freezes all that is loaded; `weights`, `activations`, a pattern or a site freeze those. What the
-            file says is frozen is so in any case.
-        strict: refuse a file that does not fit the plan site by site; otherwise load what fits and leave the rest as it
-            is: no quantizer is ever disabled.
+        freeze: True freezes all loaded encodings; `weights`, `activations`, a pattern or a site freeze those. Entries
+            that are frozen in the file are frozen in any case.
+        strict: raise an error for a file that does not fit the plan site by site; False loads what fits and leaves the
+            rest unchanged: no quantizer is ever disabled.
         model: the float ONNX model whose tensor names an AIMET file carries; None for those of the sim's own graph.
 
     Returns:
@@ -113,7 +113,7 @@ def load_encodings(
 
     Raises:
         FileFormatError: the file cannot be read; or, with `strict`, a list of all that is missing, unexpected or
-            different. The sim stays as it was.
+            different. The sim is unchanged.
         ConfigError: `freeze` matches nothing.
     """
     require_sim(sim)
@@ -121,7 +121,7 @@ def load_encodings(
     pairs = [(facts, facts) for facts in float_facts(sim.graph, sim.plan)]
     if model is not None:
         pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
-    # the file's layout is that of the model it was made for, the names of sites and the dtypes are the sim's
+    # the layout of the file is that of its model; the names of sites and the dtypes are the sim's
     stored = read_stored(path, where, [replace(theirs, site=mine.site, wanted=mine.wanted) for mine, theirs in pairs])
     if model is not None:
         facts = {mine.site: (theirs, mine) for mine, theirs in pairs}
@@ -146,26 +146,26 @@ def convert_encodings(
         source: an encodings file of qsdk or AIMET, or a Q/DQ ONNX model (`.onnx`).
         out: path of the file to write.
         version: as `save_encodings` takes it.
-        model: the float ONNX model that the source belongs to; needed where the source leaves to the model what the
-            other format says: axes, and which tensors are parameters.
-        allow_loss: leave out what the version cannot say, instead of refusing.
+        model: the float ONNX model that the source belongs to; needed where the source lacks facts that the other
+            format holds: axes, and which tensors are parameters.
+        allow_loss: leave out what the version cannot express, instead of raising an error.
 
     Returns:
-        Rows as `save_encodings` gives them.
+        Rows as those of `save_encodings`.
 
     Raises:
         FileFormatError: the source cannot be read, does not fit the model, or needs one.
         ConfigError: an unknown version.
-        ExportError: the folder cannot be written, or what the version cannot say: it lists the sites.
+        ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
     """
     chosen = require_version(version)
     stored, listed = read_with(source, model)
     tensors = facts_of(stored, listed, _name_of(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
-    return _written(stored, tensors, out, chosen, allow_loss=allow_loss)
+    return _write(stored, tensors, out, chosen, allow_loss=allow_loss)
 
 
 def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncodings, list[TensorFacts] | None]:
-    """Read encodings, with what the float model says where the source leaves it to the model; give its tensors too.
+    """Return the encodings of a source, completed by the float model, and the tensors of that model.
 
     Raises:
         FileFormatError: the source cannot be read, does not fit the model, or needs one.
@@ -179,7 +179,7 @@ def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncod
     return stored, listed
 
 
-def _written(
+def _write(
     stored: StoredEncodings,
     tensors: Mapping[str, TensorFacts],
     path: str | os.PathLike[str],
@@ -214,10 +214,10 @@ def _float_graph(model: OnnxSource) -> Graph:
 
 
 def read_stored(source: OnnxSource, where: str, tensors: Sequence[TensorFacts] | None) -> StoredEncodings:
-    """Read an encodings file of any version, or what the nodes of a Q/DQ model say; see `read_any` for `tensors`."""
+    """Return the encodings of a file of any version or of a Q/DQ model's nodes; see `read_any` for `tensors`."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         return stored_encodings(opened_qdq(source))
-    return read_any(text_of(source, "give an encodings file or an .onnx model"), where, tensors)
+    return read_any(read_text(source, "give an encodings file or an .onnx model"), where, tensors)
 
 
 def save(sim: Sim, path: str | os.PathLike[str]) -> None:
@@ -234,8 +234,8 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
     state, both = (
         sim.snapshot(),
         {
-            "biases": plain_biases(sim),
-            "methods": plain_methods(sim.methods),
+            "biases": biases_to_json(sim),
+            "methods": methods_to_json(sim.methods),
             "frozen_values": sorted(sim.frozen_values),
         },
     )
@@ -249,7 +249,7 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
-    """Read a sim that `save` wrote: its outputs are those of the saved one, bit for bit.
+    """Return the sim that `save` wrote: its outputs are those of the saved one, bit for bit.
 
     Args:
         path: of the file.
@@ -282,8 +282,8 @@ def _with_facts(sim: Sim, file: SimFile, where: str) -> Sim:
 
 
 def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
-    """Quantize the module as the saved one was, hold the plans against each other, and load everything."""
-    first, fold = _how(file, where)
+    """Quantize the module like the saved one, compare the plans, and load everything."""
+    first, fold = _quantize_options(file, where)
     given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
     example, shapes = given.kwargs or given.args, given.dynamic_shapes
     sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
@@ -303,7 +303,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
     return sim
 
 
-def _how(file: SimFile, where: str) -> tuple[QuantConfig, bool]:
+def _quantize_options(file: SimFile, where: str) -> tuple[QuantConfig, bool]:
     try:
         return QuantConfig.from_dict(file.facts["quantized_with"], where=where), bool(file.facts["fold_batch_norm"])
     except (KeyError, TypeError) as error:

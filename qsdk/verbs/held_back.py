@@ -1,4 +1,4 @@
-"""Batches that a verb holds back, to judge by the model's own outputs whether what it did is better."""
+"""Batches that a verb holds back, to judge its result by the model's own outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,15 +13,17 @@ from qsdk.algorithms import ranks
 from qsdk.verbs.quantize import Forward, Sim
 from torch_bridge.data_passes import outputs as torch_outputs
 
-#: batches, of which one is held back
+#: one batch of so many is held back
 EVERY = 4
 
 
 class HeldBack:
-    """The data without every fourth batch, which is kept; where there are fewer, all are given, and the first is kept.
+    """The data without every fourth batch, which is held back.
+
+    Of fewer batches all are used, and the first is held back too.
 
     Attributes:
-        batches: those that were kept, once the data has been read.
+        batches: those that were held back, once the data has been read.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -30,7 +32,7 @@ class HeldBack:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
-        """The other batches."""
+        """Yield the other batches."""
         self.batches = []
         first = None
         for number, batch in enumerate(self._data):
@@ -42,17 +44,17 @@ class HeldBack:
         self.batches = self.batches or first or []
 
     def others(self) -> Iterable[Any]:
-        """The data without what is held back: to be read once if the data can be, more often otherwise."""
+        """Return the data without the held-back batches; it can be read again if the data can."""
         one_batch = isinstance(self._data, Mapping) or hasattr(self._data, "__array__")
         if one_batch or not isinstance(self._data, Iterable):
-            return self._data  # whoever reads it says what is wrong with it
+            return self._data  # whoever reads it raises the error
         return iter(self) if isinstance(self._data, Iterator) else self
 
 
 def outputs_of(
     sim: Sim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool = False
 ) -> list[list[npt.NDArray[np.float32]]]:
-    """The floating-point outputs of each batch, of the simulation or of the model in float, at either door."""
+    """Return the floating-point outputs of each batch, of the simulation or of the float model, for either side."""
     if isinstance(sim, OnnxSim):
         return list(onnx_outputs.outputs(sim, batches, in_float=in_float))
     return list(torch_outputs.outputs(sim, batches, forward, in_float=in_float))
@@ -61,7 +63,7 @@ def outputs_of(
 def output_error(
     wanted: Sequence[Sequence[npt.NDArray[np.float32]]], found: Sequence[Sequence[npt.NDArray[np.float32]]]
 ) -> float | None:
-    """The squared error of outputs over their energy, summed over the batches of all ranks, on average over outputs.
+    """Return the squared error of outputs relative to their energy, over all batches and ranks, averaged over outputs.
 
     Values that are not finite are left out. None where there are no outputs.
     """

@@ -1,4 +1,4 @@
-"""The verbs that solve layers one after the other; each composes the walk of a door with a solver."""
+"""The verbs that solve layers one after the other; each combines the layer walk of one side with a solver."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim, refuse_forward
+from qsdk.verbs.quantize import Forward, Sim, require_no_forward
 from torch_bridge.walk import layer_walk as torch_walk
 
 _ALL = Gathers()
@@ -45,36 +45,40 @@ def seq_mse(
 ) -> Report:
     """Choose better weight ranges, layer by layer, by the error of each layer's output (SeqMSE).
 
-    The report tells squared errors whatever the loss, so with `l1` and `sqnr` a layer's can rise.
+    The report holds squared errors whatever the loss, so with `l1` and `sqnr` that of a layer can rise.
+
+    Source: AIMET's sequential MSE; the refinement alternates between codes and scales.
 
     Args:
-        sim: of either door, calibrated.
+        sim: calibrated, of either side.
         data: batches as for `calibrate`.
-        candidates: how many ranges, (min, max) * i / candidates, are tried.
-        loss: `mse`, the squared error of the output; `sqnr`, relative to each channel's own energy, which differs where
-            channels share a scale; `l1`, the absolute error on samples of the inputs.
-        refine: whether scales are then fitted to the codes that they lead to.
-        shift_bias: whether biases take up the mean error that their layer's new range leaves.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        candidates: number of ranges, (min, max) * i / candidates, that are tried. More make a finer search that takes
+            longer.
+        loss: `mse`, the squared error of the output; `sqnr`, relative to the energy of each channel, for channels that
+            share a scale; `l1`, the absolute error on samples of the inputs, which weighs outliers less.
+        refine: whether scales are then fitted to the codes that they lead to. Off for ranges on the candidates alone.
+        shift_bias: whether biases absorb the mean error that their layer's new range leaves. Off where biases must
+            stay.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
         seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
-        checkpoint: a folder that keeps what was solved; a second run takes up there.
+        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        checkpoint: a folder for the solved layers; a second run continues from them.
 
     Raises:
         CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take; the sim stays as it was.
+        DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist, or the checkpoint of another run.
     """
     options: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
-    return solved(
+    return solve_each_layer(
         sim,
         data,
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
         gathers=Gathers(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
         options=options,
-        run=Run(forward, progress, seed, max_memory, checkpoint),
+        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
 
 
@@ -98,27 +102,27 @@ def adaround(
     """Choose for every weight whether to round up or down, by the error of its layer's output (Nagel et al. 2020).
 
     Args:
-        sim: of either door, calibrated.
+        sim: calibrated, of either side.
         data: batches as for `calibrate`.
         method: `fast`, error feedback and coordinate descent, or `relaxed`, the paper's soft rounding by gradient
-            descent, hardened at the end.
+            descent, hardened at the end: slower, for comparison with the paper.
         iterations: sweeps of coordinate descent (None: 5) or steps of gradient descent (None: 500), at most.
-        starts: orders of the inputs that `fast` begins from.
+        starts: number of input orders that `fast` starts from; the best result is kept. 1 is the fastest.
         damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
-            data is scarce.
-        shift_bias: whether biases take up the mean error that their layer's rounding leaves.
-        activation: with `relaxed`, whether the error is that behind a layer's Relu, Clip or LeakyRelu, on samples of
-            its inputs; `fast` cannot tell it.
-        relaxed: learning rate, penalty and warm start of `relaxed`.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+            data is scarce. Raise it where accuracy falls on data that the solver has not seen.
+        shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
+        activation: with `relaxed`, whether to measure the error behind a layer's Relu, Clip or LeakyRelu, on samples
+            of its inputs. `fast` has no such option.
+        relaxed: learning rate, penalty and warm start of `relaxed`; the defaults are tuned, so change them last.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
         seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
-        checkpoint: a folder that keeps what was solved; a second run takes up there.
+        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        checkpoint: a folder for the solved layers; a second run continues from them.
 
     Raises:
         CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take; the sim stays as it was.
+        DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
     """
     options: dict[str, Any] = {
@@ -129,14 +133,14 @@ def adaround(
         "shift_bias": shift_bias,
         "activation": activation,
     }
-    return solved(
+    return solve_each_layer(
         sim,
         data,
         partial(adaround_solver.solve, relaxed=relaxed, **options),
         "AdaRound",
         gathers=Gathers(samples=SAMPLES if activation else 0),
         options={**options, **asdict(relaxed)},
-        run=Run(forward, progress, seed, max_memory, checkpoint),
+        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
 
 
@@ -156,27 +160,27 @@ def gptq(
     max_memory: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Round weights to any point of their grid, each input's making up for the errors of those before (GPTQ).
+    """Round weights one input at a time; the remaining inputs make up for the error so far (Frantar et al. 2022, GPTQ).
 
     Args:
-        sim: of either door, calibrated.
+        sim: calibrated, of either side.
         data: batches as for `calibrate`.
-        act_order: take the inputs by falling second moment, else as they come.
-        block_size: inputs that are rounded one by one before the others hear of them; speed only.
+        act_order: take the inputs by falling second moment, else in their own order.
+        block_size: inputs that are rounded one by one before the others are updated; affects speed only.
         damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
             data is scarce.
         scales: `search` also multiplies each channel's scales by the best of some factors; `fixed` keeps them.
-        sweeps: of coordinate descent afterwards, at most.
-        shift_bias: whether biases take up the mean error that their layer's rounding leaves.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        sweeps: of coordinate descent afterwards, at most; 0 for GPTQ alone.
+        shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
         seed: of the patches that are sampled of convolutions' inputs.
-        max_memory: bytes that kept activations may take; what is beyond goes to a temporary file. None for no bound.
-        checkpoint: a folder that keeps what was solved; a second run takes up there.
+        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        checkpoint: a folder for the solved layers; a second run continues from them.
 
     Raises:
         CalibrationError: the sim is not calibrated.
-        DataError: data that the model does not take; the sim stays as it was.
+        DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
     """
     options: dict[str, Any] = {
@@ -187,22 +191,22 @@ def gptq(
         "sweeps": sweeps,
         "shift_bias": shift_bias,
     }
-    return solved(
+    return solve_each_layer(
         sim,
         data,
         partial(gptq_solver.solve, **options),
         "GPTQ",
         options=options,
-        run=Run(forward, progress, seed, max_memory, checkpoint),
+        run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
 
 
 @dataclass(frozen=True)
-class Run:
-    """What all verbs take that go through the layers.
+class WalkOptions:
+    """The options that all verbs have that go through the layers.
 
     Attributes:
-        forward: `(model, batch)` (PyTorch door).
+        forward: `(model, batch)` (PyTorch side).
         progress: show a progress bar.
         seed: of whatever is sampled.
         max_memory: bytes that kept activations may take; None for no bound.
@@ -216,26 +220,26 @@ class Run:
     checkpoint: str | os.PathLike[str] | None
 
 
-def solved(
+def solve_each_layer(
     sim: Sim,
     data: Iterable[Any],
     solver: Solver,
     title: str,
     *,
-    run: Run,
+    run: WalkOptions,
     gathers: Gathers = _ALL,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Run a layer solver over a sim of either door; if it fails, the sim stays as it was.
+    """Run a layer solver over a sim of either side; if it fails, the sim is unchanged.
 
     Args:
         sim: calibrated.
         data: batches as for `calibrate`.
         solver: of `qsdk.algorithms`.
         title: of the report.
-        run: what was asked for beside the solver's options.
-        gathers: what the solver wants to know of the data.
-        options: what the solver was made with, for checkpoints.
+        run: the options of the walk.
+        gathers: the statistics that the solver needs.
+        options: of the solver, for checkpoints.
     """
     with _walk(sim, data, run.forward, run.max_memory) as (walk, rounded):
         return solve_layers(
@@ -255,12 +259,12 @@ def solved(
 def _walk(
     sim: Sim, data: Iterable[Any], forward: Forward | None, max_memory: int | None
 ) -> Iterator[tuple[Walk, dict[str, Any]]]:
-    """A walk, and the dict of `noting_shifts`; whatever fails, up to the end of the block, the sim stays as it was."""
+    """Yield a layer walk, and the dict of `noting_shifts`; if anything fails before the end, the sim is unchanged."""
     require_sim(sim)
     if isinstance(sim, OnnxSim):
-        refuse_forward(forward)
+        require_no_forward(forward)
         begun = onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)
-        # this snapshot costs nothing: it keeps what is replaced
+        # this snapshot costs nothing: it refers to the tensors that are replaced
         with put_back_on_error(sim, weights=True), noting_shifts(sim) as rounded, begun as walk:
             yield walk, rounded
     else:  # a module's walk can take back all that was written until it ends

@@ -1,4 +1,4 @@
-"""The verbs on precision: what one scale serves badly, and the few sites that must be wider. It knows both doors."""
+"""The verbs on precision: sites that one scale serves badly, and the few that must be wider. It knows both sides."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim, refuse_forward
+from qsdk.verbs.quantize import Forward, Sim, require_no_forward
 from torch_bridge import given_weights as torch_given
 from torch_bridge.data_passes import site_samples as torch_sampling
 
@@ -28,9 +28,9 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
     cheapest: untie, uint16, float16.
 
     Args:
-        sim: calibrated, of either door.
+        sim: calibrated, of either side.
         data: as for `calibrate`; one pass in float, of which a bounded sample is kept.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
@@ -55,20 +55,20 @@ def mixed_precision(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
-    """Raise as few sites as it takes to keep a metric within a budget of that of the float model that was given.
+    """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
 
-    One float pass ranks the sites by their own quantization noise; a bisection over that ranking and a pruning then ask
-    `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A bias that was
-    shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is what it was again where the weight is raised.
+    One float pass ranks the sites by their own quantization noise. A bisection over that ranking and a pruning then
+    call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A bias that was
+    shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is restored where the weight is raised.
 
     Args:
-        sim: calibrated, of either door. Afterwards it has the chosen precision.
+        sim: calibrated, of either side. Afterwards it has the chosen precision.
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
         max_drop: how much the metric may fall below that of the float model that was given to `quantize`.
-        levels: what a site may be raised to, the cheapest first, by `weight` and `activation`.
-        max_evaluations: of the metric, after which no more sites are taken back.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
+        max_evaluations: of the metric, after which no more raised sites are lowered again.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show progress bars.
 
     Returns:
@@ -81,7 +81,7 @@ def mixed_precision(
     Raises:
         CalibrationError: the sim is not calibrated.
         ConfigError: a budget that is no number, or a metric that is NaN. Whatever is raised, also by the metric, the
-            sim stays as it was.
+            sim is unchanged.
         DataError: data that the model does not take.
 
     Example:
@@ -103,17 +103,17 @@ def mixed_precision(
             return metric(current)
 
         options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
-        return search_precision(sim, samples, counted, as_given=_as_given(sim), **options)
+        return search_precision(sim, samples, counted, as_given=_original_weights(sim), **options)
 
 
-def _as_given(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
+def _original_weights(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
     return partial(onnx_given.as_given, sim) if isinstance(sim, OnnxSim) else partial(torch_given.as_given, sim)
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
     require_sim(sim)
-    _ = sim.encodings  # what is not calibrated is said before the data is spent
+    _ = sim.encodings  # a missing calibration is reported before the data is used up
     if isinstance(sim, OnnxSim):
-        refuse_forward(forward)
+        require_no_forward(forward)
         return onnx_sampling.sample_sites(sim.marked(), data, progress=progress)
     return torch_sampling.sample_sites(sim, data, forward=forward, progress=progress)

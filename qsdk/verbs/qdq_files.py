@@ -1,4 +1,4 @@
-"""Q/DQ files as they are given: opened and held against the rules, validated, their encodings listed."""
+"""Q/DQ files: opened and checked against the rules, validated, their encodings listed."""
 
 import os
 
@@ -26,7 +26,7 @@ def validate(model: OnnxSource) -> Report:
 
 
 def inspect(model: OnnxSource) -> Report:
-    """List the encodings that a Q/DQ model holds, read from its own nodes.
+    """Return the encodings of a Q/DQ model, read from its own nodes.
 
     Raises:
         FileFormatError: the model is unreadable or invalid.
@@ -46,7 +46,7 @@ def inspect(model: OnnxSource) -> Report:
 
 
 def opened_qdq(source: OnnxSource) -> ModelProto:
-    """Read a Q/DQ model and hold it against its companion and the rules of `validate`.
+    """Return a Q/DQ model that was checked against its companion and the rules of `validate`.
 
     Raises:
         FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.

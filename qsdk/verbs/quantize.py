@@ -1,4 +1,4 @@
-"""The verbs: each composes the two doors. Only this file and `verbs_*` know both."""
+"""The verbs from `quantize` to `to_integer`. The files of this folder are the only ones that know both sides."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,21 +74,22 @@ def quantize(
     fold_batch_norm: bool = True,
     inputs: Mapping[str, Any] | None = None,
 ) -> Sim:
-    """Make a sim: at the PyTorch door of an nn.Module, at the ONNX door of a float ONNX file or model.
+    """Return a sim of an nn.Module (PyTorch side), or of a float ONNX file or model (ONNX side).
 
     Args:
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
-        example: what the model is traced with: a tensor, a tuple of arguments or a mapping of keywords. An old ONNX
-            model is raised and compared on it; None will do there, and takes random inputs.
-        config: what is wanted where; None is `w8a8()`, and opens a Q/DQ ONNX model with its own encodings. A config
-            for one says what is wanted of the tensors that are still float in it.
+        example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. On the ONNX
+            side None will do (random inputs); an ONNX model of an old opset is converted, and compared on them.
+        config: None for `w8a8()`; a Q/DQ ONNX model is then opened with its own encodings. A config for a Q/DQ model
+            applies to the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
-            (PyTorch door). None makes the batch axis dynamic if it can be; `{}` nothing.
+            (PyTorch side). None makes the batch axis dynamic if possible; `{}` makes no axis dynamic.
         in_place: wrap the module itself, for models too large to copy.
-        fold_batch_norm: fold BatchNorm into the layer before or after it, except those a rule names.
-        inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate: they
-            are inputs no longer, in the exported file neither, and an If that they decide is replaced by its branch.
+        fold_batch_norm: fold BatchNorm into the layer before or after it, except those that a rule names. False keeps
+            all of them, as for training from scratch.
+        inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate. They
+            become constants, also in the exported file, and an If that they decide is replaced by its branch.
 
     Raises:
         ModelError: the model cannot be quantized as it is.
@@ -102,39 +103,39 @@ def quantize(
         int8
     """
     if config is None and not isinstance(model, nn.Module) and graph_queries.is_quantized(model_io.load(model)):
-        _refuse_dynamic_shapes(dynamic_shapes)
-        _refuse_inputs(inputs, "the file has encodings of its own already")
+        _require_no_dynamic_shapes(dynamic_shapes)
+        _require_no_inputs(inputs, "the file has encodings of its own already")
         return OnnxSim.from_qdq(opened_qdq(model))
     config = w8a8() if config is None else config
     if not isinstance(config, QuantConfig):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if isinstance(model, str | os.PathLike | ModelProto):
-        _refuse_dynamic_shapes(dynamic_shapes)
+        _require_no_dynamic_shapes(dynamic_shapes)
         if inputs:
             model = with_fixed_inputs(model_io.load(model), inputs)
         return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
-    _refuse_inputs(inputs, "a module is traced with its example, which holds them")
+    _require_no_inputs(inputs, "a module is traced with its example, which holds them")
     prepared = prepare(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
     try:
-        return _planned(prepared, config, fold_batch_norm=fold_batch_norm)
+        return _plan(prepared, config, fold_batch_norm=fold_batch_norm)
     except BaseException:
         prepared.give_back()  # matters in place: the caller's model is theirs again
         raise
 
 
-def _refuse_dynamic_shapes(dynamic_shapes: Any) -> None:
+def _require_no_dynamic_shapes(dynamic_shapes: Any) -> None:
     if dynamic_shapes is not None:
         raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
 
 
-def _refuse_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
+def _require_no_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
     if inputs:
         raise ConfigError(f"inputs= is for a float ONNX model: {why}; leave it out")
 
 
-def _planned(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
+def _plan(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
     traced, prepared = traced_and_numbered(prepared)
     graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
@@ -154,32 +155,33 @@ def calibrate(
 ) -> Report:
     """Find an encoding for every site in one pass over the data.
 
-    Under `torchrun` every rank calls this with data of its own and finds what one would find in the data of all
-    (`moving_average`, which depends on an order: the mean of the ranks' averages).
+    Under `torchrun` every rank calls this with data of its own, and gets the encodings of all data together
+    (`moving_average` depends on an order: there it is the mean of the ranks' averages).
 
-    What `correct_bias` and layer solvers have shifted biases by is taken back where a weight gets another encoding.
+    Shifts of biases by `correct_bias` or a layer solver are undone where a weight gets another encoding.
 
     Args:
-        sim: of either door.
+        sim: of either side.
         data: an iterable of tensors, tuples (positional) or mappings (keywords).
-        method: for activations: `min_max` (also `post_training_tf`), `moving_average`, `percentile`, `mse`,
-            `tf_enhanced` (also `sqnr` and `post_training_tf_enhanced`) or `entropy`.
-        weight_method: for weights, one of the same; `min_max` where it is None.
+        method: for activations. `min_max` (also `post_training_tf`) covers every value, and is the one to begin with;
+            `moving_average` follows the batches; `percentile`, `mse`, `tf_enhanced` (also `sqnr` and
+            `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
+        weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
         percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
-        CalibrationError: a site that no batch reached. In every case the sim stays as it was.
+        CalibrationError: a site that no batch reached. In every case the sim is unchanged.
     """
     require_sim(sim)
     options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     options |= {"progress": progress, "gather": gathered}
     with without_shifts(sim):
         if isinstance(sim, OnnxSim):
-            refuse_forward(forward)
+            require_no_forward(forward)
             return sim.calibrate(data, **options)
         return calibrate_torch(sim, data, forward=forward, **options)
 
@@ -196,12 +198,13 @@ def export(
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
     Args:
-        sim: of either door.
+        sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
-        opset: 21 to 25.
-        dialect: `onnxruntime` for what the installed runtime loads at its default level, `onnx` for the pure form.
-        external_data: whether large weights stand in a file of their own, `<path>.<hash>.data`; None where one file
-            cannot hold them (2 GiB).
+        opset: 21 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25).
+        dialect: the runtime that is to read the file; `onnxruntime` for what the installed one loads at its default
+            level, `onnx` for the standard form without regard to a runtime.
+        external_data: whether large weights go to a file of their own, `<path>.<hash>.data`; None for only where one
+            file cannot hold them (2 GiB).
         uncalibrated: `float` leaves sites without an encoding float.
 
     Raises:
@@ -231,11 +234,13 @@ def export(
 
 
 def _traced(sim: QuantSim) -> TracedModel:
-    """The trace of the sim's model as it is now, its sites held against the plan's."""
+    """Return the trace of the sim's model as it is now, after comparing its sites with the plan's."""
     opened = open_traced(*sim.traced())
     different = sorted(set(opened.graph.sites).symmetric_difference(sim.plan.decisions))
     if not different and [op.type for op in opened.graph.ops] != [op.type for op in sim.graph.ops]:
-        different = ["its ops"]  # a multiplication by 1, say, is none: the plan would not be the changed model's
+        different = [
+            "its ops"
+        ]  # the sites may agree although an op has changed: the plan would not be the changed model's
     if different:
         raise ExportError(
             f"the model has changed since it was quantized: {', '.join(different[:5])} differ; quantize the changed "
@@ -261,7 +266,7 @@ def check_parity(
     require_sim(sim)
     opened = opened_qdq(model)
     if isinstance(sim, OnnxSim):
-        refuse_forward(forward)
+        require_no_forward(forward)
         return sim.check_parity(opened, data, progress=progress)
     outputs: list[list[Any]] = []
 
@@ -295,32 +300,37 @@ def to_integer(
     data: Iterable[Any] | None = None,
     firmware: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Convert a Q/DQ model to an integer-only one; writes `out` and `<out>.certificate.json`.
+    """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
     The result is run once. ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
     computes on integers alone. In the report, `max_lsb` of a row is the largest difference of that operation from the
-    Q/DQ model on the same inputs (`operations_max_lsb` of all of them, with float edges); `max_lsb` of the summary is
-    that of the outputs, where the rounding noise of a whole network has compounded.
+    Q/DQ model on the same inputs (`operations_max_lsb` is the largest of all, with float edges). `max_lsb` of the
+    summary is that of the outputs, where the rounding noise of a whole network has compounded.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
         out: where to write.
-        target: `standard` writes standard operators on integers; `onnxruntime` writes that runtime's quantized kernels
-            (QLinearConv, QLinearAdd, QGemm, ...), which requantize with constant float scales.
-        edges: `float` takes and gives float32 behind one Q/DQ node each, `integer` integers with metadata.
-        rounding: of requantization: `half_even` (as QuantizeLinear), `half_up`, `half_away`, or `gemmlowp`.
+        target: `standard` writes standard operators on integers; choose `onnxruntime` for speed there: it writes that
+            runtime's quantized kernels (QLinearConv, QGemm, ...), which requantize with constant float scales;
+            `portable` uses int32 alone, for the same integers on every runtime.
+        edges: `float` keeps float32 inputs and outputs, behind one Q/DQ node each; `integer` is for callers that
+            quantize themselves: the encodings of the edges are in the metadata.
+        rounding: of requantization: `half_even` (as QuantizeLinear), or what a chip does: `half_up`, `half_away`,
+            `gemmlowp`.
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
         weights: of kernels: `unsigned` is exact on every processor, `signed` faster; `auto`: signed where it is exact.
-        product_bits: 64, or 32 for hardware without 64-bit products (rows then state the error of that).
-        tables: of functions of 16-bit codes: `exact`, or `interpolated`: small, and off by at most one code, as stated.
+        product_bits: 64, or 32 for hardware without 64-bit products (rows then state the resulting error).
+        tables: of functions of 16-bit codes: `exact`, or `interpolated` where tables of 128 KiB are too large; it is
+            off by at most one code.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
-        data: batches; the first is measured with (None: random ones) and gives needed sizes, else quantize's example.
-        firmware: where the network goes without ONNX: `.npz` (arrays and operations) or `.h` (C, for a batch of 1).
+        data: batches, of which the first is used for measuring, and for sizes that are needed. None for random
+            inputs, and the sizes of quantize's example.
+        firmware: a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C, batch of 1).
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
-        ConfigError: an option, an end of `firmware` or shapes that do not exist.
+        ConfigError: an unknown option, suffix of `firmware` or shape.
         FileFormatError: the model is unreadable or invalid.
     """
     require_firmware_path(firmware, out)
@@ -341,8 +351,8 @@ def to_integer(
     )
 
 
-def refuse_forward(forward: Forward | None) -> None:
-    """Refuse `forward=` at the ONNX door.
+def require_no_forward(forward: Forward | None) -> None:
+    """Raise an error for `forward=` on the ONNX side.
 
     Raises:
         ConfigError: it is given.

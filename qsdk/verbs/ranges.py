@@ -1,4 +1,4 @@
-"""The verb that learns the ranges of activations by gradient, which the PyTorch door has."""
+"""The verb that learns the ranges of activations by gradient; it is for the PyTorch side."""
 
 import time
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from torch_bridge.torch_values.batches import progress_over
 from torch_bridge.training.training import eval_mode
 from torch_bridge.tuning.range_tuning import RangeTuner, fixed_parameters
 
-_EVERY = 4  # batches, of which one is held back
+_EVERY = 4  # one batch of so many is held back
 _NOTHING_TO_LEARN = (
     "no activation has a range that may be learned: each is float, dynamic, per channel, of a fixed range or frozen; "
     'choose integer activations (activation="uint8"), or unfreeze some (sim.unfreeze)'
@@ -38,14 +38,14 @@ def tune_ranges(
     """Learn the ranges of all activations together, by the error of the model's outputs; weights stay as they are.
 
     Each step goes forward and back over one batch. Every fourth batch is held back (where there are fewer, all are
-    used for both), and ranges under which the error there has not fallen are given up.
+    used for both); if the error on those has not fallen, the old ranges stay.
 
     Args:
         sim: of an nn.Module, calibrated. Sites that are frozen, tied to a fixed range, dynamic, per channel, in a
-            minifloat or of confined scales stay as they are.
+            minifloat or with restricted scales stay as they are.
         data: batches as for `calibrate`, read once and kept; small ones make cheap steps.
         steps: of Adam.
-        lr: what the first steps move log2 of an end of a range by; it falls linearly to 0.
+        lr: how far the first steps move log2 of an end of a range; it falls linearly to 0.
         forward: `(model, batch)`, to call the model yourself.
         progress: show a progress bar.
         seed: of the order of the batches.
@@ -82,11 +82,11 @@ def tune_ranges(
         before, float_seconds = _held_back(tuner, batches, held)
         _learn(tuner, batches, used, steps=steps, lr=lr, progress=progress, seed=seed)
         after, _ = _held_back(tuner, batches, held)
-    return _written(sim, tuner, before, after, steps, (time.perf_counter() - start, float_seconds * len(batches)))
+    return _install(sim, tuner, before, after, steps, (time.perf_counter() - start, float_seconds * len(batches)))
 
 
 def _held_back(tuner: RangeTuner, batches: list[Any], held: list[int]) -> tuple[float, float]:
-    """The mean error, and the seconds that a float pass over one batch takes."""
+    """Return the mean error, and the seconds that a float pass over one batch takes."""
     errors, seconds = [], 0.0
     for number in held:
         begun = time.perf_counter()
@@ -116,7 +116,7 @@ def _learn(
         optimizer.step()
 
 
-def _written(
+def _install(
     sim: QuantSim, tuner: RangeTuner, before: float, after: float, steps: int, seconds: tuple[float, float]
 ) -> Report:
     kept = after < before

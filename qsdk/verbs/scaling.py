@@ -1,4 +1,7 @@
-"""The verbs that scale channels: factors that one stored tensor gives and the next takes back. They know both doors."""
+"""The verbs that scale channels: one stored tensor is divided by factors, and the next multiplied.
+
+They know both sides.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +29,7 @@ from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.core.site import owner_of, without_calls
-from qsdk.verbs.quantize import Forward, Sim, calibrate, refuse_forward
+from qsdk.verbs.quantize import Forward, Sim, calibrate, require_no_forward
 from torch_bridge.data_passes import channel_observers as torch_floats
 from torch_bridge.torch_values import relu6 as torch_relu6
 
@@ -45,29 +48,31 @@ def equalize(
 ) -> Report:
     """Make the ranges of weights equal across layers, for weights with one scale per tensor (Nagel et al. 2019).
 
-    Channel by channel, what makes a tensor is divided and what reads it is multiplied by `sqrt(r1 / r2)`, the largest
-    weights on either side; the float model stays as it is. A channel of zeros keeps the factor 1. Layers that add to
-    one tensor (a residual stream) are scaled together, with all that read it.
+    Channel by channel, the weights that compute a tensor are divided, and those that read it multiplied, by
+    `sqrt(r1 / r2)`, where r1 and r2 are the largest weights on either side; the float model computes the same. A
+    channel of zeros keeps the factor 1. Layers that add to one tensor (a residual stream) are scaled together, with all
+    that read it.
 
     Args:
-        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
         data: batches as for `calibrate`; None will do where the sim has no activation to calibrate again.
-        absorb_bias: move what activations behind a ReLU never fall below into the biases of the next layers, where
-            nothing is padded: what `data` never fell below, or without data the mean less three standard deviations
-            that a folded BatchNorm tells (the paper's; not exact).
-        relu6: `keep` leaves what lies on either side of a ReLU6 as it is, since it cuts all channels at 6; `relu` makes
-            a ReLU of it where that lets factors pass, which changes the float model wherever a value was above 6.
-        iterations: at most so many over all layers; it ends when nothing moves.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        absorb_bias: move the lower bound of activations behind a ReLU into the biases of the next layers, where nothing
+            is padded. The bound is the minimum over `data`, or without data the mean less three standard deviations
+            of a folded BatchNorm (as in the paper; not exact).
+        relu6: `keep` scales nothing across a ReLU6, which cuts all channels at 6; `relu` replaces it by a ReLU where
+            that lets factors pass, which changes the float model wherever a value was above 6.
+        iterations: upper bound of passes over all layers; it ends when nothing changes any more.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
         Rows `group`, `spread_before` and `spread_after` (of the ranges of the producers' weights: the largest over the
-        geometric mean), `absorbed` (channels), `smallest_factor`, `largest_factor`, `reason` (why a group stays).
+        geometric mean), `absorbed` (channels), `smallest_factor`, `largest_factor`, `reason` (why a group is
+        unchanged).
 
     Raises:
         ConfigError: an option that does not exist, or data that is missing.
-        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+        DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
     """
     require_sim(sim)
     if relu6 not in ("keep", "relu"):
@@ -101,16 +106,17 @@ def smooth_quant(
 ) -> Report:
     """Move outliers of activations into weights, by factors that leave the float model as it is (Xiao et al. 2023).
 
-    Each group of layers that read one tensor takes factors `amax(X)^alpha / amax(W)^(1 - alpha)` per channel; the norm
-    or layer before gives them. Queries and keys, which are multiplied with each other, share them likewise.
+    The weights of each group of layers that read one tensor are multiplied by `amax(X)^alpha / amax(W)^(1 - alpha)` per
+    channel; the norm or layer before is divided by it. Queries and keys, which are multiplied with each other, share
+    factors likewise.
 
     Args:
-        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
         data: batches as for `calibrate`, in a list or DataLoader: they are read twice.
-        alpha: 0 leaves the outliers in the activations, 1 moves all of them. `auto` searches it for each group on the
-            output error of its layers, with inputs and weights quantized as in the sim; a group that gets no better by
-            it stays as it is.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        alpha: 0 leaves the outliers in the activations, 1 moves all of them. `auto` searches it for each group by the
+            output error of its layers, with inputs and weights quantized as in the sim; a group that does not improve
+            stays as it is. Try it where 0.5 loses accuracy.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
@@ -120,7 +126,7 @@ def smooth_quant(
 
     Raises:
         ConfigError: an alpha outside 0..1.
-        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+        DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
     """
     require_sim(sim)
     if alpha != "auto" and not 0 <= float(alpha) <= 1:
@@ -142,19 +148,19 @@ def awq(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
-    """Give weights that multiply large activations a finer grid: activation-aware scaling (Lin et al. 2024, AWQ).
+    """Scale up the weights that multiply large activations, so that their grid is finer (Lin et al. 2024, AWQ).
 
-    Each group of layers that read one tensor takes factors `mean(|X|)^alpha` per channel; alpha is searched on the
-    output error of its layers, and the norm or layer before gives the factors: the float model stays as it is. Then
-    each block (channel, tensor) of every weight may get a narrower range, where its part of the output
+    The weights of each group of layers that read one tensor are multiplied by `mean(|X|)^alpha` per channel, and the
+    norm or layer before is divided by it; alpha is searched by the output error of the layers. The float model computes
+    the same. Then each block (channel, tensor) of every weight may get a narrower range, where its part of the output
     gets closer by it.
 
     Args:
-        sim: of either door. If it was calibrated, it is calibrated again as it was the last time.
+        sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
         data: batches as for `calibrate`, in a list or DataLoader: they are read twice.
-        grid: how many values of alpha are tried, beside 0.
+        grid: number of values of alpha to try, beside 0. More make a finer search that takes longer.
         clip: search narrower ranges as well; only in a calibrated sim.
-        forward: `(model, batch)`, to call the model yourself (PyTorch door).
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
@@ -163,7 +169,7 @@ def awq(
 
     Raises:
         ConfigError: a grid without a value.
-        DataError: data that the model does not take. Whatever is raised, the sim stays as it was.
+        DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
     """
     require_sim(sim)
     if grid < 1:
@@ -229,7 +235,7 @@ def _clip(sim: Sim, seen: Seen) -> dict[str, Any]:
 def _absorbed(
     sim: Sim, scalings: Scalings, data: Iterable[Any] | None, wanted: bool, *, forward: Forward | None, progress: bool
 ) -> tuple[dict[int, FloatArray], list[int], int]:
-    """New biases by the id of their tensor, how many channels of each region were lowered, and the passes it took."""
+    """Return new biases by tensor id, the number of lowered channels of each region, and the passes it took."""
     graph = scalings.graph
     counts = [0] * len(scalings.regions)
     found: dict[int, FloatArray] = {}
@@ -243,12 +249,12 @@ def _absorbed(
         by = equalizing.lowest(region, graph, looks, sim.folded_norms) / scalings.factors[number]
         counts[number] = int((by > 0).sum())
         if counts[number]:
-            sim.folded_norms.pop(region.producers[0].owner(graph), None)  # the mean that it tells has moved
+            sim.folded_norms.pop(region.producers[0].owner(graph), None)  # its mean has moved
         found.update(equalizing.shifts(graph, region, scalings, by, found))
     return found, counts, 1 if looks else 0
 
 
-# --- both doors ---------------------------------------------------------------------------------------------------
+# --- both sides ---------------------------------------------------------------------------------------------------
 
 
 def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
@@ -256,14 +262,14 @@ def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _graph(sim: Sim) -> Graph:
-    """The sim's graph, with a Relu in the place of each ReLU6 whose bound was taken away."""
+    """Return the sim's graph, with a Relu in place of each ReLU6 whose bound was removed."""
     if isinstance(sim, OnnxSim):
         return onnx_relu6.graph_as_it_runs(sim)
     return torch_relu6.graph_as_it_runs(sim.model, sim.graph)
 
 
 def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
-    """The graph with a Relu for every ReLU6 that factors could pass then, and the sites of these."""
+    """Return the graph with a Relu for every ReLU6 that factors could then pass, and the sites of these."""
     clips = clips_at_six(sim.graph)
     trial = as_relu(sim.graph, clips)
     scalings, _ = _scalings(sim, trial, equalizing.not_equalized)
@@ -287,7 +293,7 @@ def _open(sim: Sim, sites: set[str]) -> None:
 
 
 def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
-    """The regions that can be scaled, with factors of 1, and those that cannot."""
+    """Return the regions that can be scaled, with factors of 1, and those that cannot."""
     stored, own = _stored(sim), sim.snapshot().own
     found = plans.admitted(find_regions(graph), graph, sim.plan, own, stored)
     found = [region if region.blocked else replace(region, blocked=unfit(region)) for region in found]
@@ -297,7 +303,7 @@ def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[S
 def _look(sim: Sim, data: Iterable[Any], looks: Mapping[int, Look], *, forward: Forward | None, progress: bool) -> None:
     by_site = {sim.graph.tensors[tensor].site or "": look for tensor, look in looks.items()}
     if isinstance(sim, OnnxSim):
-        refuse_forward(forward)
+        require_no_forward(forward)
         onnx_floats.look(sim, data, by_site, progress=progress)
     else:
         torch_floats.look(sim, data, by_site, forward=forward, progress=progress)
@@ -312,7 +318,7 @@ def _write(
     forward: Forward | None,
     progress: bool,
 ) -> int:
-    """Store what the factors make of the model, and calibrate a calibrated sim again; gives the passes it took."""
+    """Store the scaled tensors, and calibrate a calibrated sim again; return the number of passes."""
     calibrated, tensors = any(sim.ready().values()), sim.graph.tensors
     values = {tensors[root].name: scalings.value(root) for root in scalings.changed()}
     values |= {tensors[root].name: value for root, value in biases.items()}

@@ -1,7 +1,7 @@
-"""Schedules of a training: callables `schedule(sim, step)` for `sim.training(schedules=[...])` or for one's own loop.
+"""Schedules for training: callables `schedule(sim, step)`, for `sim.training(schedules=[...])` or for one's own loop.
 
-Each says what holds after so many optimizer steps, and may be called with any number: a training that is resumed finds
-its way. Whatever they change ends with the training block. A function of one's own is as good a schedule.
+Each sets the state that belongs to a number of optimizer steps, and may be called with any number, so that training can
+be resumed. Their changes end with the training block. A function of one's own can be a schedule as well.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qsdk.algorithms.ranks import all_reduce_max
 from qsdk.core.errors import ConfigError
 from qsdk.core.ranges.estimators import MOMENTUM
-from qsdk.core.sims.state import matched_homes
+from qsdk.core.sims.state import matched_owners
 from qsdk.core.sims.stateful import require_sim
 from torch_bridge.calibrate import install
 from torch_bridge.quantizers.wider_grid import finer_grid
@@ -29,18 +29,18 @@ _WIDEST = 16
 
 
 def observe_ranges(steps: int, *, momentum: float = MOMENTUM) -> Schedule:
-    """Make a schedule that lets the ranges of activations follow the data of the first optimizer steps.
+    """Return a schedule that lets the ranges of activations follow the data of the first optimizer steps.
 
-    Each step moves them towards the extremes that its forward passes in train mode have brought, as
-    `calibrate(method="moving_average")` does; they are quantized with the ranges that the step before has left. Under
-    `torchrun` the extremes are those of all ranks. What is learned for these sites starts where observing stops:
-    until then its gradient is 0 and no optimizer moves it. A sim that is not calibrated starts with float activations,
-    which have ranges from the first step on (with `learn_scales` under DistributedDataParallel, calibrate it: what is
-    learned has no part in that first step). Fixed and frozen ranges stay.
+    Each step moves them towards the extremes of its forward passes in train mode, as
+    `calibrate(method="moving_average")` does; a step quantizes with the ranges that the step before has left. Under
+    `torchrun` the extremes are those of all ranks. Learning the ranges of these sites starts when observing stops:
+    until then their gradient is 0 and no optimizer moves them. A sim that is not calibrated starts with float
+    activations, which have ranges from the first step on (with `learn_scales` under DistributedDataParallel, calibrate
+    it first: learned parameters take no part in that first step). Fixed and frozen ranges stay.
 
     Args:
-        steps: how many.
-        momentum: what the newest extremes count for.
+        steps: number of optimizer steps.
+        momentum: weight of the newest extremes, 0 to 1.
 
     Raises:
         ConfigError: an option out of its bounds; when called, no training block.
@@ -57,11 +57,11 @@ def observe_ranges(steps: int, *, momentum: float = MOMENTUM) -> Schedule:
 
 @contextmanager
 def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
-    """Let the ranges of activations follow what is trained on inside the block; see `observe_ranges`.
+    """Let the ranges of activations follow the data that is trained on inside the block; see `observe_ranges`.
 
     Args:
         sim: in a training block.
-        momentum: what the newest extremes count for.
+        momentum: weight of the newest extremes, 0 to 1.
 
     Raises:
         ConfigError: no training block, or ranges are observed already.
@@ -69,7 +69,7 @@ def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
     """
     require_sim(sim)
     _require_momentum(momentum)
-    course = course_of(sim)
+    course = schedule_state_of(sim)
     if course.observer is not None:
         raise ConfigError("ranges are being observed already; end that first")
     observer = _start(sim, course, momentum)
@@ -89,12 +89,12 @@ def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
 
 
 def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> Schedule:
-    """Make a schedule that holds ranges from some optimizer step on: they are neither learned nor observed.
+    """Return a schedule that holds ranges from some optimizer step on: they are neither learned nor observed.
 
     It holds them inside the training block only; `sim.freeze` outside of it does so for good.
 
     Args:
-        after: how many steps.
+        after: number of optimizer steps.
         match: as in `sim.freeze`: a pattern of owners or sites, `weights` or `activations`.
         until: the step after which they move again; None for never.
 
@@ -107,10 +107,10 @@ def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> 
 
 
 def anneal_bits(bits: Mapping[int, int], match: str = "weights") -> Schedule:
-    """Make a schedule that narrows integer grids while it trains, down to those of the plan.
+    """Return a schedule that narrows integer grids during training, down to those of the plan.
 
-    Inside the training block a site may stand on a grid of more bits than its own, over the same range; its encoding
-    is that of its own grid all the time, and so is a checkpoint. A site with more bits of its own keeps these.
+    Inside the training block a site may have a grid of more bits than its own, over the same range. Its encoding, also
+    in a checkpoint, is always that of its own grid. A site with more bits than asked for keeps its own.
 
     Args:
         bits: step -> bits from there on, such as `{0: 8, 500: 6, 1000: 4}`; the last are those of the plan.
@@ -128,8 +128,8 @@ def anneal_bits(bits: Mapping[int, int], match: str = "weights") -> Schedule:
     return _AnnealBits(ordered, match)
 
 
-def course_of(sim: QuantSim) -> Course:
-    """What schedules have changed of a sim that is being trained.
+def schedule_state_of(sim: QuantSim) -> Course:
+    """Return the changes that schedules have made to a sim in training.
 
     Raises:
         ConfigError: it is not.
@@ -147,7 +147,7 @@ class _ObserveRanges:
     momentum: float
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = course_of(sim)
+        course = schedule_state_of(sim)
         observer = course.observer
         if not isinstance(observer, RangeObserver):
             if step < self.steps:
@@ -169,13 +169,13 @@ class _FreezeRanges:
     until: int | None
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = course_of(sim)
+        course = schedule_state_of(sim)
         holding = step >= self.after and (self.until is None or step < self.until)
         if holding == (self in course.held) and step > 0:
             return
-        homes = matched_homes(sim.plan, self.match, "freeze_ranges")  # at step 0 for its complaints
+        matched = matched_owners(sim.plan, self.match, "freeze_ranges")  # also at step 0, for its errors
         if holding:
-            course.held[self] = frozenset(homes)
+            course.held[self] = frozenset(matched)
         else:
             course.held.pop(self, None)
 
@@ -186,15 +186,19 @@ class _AnnealBits:
     match: str
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = course_of(sim)
+        course = schedule_state_of(sim)
         now = self.bits[max(known for known in self.bits if known <= step)]
         if course.bits.get(self) == now:
             return
-        homes = set(matched_homes(sim.plan, self.match, "anneal_bits"))
+        matched = set(matched_owners(sim.plan, self.match, "anneal_bits"))
         last, found = list(self.bits.values())[-1], []
         for quantizer in sim.quantizers.values():
             spec = quantizer.decision.spec
-            if quantizer.decision.encoding_site not in homes or quantizer.decision.bias_of is not None or spec is None:
+            if (
+                quantizer.decision.encoding_site not in matched
+                or quantizer.decision.bias_of is not None
+                or spec is None
+            ):
                 continue
             if not spec.dtype.is_integer:
                 continue
@@ -231,4 +235,4 @@ def _stop(sim: QuantSim, course: Course, observer: RangeObserver) -> None:
     course.observer = None
     course.held.pop(observer, None)
     observer.close()
-    install(sim, {})  # ranges that have shrunk may leave a bias no room
+    install(sim, {})  # makes room for biases that narrower ranges may have left none

@@ -13,7 +13,7 @@ from random_problems import LAYERS, problem_of
 from qsdk.algorithms.solvers import adaround, gptq, seq_mse
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
-from qsdk.core.numerics.block_scales import confined, shortened
+from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
 from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
 
@@ -119,11 +119,11 @@ def test_scales_stay_what_the_spec_can_store() -> None:
     levels = problem_of(LINEAR, Spec(int3, PerBlock(1, 16), scale_dtype=uint4))
     found = gptq.solve(levels).encoding
     assert (found.scale != levels.encoding.scale).any()
-    assert np.array_equal(confined(found.scale, levels.spec), found.scale)
+    assert np.array_equal(restrict_block_scales(found.scale, levels.spec), found.scale)
     short = problem_of(LINEAR, Spec(int3, PER_CHANNEL, scale_bits=8))
     found = gptq.solve(short).encoding
     assert (found.scale != short.encoding.scale).any()
-    assert np.array_equal(shortened(found.scale, 8), found.scale)
+    assert np.array_equal(round_up_to_digits(found.scale, 8), found.scale)
 
 
 def test_outputs_that_share_scales_are_one_unit() -> None:

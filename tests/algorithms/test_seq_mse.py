@@ -16,7 +16,7 @@ from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
 from qsdk.core.layers.layer_walk import Layer
-from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.block_scales import restrict_block_scales
 from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec
@@ -275,7 +275,7 @@ def test_scales_stay_what_the_spec_can_hold(spec: Spec) -> None:
     problem = problem_of(LINEAR, spec)
     found = seq_mse.solve(problem)
     assert found.error_after < found.error_before
-    assert np.array_equal(confined(found.encoding.scale, spec), found.encoding.scale)
+    assert np.array_equal(restrict_block_scales(found.encoding.scale, spec), found.encoding.scale)
     if spec.scale_bits == 1:
         assert np.array_equal(np.frexp(found.encoding.scale)[0], np.full(found.encoding.scale.shape, 0.5))
 

@@ -16,8 +16,8 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
-from qsdk.verbs.layers import Run
-from qsdk.verbs.layers import solved as solve_layers
+from qsdk.verbs.layers import WalkOptions
+from qsdk.verbs.layers import solve_each_layer as solve_layers
 from qsdk.verbs.quantize import Forward, calibrate, quantize
 from torch_bridge.sim import QuantSim
 
@@ -75,10 +75,10 @@ def sim(calibrated: QuantSim) -> QuantSim:
     return copy.deepcopy(calibrated)
 
 
-def solved(
+def solve_each_layer(
     sim: QuantSim, batches: Any, solver: Solver, *, seed: int = 0, forward: Forward | None = None, **options: Any
 ) -> Report:
-    run = Run(forward, progress=False, seed=seed, max_memory=None, checkpoint=None)
+    run = WalkOptions(forward, progress=False, seed=seed, max_memory=None, checkpoint=None)
     return solve_layers(sim, batches, solver, "Solve", run=run, **options)
 
 
@@ -103,7 +103,7 @@ def held_out_error(sim: QuantSim, model: nn.Module) -> float:
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, block_size: int | None) -> None:
     sim = sim_of(model, data(1), w4a8(block_size=block_size))
-    report = solved(sim, data(1), solver)
+    report = solve_each_layer(sim, data(1), solver)
     assert [row["site"] for row in report.rows] == SITES
     for row in report.rows:
         assert row["error_after"] <= row["error_before"] < 1, row
@@ -115,21 +115,21 @@ def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, bloc
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_the_network_gets_better_on_unseen_data(model: nn.Module, sim: QuantSim, solver: Solver) -> None:
     before = held_out_error(sim, model)
-    solved(sim, data(1), solver)
+    solve_each_layer(sim, data(1), solver)
     assert held_out_error(sim, model) < 0.8 * before
 
 
 def test_seq_mse_moves_ranges_and_biases_and_adaround_weights_only(sim: QuantSim) -> None:
     weights = {site: p.detach().clone() for site, p in sim.model.named_parameters()}
     ranges = dict(sim.encodings)
-    solved(sim, data(1), seq_mse.solve)
+    solve_each_layer(sim, data(1), seq_mse.solve)
     moved = {name for name, p in sim.model.named_parameters() if not torch.equal(p, weights[name])}
     assert moved <= {site.replace(":weight", ".bias") for site in SITES}  # they take up the mean error
     changed = {site for site, encoding in sim.encodings.items() if encoding != ranges[site]}
     assert {site for site in changed if site.endswith("weight")} <= set(SITES)
     assert changed & set(SITES)
     ranges = dict(sim.encodings)
-    solved(sim, data(1), adaround.solve)
+    solve_each_layer(sim, data(1), adaround.solve)
     assert sim.encodings == ranges
     for site in SITES:
         raw = sim.model.get_parameter(site.replace(":", ".")).detach().numpy()
@@ -138,7 +138,7 @@ def test_seq_mse_moves_ranges_and_biases_and_adaround_weights_only(sim: QuantSim
 
 
 def test_rounded_weights_survive_a_second_calibration(sim: QuantSim) -> None:
-    solved(sim, data(1), adaround.solve)
+    solve_each_layer(sim, data(1), adaround.solve)
     found = {site: sim.encodings[site] for site in SITES}
     calibrate(sim, data(2), progress=False)
     assert {site: sim.encodings[site] for site in SITES} == found
@@ -153,7 +153,7 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
         problem.energy()  # now: its weight is the model's own, into which the rounded one is copied in the end
         return adaround.solve(problem)
 
-    solved(sim, data(1), recording, gathers=Gathers(held_back=0))
+    solve_each_layer(sim, data(1), recording, gathers=Gathers(held_back=0))
 
     def inputs(of: nn.Module, call: Any) -> Tensor:
         found: list[Tensor] = []
@@ -176,7 +176,7 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
 def test_the_same_seed_gives_the_same_sim(calibrated: QuantSim) -> None:
     sims = [copy.deepcopy(calibrated) for _ in range(3)]
     for sim, seed in zip(sims, (1, 1, 2), strict=True):
-        solved(sim, data(1), adaround.solve, seed=seed)
+        solve_each_layer(sim, data(1), adaround.solve, seed=seed)
     assert_same(state(sims[0]), state(sims[1]))
     assert any(
         not torch.equal(a, b) for a, b in zip(sims[0].model.parameters(), sims[2].model.parameters(), strict=True)
@@ -186,7 +186,7 @@ def test_the_same_seed_gives_the_same_sim(calibrated: QuantSim) -> None:
 def test_the_callers_model_and_the_parameters_identity_stay(model: nn.Module, sim: QuantSim) -> None:
     before = copy.deepcopy(model.state_dict())
     parameters = [(p, p.data_ptr()) for p in sim.model.parameters()]
-    solved(sim, data(1), adaround.solve)
+    solve_each_layer(sim, data(1), adaround.solve)
     assert [(p, p.data_ptr()) for p in sim.model.parameters()] == parameters
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -203,10 +203,10 @@ def test_a_failure_leaves_the_sim_as_it_was(sim: QuantSim) -> None:
         return adaround.solve(problem)
 
     with pytest.raises(KeyboardInterrupt):
-        solved(sim, data(1), failing)
+        solve_each_layer(sim, data(1), failing)
     assert_same(before, state(sim))
     assert torch.equal(sim(data(1)[0]), output)
-    solved(sim, data(1), seq_mse.solve)
+    solve_each_layer(sim, data(1), seq_mse.solve)
     assert sim.model.training
 
 
@@ -215,21 +215,21 @@ def test_bad_data_is_named_and_changes_nothing(sim: QuantSim) -> None:
     bad = data(1)
     bad[1][0, 0, 0, 0] = torch.nan
     with pytest.raises(DataError, match="conv:weight, batch 1: the layer's input holds NaN"):
-        solved(sim, bad, adaround.solve)
+        solve_each_layer(sim, bad, adaround.solve)
     with pytest.raises(DataError, match="holds no batch"):
-        solved(sim, [], adaround.solve)
+        solve_each_layer(sim, [], adaround.solve)
     assert_same(before, state(sim))
 
 
 def test_an_uncalibrated_sim_is_refused(model: nn.Module) -> None:
     sim = quantize(model, data(1)[0], w4a8())
     with pytest.raises(CalibrationError, match="call qsdk"):
-        solved(sim, data(1), seq_mse.solve)  # type: ignore[arg-type]
+        solve_each_layer(sim, data(1), seq_mse.solve)  # type: ignore[arg-type]
 
 
 def test_labels_go_through_forward(sim: QuantSim) -> None:
     labelled = [(batch, torch.zeros(len(batch))) for batch in data(1)]
-    report = solved(sim, labelled, seq_mse.solve, forward=lambda m, b: m(b[0]))
+    report = solve_each_layer(sim, labelled, seq_mse.solve, forward=lambda m, b: m(b[0]))
     assert report.summary["layers"] == 5
 
 
@@ -265,7 +265,7 @@ def test_layers_that_cannot_be_solved_are_listed_with_the_reason() -> None:
     torch.manual_seed(0)
     batches = [(torch.randint(7, (4, 5)),) for _ in range(3)]
     sim = sim_of(Odd().eval(), batches, w4a8().skip("narrow", dtype=float16))
-    report = solved(sim, batches, adaround.solve)
+    report = solve_each_layer(sim, batches, adaround.solve)
     notes = {row["site"]: row["note"] for row in report.rows}
     weights = {site for site, decision in sim.plan.decisions.items() if decision.kind == "weight"}
     assert notes.keys() == weights
@@ -279,4 +279,4 @@ def test_layers_that_cannot_be_solved_are_listed_with_the_reason() -> None:
 
 def test_a_layer_that_is_called_again_needs_the_data_again(sim: QuantSim) -> None:
     with pytest.raises(DataError, match="twice:weight, which a batch calls several times, reads the data several"):
-        solved(sim, iter(data(1)), seq_mse.solve)
+        solve_each_layer(sim, iter(data(1)), seq_mse.solve)

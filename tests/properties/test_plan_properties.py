@@ -14,7 +14,7 @@ from qsdk.core.config.config import QuantConfig, w4a8, w8a8, w8a16
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import PerChannel
 from qsdk.core.planning.activations import FIXED_RANGES
-from qsdk.core.planning.context import Context
+from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import find_assemblies, keeps_grid
@@ -168,7 +168,7 @@ def reach_of_outputs(
     more: set[int],
 ) -> set[int]:
     """What further outputs may change: supergroups they split, assemblies, their ties, and the biases that follow."""
-    old, new = Context(graph, config), Context(other, config)
+    old, new = PlanningContext(graph, config), PlanningContext(other, config)
     split = {op for op, group in old.groups.items() if more & {t for m in group.ops[:-1] for t in graph.ops[m].outputs}}
     split |= {op for group in new.groups.values() if split & set(group.ops) for op in group.ops}
     changed = {op for op in range(len(graph.ops)) if members(old, op) != members(new, op)}
@@ -187,11 +187,11 @@ def reach_of_outputs(
     return reached | {operand.root for op in split for operand in old.operands[op]}
 
 
-def members(context: Context, op: int) -> tuple[int, ...]:
+def members(context: PlanningContext, op: int) -> tuple[int, ...]:
     return context.groups[op].ops if op in context.groups else (op,)
 
 
-def assembled(context: Context) -> set[int]:
+def assembled(context: PlanningContext) -> set[int]:
     graph, choice = context.graph, context.config.tie
     movers = {i: choice for i, op in enumerate(graph.ops) if op.outputs and keeps_grid(graph, op)}
     return set(find_assemblies(graph, movers, FIXED_RANGES))

@@ -14,7 +14,7 @@ from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types
 from qsdk.core.graph.graph import Graph
-from qsdk.core.patterns.match import Matcher
+from qsdk.core.patterns.match import PatternMatcher
 from qsdk.core.patterns.norms import STANDARDIZED
 from qsdk.core.patterns.supergroup import Supergroup
 
@@ -40,7 +40,7 @@ def standardized(
     if opset_of(model) < _FIRST_OPSET or all(node.op_type not in DEVIATIONS for node in model.graph.node):
         return {}
     graph = read_graph(model, declared_types(shaped.graph))
-    matcher, makers = Matcher(graph), {name: node for node in model.graph.node for name in node.output}
+    matcher, makers = PatternMatcher(graph), {name: node for node in model.graph.node for name in node.output}
     found = {}
     for op_id, op in enumerate(graph.ops):
         group = matcher.at(STANDARDIZED, op_id) if op.type in STANDARDIZED.anchors else None

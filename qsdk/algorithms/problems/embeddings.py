@@ -41,7 +41,7 @@ class EmbeddingPart:
         self._seen += len(indices)
 
     def problems(self, walk: Walk) -> Iterator[LayerProblem]:
-        """The tables' problems."""
+        """Yield the tables' problems."""
         ranks.all_reduce_sum([self._counts])
         train, held_back = self._counts
         for layer, weight in zip(self._layers, self._weights, strict=True):

@@ -108,7 +108,7 @@ class _Part:
                 self._sample(rows, rows_quantized)
 
     def problems(self, walk: Walk) -> Iterator[LayerProblem]:
-        """The layers' problems, each with its part of the sums."""
+        """Yield the layers' problems, each with its part of the sums."""
         train, held_back = (moments.finish() for moments in self._moments or self._new_moments())
         samples = self._all_samples()
         start = 0
@@ -124,7 +124,7 @@ class _Part:
         return Moments(weight, second=second), Moments(weight, second=second, few=2 * k)
 
     def _split(self, number: int, rows: int) -> tuple[slice | Tensor | None, slice | Tensor | None]:
-        """Which rows count and which are held back; None for all."""
+        """Return which rows count and which are held back; None for all."""
         every, none = self._gathers.held_back, slice(0, 0)
         if self._by_batch:
             return (none, None) if number % every == every - 1 else (None, none)
@@ -135,7 +135,7 @@ class _Part:
         return (~held_back).nonzero()[:, 0], held_back.nonzero()[:, 0]
 
     def _rows(self, x: Tensor, x_quantized: Tensor, where: str) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """The rows that the layers multiply, [groups, rows, K] each, and how many each stands for."""
+        """Yield the rows that the layers multiply, [groups, rows, K] each, and how many each stands for."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         if geometry is not None and self._means_of_patches:
             yield from self._mean_patches(x, x_quantized)
@@ -157,7 +157,7 @@ class _Part:
         return wanted and self._layers[0].geometry is not None
 
     def _mean_patches(self, x: Tensor, x_quantized: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """The mean of all patches as one row, which costs no more than the patches of one input: sums are linear."""
+        """Yield the mean of all patches as one row, computed from sums over the inputs without unfolding them."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         assert geometry is not None
         x, x_quantized = (_batched(values, geometry) for values in (x, x_quantized))
@@ -182,7 +182,7 @@ class _Part:
             yield rows, rows_quantized, total / len(chosen)
 
     def _chosen(self, total: int, per_input: int | None) -> Tensor:
-        """Which rows of one call are looked at, so that all calls together give as many as are wanted."""
+        """Return which rows of one call are looked at, so that all calls together give as many as are wanted."""
         k = self._layers[0].layout.matrix_shape[2]
         wanted = None if per_input is None else max(per_input * k, ROWS)
         limit = None if wanted is None else -(-wanted // (self._batches * ranks.world_size()))
@@ -205,7 +205,7 @@ class _Part:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """A tensor of the same values, float32 unless they are integers; shares memory where that can be."""
+    """Return a tensor of the same values, float32 unless they are integers; shares memory where that can be."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
     tensor = torch.as_tensor(values).detach()

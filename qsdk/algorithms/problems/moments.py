@@ -91,7 +91,7 @@ class Moments:
         return True
 
     def finish(self) -> Sums:
-        """Give the sums over all rows of all ranks."""
+        """Return the sums over all rows of all ranks."""
         ranks.all_reduce_sum([self._sums, self._counts])
         rows, count = int(self._counts[0]), float(self._counts[1])
         mean_quantized = self._sums[0] / max(count, 1)

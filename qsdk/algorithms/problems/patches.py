@@ -20,7 +20,7 @@ def sample_positions(total: int, limit: int | None, generator: torch.Generator |
 
 
 def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:
-    """Give what a convolution multiplies at some of its output positions.
+    """Return what a convolution multiplies at some of its output positions.
 
     Args:
         x: [N, C, *spatial].
@@ -44,7 +44,7 @@ def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Ten
 
 
 def _taken(x: Tensor, sample: Tensor, index: Tensor) -> Tensor:
-    """All channels [P, taps, C] of x [N, C, size] at indices [P, taps]; whole rows of them pay where many are taken."""
+    """Return all channels [P, taps, C] of x [N, C, size] at indices [P, taps]."""
     if index.numel() < x.shape[0] * x.shape[2]:
         return x[sample, :, index]
     rows = x.mT.reshape(-1, x.shape[1]).index_select(0, (sample * x.shape[2] + index).flatten())

@@ -112,7 +112,7 @@ def _require_sensible(
 
 
 def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
-    """The best codes from several orders of the columns, as many side by side as pays."""
+    """Return the best codes from several orders of the columns, as many side by side as pays."""
     weights, columns = objective.weight.numel(), objective.weight.shape[1]
     orders = _orders(objective.h, starts if columns > 1 else 1)
     best, lowest = None, None
@@ -134,7 +134,7 @@ def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
 def _judged_behind(
     outputs: Outputs, problem: LayerProblem, rounded: Tensor, plain: Tensor, *, shifts: bool
 ) -> Solution:
-    """The outputs of a rounded weight that are better behind the activation function, and else those of nearest."""
+    """Return the rounding that is better behind the activation function where there is one, else the nearest one."""
 
     def judged(weight: Tensor) -> tuple[Tensor, Tensor]:
         given = outputs.given(weight)
@@ -180,7 +180,7 @@ def _gradient(objective: Objective, grid: Grid) -> Callable[[Tensor, int], Tenso
 
 
 def _orders(h: Tensor, count: int) -> Tensor:
-    """The order of the diagonal, and others near it, int64 [count, groups, K]."""
+    """Return the order of the diagonal, and others near it, int64 [count, groups, K]."""
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(count - 1, *diagonal.shape, generator=generator).to(diagonal)

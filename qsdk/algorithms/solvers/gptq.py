@@ -22,7 +22,7 @@ from qsdk.algorithms.solvers.rounding import (
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
-from qsdk.core.numerics.block_scales import confined, shortened
+from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits
 from qsdk.core.numerics.encoding import Encoding
 
 Scales = Literal["search", "fixed"]
@@ -159,12 +159,12 @@ def _on_grids(
 
 
 def _scaled(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:
-    """The problem's encoding with each output's scales multiplied, confined to what its spec can store."""
+    """Return the problem's encoding with each output's scales multiplied, confined to what its spec can store."""
     encoding, spec = problem.encoding, problem.spec
     factor = torch.ones(encoding.scale.size, device=factors.device)
     factor[cells] = factors[..., None].expand(cells.shape)
     moved = factor.cpu().numpy().reshape(encoding.scale.shape)
     scale = encoding.scale * moved
     if spec.scale_bits is not None:
-        scale = shortened(scale, spec.scale_bits)
-    return replace(encoding, scale=np.where(moved == 1, encoding.scale, confined(scale, spec)))
+        scale = round_up_to_digits(scale, spec.scale_bits)
+    return replace(encoding, scale=np.where(moved == 1, encoding.scale, restrict_block_scales(scale, spec)))

@@ -15,7 +15,7 @@ class Loss(Protocol):
     """A function of the deviation of some columns; constants that no choice changes are left out."""
 
     def __call__(self, deviation: Tensor) -> Tensor:
-        """Give the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns]."""
+        """Return the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns]."""
 
 
 class Quadratic:
@@ -31,17 +31,17 @@ class Quadratic:
         self.h, self.linear, self._weight_product = h, linear, weight_product
 
     def __call__(self, deviation: Tensor) -> Tensor:
-        """Give the error of each output."""
+        """Return the error of each output."""
         product = deviation * self.h if deviation.shape[-1] == 1 else deviation @ self.h
         return self.of_product(deviation, product)
 
     def of_product(self, deviation: Tensor, product: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """The same with `deviation H` given, and of some outputs alone if there are indices of them."""
+        """Return the same with `deviation H` given, and of some outputs alone if there are indices of them."""
         linear = self.linear if outputs is None else self.linear[:, outputs]
         return torch.add(product, linear, alpha=2).mul_(deviation).sum(-1)
 
     def weight_product(self, weight: Tensor) -> Tensor:
-        """`W H` for the columns' weight."""
+        """Return `W H` for the columns' weight."""
         return weight @ self.h if self._weight_product is None else self._weight_product
 
     def separable(self, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class SquaredLosses:
         self._slope = product.add_(linear)  # what each column's own error meets: the drift and the errors of all
 
     def of(self, columns: Columns) -> Quadratic:
-        """The loss of these columns' deviation, given those of all others."""
+        """Return the loss of these columns' deviation, given those of all others."""
         if self._are_all(columns):
             self._loss = Quadratic(self._h, self._problem.linear_term(), self._problem.weight_product)
             self.now = self.errors - self._drifts
@@ -114,7 +114,7 @@ class Absolute:
         self.x, self.error = x, error
 
     def __call__(self, deviation: Tensor) -> Tensor:
-        """Give the error of each output."""
+        """Return the error of each output."""
         return torch.matmul(deviation, self.x).add_(self.error).abs_().sum(-1)
 
 
@@ -129,12 +129,12 @@ class AbsoluteLosses:
         self._error = problem.weight @ (x_quantized - x) + deviation @ x_quantized
 
     def now(self) -> Tensor:
-        """The error of each output with the deviation as it is, [groups, outputs]."""
+        """Return the error of each output with the deviation as it is, [groups, outputs]."""
         errors: Tensor = self._error.abs().sum(-1)
         return errors
 
     def of(self, columns: Columns) -> Absolute:
-        """The loss of these columns' deviation, given those of all others."""
+        """Return the loss of these columns' deviation, given those of all others."""
         x = self._x[:, columns]
         self._error -= self._deviation[..., columns] @ x
         self._deviation[..., columns] = 0

@@ -40,7 +40,7 @@ class Outputs:
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Outputs":
-        """Those of a problem on torch, with samples."""
+        """Return those of a problem on torch, with samples."""
         assert problem.samples is not None
         x, x_quantized = problem.samples
         bias = problem.weight.new_zeros(problem.weight.shape[:2]) if problem.bias is None else problem.bias
@@ -55,12 +55,12 @@ class Outputs:
         return self.x_quantized @ weight.mT + self.bias[:, None]
 
     def errors(self, given: Tensor) -> Tensor:
-        """The squared error behind the function of each sample, [groups, rows, outputs]."""
+        """Return the squared error behind the function of each sample, [groups, rows, outputs]."""
         errors: Tensor = (self.function(self.exact) - self.function(given)).square()
         return errors
 
     def falls(self, before: Tensor, after: Tensor) -> Tensor:
-        """The outputs whose error on the samples that judge is smaller, bool [groups, outputs]."""
+        """Return the outputs whose error on the samples that judge is smaller, bool [groups, outputs]."""
         return after[:, self.judging].sum(1) < before[:, self.judging].sum(1)
 
     def shift(self, given: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Outputs:
 
 
 def matching_shift(function: Activation, exact: Tensor, given: Tensor) -> Tensor:
-    """The smallest shift of each output that gives it the wanted mean behind a function, by bisection.
+    """Return the smallest shift of each output that gives it the wanted mean behind a function, by bisection.
 
     Args:
         function: that never falls.

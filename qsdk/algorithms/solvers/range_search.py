@@ -22,7 +22,7 @@ CACHED = 1 << 18
 
 
 def codes(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-    """Give `quantize(weight) - zero_point`: the formula of `core.affine` with fewer passes over memory."""
+    """Return `quantize(weight) - zero_point`: the formula of `core.affine` with fewer passes over memory."""
     return clipped(torch.div(weight, scale), zero_point, lo, hi)
 
 
@@ -35,7 +35,7 @@ def clipped(position: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tenso
 
 
 def on_grid(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-    """Give `fake_quantize(weight)`; scale and zero point broadcast against the weight."""
+    """Return `fake_quantize(weight)`; scale and zero point broadcast against the weight."""
     return codes(weight, scale, zero_point, lo, hi).mul_(scale)
 
 
@@ -87,12 +87,12 @@ class Block:
 
     @property
     def wide(self) -> bool:
-        """Whether each output is searched for itself, roughly first."""
+        """Return whether each output is searched for itself, roughly first."""
         return self.weight.numel() > WIDE and self.weight.shape[0] == 1 and self._in_order
 
     @property
     def narrow(self) -> bool:
-        """Whether there are so few columns that their products with each other hardly count."""
+        """Return whether there are so few columns that their products with each other hardly count."""
         return self.weight.shape[-1] <= NARROW
 
     def total(self, losses: Tensor) -> Tensor:
@@ -110,11 +110,11 @@ class Block:
         return values[self._unit]
 
     def of_outputs(self, losses: Tensor) -> Tensor | None:
-        """Losses of units as those of outputs, [groups, outputs]; None where outputs share scales."""
+        """Return the losses of units as those of outputs, [groups, outputs]; None where outputs share scales."""
         return losses.reshape(self._unit.shape) if self._in_order and self._importance is None else None
 
     def deviation(self, scale: Tensor, zero_point: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """How far the nearest grid points are from the weights, for grids of units [..., units].
+        """Return how far the nearest grid points are from the weights, for grids of units [..., units].
 
         With indices of `outputs` it is that of these alone.
         """
@@ -171,7 +171,7 @@ class _Climb:
         self._lowest, self._deviation, self._product = self._exact(self._best)
 
     def start(self) -> Choice:
-        """Where the way begins, or where it has come to."""
+        """Return where the way begins, or where it has come to."""
         return Choice(self._best, self._lowest, self._deviation, self._product)
 
     def choice(self) -> Choice:
@@ -207,7 +207,7 @@ class _Climb:
 
 
 def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, step: int) -> Tensor:
-    """The best of every `step`-th candidate of each unit, by the loss without the products of different columns."""
+    """Return the best of every `step`-th candidate of each unit, by the loss without products of different columns."""
     target, diagonal = loss.separable(block.weight)
     best = torch.full((scales.shape[1],), len(scales) - 1, device=scales.device)
     rows = max(CACHED // block.weight.shape[-1], 1)
@@ -227,7 +227,7 @@ def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, s
 
 
 def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: Choice) -> Tensor:
-    """The scales with which the codes of a choice have the smallest loss, float32 [units].
+    """Return the scales with which the codes of a choice have the smallest loss, float32 [units].
 
     Where that is no positive number, the scale is given back.
     """

@@ -44,12 +44,12 @@ DEFAULT = Options()
 
 
 def soft_rounding(alpha: Tensor) -> Tensor:
-    """Give `clip(sigmoid(alpha) (zeta - gamma) + gamma, 0, 1)`: the share of a step that a weight is rounded up."""
+    """Return `clip(sigmoid(alpha) (zeta - gamma) + gamma, 0, 1)`: the share of a step that a weight is rounded up."""
     return (torch.sigmoid(alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
 def beta_at(step: int, steps: int, beta_range: tuple[float, float] = (20.0, 2.0), warm_start: float = 0.2) -> float:
-    """The exponent of the penalty: from the first of the range, after the warm start, to the second along a cosine."""
+    """Return the exponent of the penalty: after the warm start it falls from the first of the range to the second."""
     start, end = beta_range
     begun = warm_start * steps
     share = (step - begun) / max(steps - begun, 1)

@@ -37,7 +37,7 @@ class Grid:
 
     @classmethod
     def of(cls, problem: LayerProblem, encoding: Encoding) -> "Grid":
-        """All points of an encoding's grid, for each weight of a problem."""
+        """Return all points of an encoding's grid, for each weight of a problem."""
         scale, zero_point = (v.mT.contiguous() for v in scales_of_weights(problem, encoding))
         return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
 
@@ -47,7 +47,7 @@ class Grid:
         return cls(*(torch.cat([getattr(g, name) for g in grids], dim) for name in ("scale", "lowest", "highest")))
 
     def around(self, weight: Tensor) -> "Grid":
-        """The grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
+        """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
         position = weight / self.scale
         # a weight that is on the grid has no choice, though its quotient may miss the integer by an ulp
         whole = position.round()
@@ -56,7 +56,7 @@ class Grid:
         return Grid(self.scale, below, above)
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The codes nearest to a weight, half to even."""
+        """Return the codes nearest to a weight, half to even."""
         return (weight / self.scale).round().clamp(self.lowest, self.highest)
 
 
@@ -82,21 +82,21 @@ class Objective:
         return cls(weight, h, shrunk(linear, h, float(problem.drift().sum()), problem.rows))
 
     def __call__(self, rounded: Tensor) -> Tensor:
-        """The error per row, [groups, rows]."""
+        """Return the error per row, [groups, rows]."""
         d = rounded - self.weight
         return (d * (self.h @ d + 2 * self.linear)).sum(1)
 
     def beside(self, count: int) -> "Objective":
-        """The same so many times, one beside the other along the rows."""
+        """Return the same so many times, one beside the other along the rows."""
         return replace(self, weight=self.weight.repeat(1, 1, count), linear=self.linear.repeat(1, 1, count))
 
     def repeated(self, count: int) -> "Objective":
-        """The same so many times, one below the other along the groups."""
+        """Return the same so many times, one below the other along the groups."""
         return Objective(*(x.repeat(count, 1, 1) for x in (self.weight, self.h, self.linear)))
 
 
 def damping_for(problem: LayerProblem) -> float:
-    """The damping that unseen data wants: 0.03, and the number of inputs over that of rows where rows are few.
+    """Return the damping that unseen data wants: 0.03, and the number of inputs over that of rows where rows are few.
 
     With it the error on unseen data is within 3 % of the one with the best damping from 8 to 20,000 rows of 96
     correlated inputs; what is fitted to few rows is otherwise worse than nearest rounding.
@@ -147,7 +147,7 @@ def shrunk(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
 
 
 def whole(problem: LayerProblem) -> LayerProblem:
-    """The problem that all data tells, the held-back data too."""
+    """Return the problem that all data tells, the held-back data too."""
     other = problem.held_back
     if other is None or not other.rows:
         return problem
@@ -173,7 +173,7 @@ def whole(problem: LayerProblem) -> LayerProblem:
 
 
 def left_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
-    """The solution of a problem that rounding cannot help: a frozen encoding, or an embedding; None for others.
+    """Return the solution of a problem that rounding cannot help: a frozen encoding, or an embedding; None for others.
 
     Of an embedding, each weight makes an output of its own. Nothing can make up for its error, so nearest is best.
     """
@@ -289,7 +289,7 @@ class Evidence:
         return cls(data, data.centered(), held_back and held_back.centered(), shifts=True)
 
     def worse(self, found: Tensor, plain: Tensor, unit: Tensor | None = None) -> Tensor:
-        """Where a solution has a higher error than another one, on all data or on what was held back, [groups, rows].
+        """Return where a solution has a higher error than another, on all data or on held-back data, [groups, rows].
 
         Args:
             found: W~, float32 [groups, rows, K].
@@ -308,7 +308,7 @@ class Evidence:
         return result
 
     def solution(self, encoding: Encoding, rounded: Tensor, plain: Tensor) -> Solution:
-        """A rounded weight on an encoding's grid as a solution; `plain` is what there was before."""
+        """Return a rounded weight on an encoding's grid as a solution; `plain` is what there was before."""
         shift = self.data.mean_error(rounded) if self.shifts else None
         before, after = self.data.relative_error(plain), self.judged.relative_error(rounded)
         return Solution(encoding, rounded, before, after, bias_shift=shift)

@@ -13,7 +13,7 @@ from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_
 from qsdk.algorithms.solvers.range_search import Block, Choice, Grids, best_of, least_squares, on_grid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
-from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.block_scales import restrict_block_scales
 from qsdk.core.numerics.encoding import Encoding
 
 LossName = Literal["mse", "l1", "sqnr"]
@@ -120,7 +120,7 @@ def _require_searchable(problem: LayerProblem, candidates: int, loss: str) -> No
 
 
 def fake_quantize(problem: LayerProblem, encoding: Encoding) -> Tensor:
-    """The weight matrix moved to the nearest point of an encoding's grid, float32 [groups, out_per_group, K]."""
+    """Return the weight matrix moved to the nearest point of an encoding's grid, float32 [groups, out_per_group, K]."""
     return on_grid(problem.weight, *scales_of_weights(problem, encoding), *_grid(problem))
 
 
@@ -181,7 +181,10 @@ def _search(
         scale[at], zero_point[at] = best
         losses.settle(columns, choice.deviation, block.of_outputs(choice.losses))
     shape = encoding.scale.shape
-    values = confined(scale.cpu().numpy().reshape(shape), spec), zero_point.int().cpu().numpy().reshape(shape)
+    values = (
+        restrict_block_scales(scale.cpu().numpy().reshape(shape), spec),
+        zero_point.int().cpu().numpy().reshape(shape),
+    )
     found = Encoding(encoding.dtype, *values, encoding.axis, encoding.block_size)
     if losses is squared and spec.scales_are_free:
         return _Found(found, squared.deviation + problem.weight, squared.errors, before)
@@ -192,7 +195,7 @@ def _search(
 def _start(
     problem: LayerProblem, now: SquaredLosses, cells: Tensor, scales: Tensor, zero_points: Tensor
 ) -> tuple[int, SquaredLosses]:
-    """Which of the first and the last grid is better, and the losses from there."""
+    """Return which of the first and the last grid is better, and the losses from there."""
     if torch.equal(scales[0], scales[-1]) and torch.equal(zero_points[0], zero_points[-1]):
         return 0, now
     weight = on_grid(problem.weight, scales[-1][cells], zero_points[-1][cells], *_grid(problem))
@@ -258,7 +261,7 @@ def _refined(
 
 
 def _importance(problem: LayerProblem) -> Tensor:
-    """One over each output's energy, [groups, outputs]; 0 where an output has none."""
+    """Return one over each output's energy, [groups, outputs]; 0 where an output has none."""
     energy: Tensor = problem.energy()
     if problem.layout.kind == "embedding":  # an output is a column of the table, whichever row is read
         energy = energy.sum(0, keepdim=True).expand_as(energy)
@@ -268,7 +271,7 @@ def _importance(problem: LayerProblem) -> Tensor:
 def _better(
     problem: LayerProblem, cells: Tensor, loss: LossName, weights: Sequence[Tensor], errors: Sequence[Tensor]
 ) -> Tensor:
-    """The outputs whose loss falls, and on held-back data the squared error: bool [groups, outputs].
+    """Return the outputs whose loss falls, and on held-back data the squared error: bool [groups, outputs].
 
     All or none where outputs share scales.
     """
@@ -285,7 +288,7 @@ def _better(
 
 
 def _shift(problem: LayerProblem, weight: Tensor) -> Tensor:
-    """The shift of the bias that takes the mean error away, [groups, outputs]; 0 where held-back data knows better."""
+    """Return the shift of the bias that removes the mean error, [groups, outputs]; 0 if it hurts on held-back data."""
     shift: Tensor = problem.mean_error(weight)
     if problem.held_back is None:
         return shift
@@ -294,7 +297,7 @@ def _shift(problem: LayerProblem, weight: Tensor) -> Tensor:
 
 
 def _mixed(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
-    """The new encoding with some of the old one's scales, given as indices into the flattened scale."""
+    """Return the new encoding with some of the old one's scales, given as indices into the flattened scale."""
     flat = np.zeros(old.scale.size, np.bool_)
     flat[keep.cpu().numpy()] = True
     mask = flat.reshape(old.scale.shape)

@@ -11,7 +11,7 @@ from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.read_files import text_of
+from qsdk.core.read_files import read_text
 
 PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
     {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
@@ -60,7 +60,9 @@ def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
         names = ", ".join((*PRESETS, *aimet_aliases()))
         raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
     try:
-        return json.loads(text_of(path, "give a JSON file"), object_pairs_hook=lambda pairs: _unique(pairs, name)), name
+        return json.loads(
+            read_text(path, "give a JSON file"), object_pairs_hook=lambda pairs: _unique(pairs, name)
+        ), name
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise FileFormatError(f"{name} is truncated or no JSON at {place} ({error.msg}); correct it") from error

@@ -25,13 +25,13 @@ _SIGNED = {"Sin": (-1.0, 1.0), "Cos": (-1.0, 1.0), "Tanh": (-1.0, 1.0)}
 
 
 def aimet_alias(name: str) -> dict[str, Any] | None:
-    """The content of a built-in config: by alias (`htp_v73`) or by file name (`htp_quantsim_config_v73.json`)."""
+    """Return the content of a built-in config, by alias (`htp_v73`) or file name (`htp_quantsim_config_v73.json`)."""
     wanted = name.removesuffix(".json").replace("_quantsim_config", "")
     return _CONFIGS[wanted]() if wanted in _CONFIGS else None
 
 
 def aimet_aliases() -> list[str]:
-    """Every alias that `aimet_alias` knows."""
+    """Return every alias that `aimet_alias` knows."""
     return sorted(_CONFIGS)
 
 
@@ -46,7 +46,7 @@ def _default(*, per_channel: bool = True) -> dict[str, Any]:
 
 
 def _htp(version: str) -> dict[str, Any]:
-    """The configs of the Hexagon tensor processor; from V73 on they differ by nothing but the version."""
+    """Return the configs of the Hexagon tensor processor; from V73 on they differ by nothing but the version."""
     number = int(version[1:])
     defaults = {**_ops_and_params(), "per_channel_quantization": "False", "strict_symmetric": "False"}
     defaults |= {"unsigned_symmetric": "False", "hw_version": version}
@@ -69,7 +69,7 @@ def _htp(version: str) -> dict[str, Any]:
 
 
 def _enpu(version: int, *, per_channel: bool = False) -> dict[str, Any]:
-    """The configs of the embedded NPU: symmetric activations, and an activation function behind nearly everything."""
+    """Return the configs of the embedded NPU: symmetric activations, many supergroups with activation functions."""
     defaults = _ops_and_params()
     defaults["ops"]["is_symmetric"] = "True"
     defaults |= {"per_channel_quantization": "False", "strict_symmetric": "False", "unsigned_symmetric": "False"}

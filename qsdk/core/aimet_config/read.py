@@ -63,7 +63,7 @@ class _Reading:
 
 
 def is_aimet(data: Any) -> bool:
-    """Whether this is the content of an AIMET quantsim config."""
+    """Return whether this is the content of an AIMET quantsim config."""
     return isinstance(data, Mapping) and "format" not in data and bool(set(_SECTIONS[:3]).intersection(data))
 
 

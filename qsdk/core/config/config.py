@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.json_form import plain, read_object
+from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import FixedRange, Rule, Shape, make_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
@@ -29,10 +29,10 @@ from qsdk.core.site import matches
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """What is wanted at every site, and the rules that differ; the last matching rule wins, choice by choice.
+    """The choices for every site, and the rules that differ from them; the last matching rule wins, choice by choice.
 
     Attributes:
-        weight: dtype of weights, or a format of blocks such as `mxfp4`; embeddings, norms and other constants stay at 8
+        weight: dtype of weights, or a format of blocks such as `mxfp4`. Embeddings, norms and other constants keep 8
             bits where it is narrower.
         activation: dtype of activations, and of inputs and outputs unless they are given.
         bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
@@ -57,11 +57,11 @@ class QuantConfig:
         supergroup: whether ops that run as one are quantized as one.
         supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
             all that qsdk knows.
-        hardware: whose rules of placement hold on top, such as `v73`; None for no more than the rules above.
+        hardware: name of the chip whose placement rules are applied as well, such as `v73`; None for none.
         rules: in order.
-        layers: class name -> those of its parameters that are read through quantizers.
+        layers: class name -> the parameters of it that are read through quantizers.
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
-        notes: what `load_config` has to say about a foreign file; no part of the config.
+        notes: the report of `load_config` about a foreign file; not part of the config itself.
     """
 
     weight: WeightType = int8
@@ -88,7 +88,7 @@ class QuantConfig:
     notes: Report | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Take names of dtypes for dtypes, as `override` does."""
+        """Accept names in place of dtypes, as `override` does."""
         object.__setattr__(self, "weight", weight_type_named(self.weight))
         for choice in ("activation", "bias", "input", "output"):
             named = getattr(self, choice)
@@ -160,7 +160,7 @@ class QuantConfig:
         tensor_dtype: DType | str | None = None,
         optional: bool = False,
     ) -> "QuantConfig":
-        """Leave the places that fit `pattern` and every condition in a float dtype; gives a new config.
+        """Return a config that leaves the places that fit `pattern` and every condition in a float dtype.
 
         Raises:
             ConfigError: dtype is not a float type.
@@ -173,18 +173,21 @@ class QuantConfig:
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
-        """Say which parameters of a module class are read through quantizers; gives a new config.
+        """Return a config that names the parameters of a module class which are read through quantizers.
 
-        Without it a class that qsdk does not know gives all of its own, and the traced graph says what each one is.
+        Without it all parameters of a class that qsdk does not know are, and the traced graph shows what each one is.
         """
         return replace(self, layers={**(self.layers or {}), class_name: parameters})
 
     def pattern(self, *patterns: Pattern) -> "QuantConfig":
-        """Add supergroups of one's own, preferred to those known so far; gives a new config."""
+        """Return a config with supergroups of one's own, which are preferred to those known so far."""
         return replace(self, patterns=(*patterns, *self.patterns))
 
     def names(self, owner: str, *op_types: str) -> bool:
-        """Whether a rule names this owner, or one of its op types, by more than a bare `*`; optional rules do not."""
+        """Return whether a rule names this owner, or one of its op types, by more than a bare `*`.
+
+        Optional rules do not count.
+        """
         return any(
             (rule.pattern.strip("*") or rule.op_type is not None)
             and not rule.optional
@@ -194,7 +197,7 @@ class QuantConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the config as plain values for JSON, of the form that `config_schema` describes.
+        """Return the config as plain values for JSON, in the form that `config_schema` describes.
 
         Raises:
             ConfigError: it holds patterns, which are Python.
@@ -202,7 +205,7 @@ class QuantConfig:
         if self.patterns:
             named = ", ".join(pattern.name for pattern in self.patterns)
             raise ConfigError(f"a file cannot hold the patterns {named}; save the config without, and add them again")
-        return plain(self)
+        return to_json(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the config as JSON, for `load_config`.
@@ -215,10 +218,10 @@ class QuantConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> "QuantConfig":
-        """Read what `to_dict` gave; `where` names the source in errors.
+        """Read the dictionary that `to_dict` returned; `where` names the source in errors.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong type, or a rule that cannot be meant.
+            ConfigError: an unknown key, a value of the wrong type, or a rule that makes no sense.
         """
         found = read_object(data, where)
         rules = found.pop("rules", ())
@@ -226,27 +229,29 @@ class QuantConfig:
 
 
 def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
-    """8-bit weights, 8-bit activations."""
+    """Return the config for 8-bit weights and 8-bit activations."""
     return QuantConfig(int8, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
 
 
 def w8a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
-    """8-bit weights, 16-bit activations."""
+    """Return the config for 8-bit weights and 16-bit activations."""
     return QuantConfig(int8, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
 
 
 def w4a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
-    """4-bit weights, 8-bit activations."""
+    """Return the config for 4-bit weights and 8-bit activations."""
     return QuantConfig(int4, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
 
 
 def w4a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
-    """4-bit weights, 16-bit activations."""
+    """Return the config for 4-bit weights and 16-bit activations."""
     return QuantConfig(int4, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
 
 
 def weight_only(weight: WeightType | str = int4, *, block_size: int | None = None) -> QuantConfig:
-    """Quantized weights and float activations; `block_size=32` or more is what runtimes have fast kernels for.
+    """Return the config for quantized weights and float activations.
+
+    Runtimes have fast kernels for `block_size=32` or more.
 
     Args:
         weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.

@@ -17,14 +17,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class JsonType:
-    """How values of one sort look in JSON.
+    """One type of value as it appears in JSON.
 
     Attributes:
         schema: JSON Schema of a value.
-        expected: what a value is, for messages.
-        accepts: whether a value is one.
-        read: the value as Python has it.
-        write: back.
+        expected: description of a value, for messages.
+        accepts: tells whether a value has this type.
+        read: from JSON to Python.
+        write: from Python to JSON.
     """
 
     schema: Mapping[str, Any]
@@ -130,7 +130,7 @@ _CONFIG_TYPES = MappingProxyType(
 
 
 def config_schema() -> dict[str, Any]:
-    """Give the JSON Schema (2020-12) of a config file; `config.schema.json` beside this module holds the same."""
+    """Return the JSON Schema (2020-12) of a config file; `config.schema.json` beside this module holds the same."""
     rule = {
         "type": "object",
         "properties": {name: dict(kind.schema) for name, kind in _RULE_TYPES.items()},
@@ -153,15 +153,15 @@ def config_schema() -> dict[str, Any]:
     }
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """Give a config's fields, and its rules, as values for JSON; what is None is left out."""
-    found = {"format": FORMAT, "version": VERSION, **_written(config, _CONFIG_TYPES)}
-    rules = [_written(rule, _RULE_TYPES) for rule in config.rules]
+def to_json(config: Any) -> dict[str, Any]:
+    """Return a config's fields, and its rules, as values for JSON; fields that are None are left out."""
+    found = {"format": FORMAT, "version": VERSION, **_fields_to_json(config, _CONFIG_TYPES)}
+    rules = [_fields_to_json(rule, _RULE_TYPES) for rule in config.rules]
     return {**found, "rules": [{n: v for n, v in rule.items() if (n, v) != ("optional", False)} for rule in rules]}
 
 
 def read_object(data: Any, where: str) -> dict[str, Any]:
-    """Read a config's fields, rules included, out of values from JSON.
+    """Return a config's fields, rules included, read from JSON values.
 
     Raises:
         ConfigError: names the key, what it should be, and the nearest known one.
@@ -173,9 +173,9 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
     rules = data.get("rules", [])
     if not isinstance(rules, list):
-        raise ConfigError(f"{where}.rules is a list of objects, not {_shown(rules)}")
+        raise ConfigError(f"{where}.rules is a list of objects, not {_describe(rules)}")
     if not isinstance(data.get("$schema", ""), str):
-        raise ConfigError(f"{where}.$schema is a string, not {_shown(data['$schema'])}")
+        raise ConfigError(f"{where}.$schema is a string, not {_describe(data['$schema'])}")
     head = ("$schema", "format", "version", "rules")
     found = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
     if found.pop(_POWER_OF_TWO, False):
@@ -186,7 +186,7 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
 
 def _rule(data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} is an object, not {_shown(data)}")
+        raise ConfigError(f"{where} is an object, not {_describe(data)}")
     found = _read(data, _RULE_TYPES, where)
     if "pattern" not in found:
         raise ConfigError(f'{where} has no "pattern"; give a glob, "*" for every owner')
@@ -209,14 +209,14 @@ def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, ot
 
 
 def read_value(value: Any, kind: JsonType, where: str) -> Any:
-    """Read one value.
+    """Return one value, read from JSON.
 
     Raises:
-        ConfigError: it is of another type, or cannot be meant.
+        ConfigError: it has another type, or makes no sense.
     """
     if not kind.accepts(value):
         remedy = f"; write {value.lower()} without quotes" if kind is _FLAG and value in ("True", "False") else ""
-        raise ConfigError(f"{where} is {kind.expected}, not {_shown(value)}{remedy}")
+        raise ConfigError(f"{where} is {kind.expected}, not {_describe(value)}{remedy}")
     try:
         return kind.read(value)
     except ConfigError as error:
@@ -224,17 +224,17 @@ def read_value(value: Any, kind: JsonType, where: str) -> Any:
 
 
 def nearest_key(name: Any, known: list[str]) -> str:
-    """A remedy for an unknown key: the most similar one, else all of them."""
+    """Return a remedy for an unknown key: the most similar one, else all of them."""
     near = get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
-def _written(owner: Any, types: Mapping[str, JsonType]) -> dict[str, Any]:
+def _fields_to_json(owner: Any, types: Mapping[str, JsonType]) -> dict[str, Any]:
     names = [field.name for field in fields(owner) if field.name in types]
     return {name: types[name].write(getattr(owner, name)) for name in names if getattr(owner, name) is not None}
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, str):
         return f"the string {value[:40]!r}"
     return repr(value)[:60] if not isinstance(value, dict | list) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Rules: what they say, and at which places."""
+"""Rules: the choices they make, and the places they apply to."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,20 +13,20 @@ from qsdk.core.site import names_of, without_calls
 Shape = tuple[int | str | None, ...]
 FixedRange = tuple[float, float] | Literal["observed"]
 
-#: what a float tensor of a model may hold
+#: the float types that a tensor of a model can have
 TENSOR_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
 class Place:
-    """What rules look at.
+    """The facts about a place in a model that rules look at.
 
     Attributes:
-        owners: the names that an op, or the supergroup it belongs to, answers to.
+        owners: the names by which patterns match an op, or the supergroup it belongs to.
         op_types: its ONNX type, or those of the supergroup's members in order.
         dtype: of the tensor in the float model, such as `float32`.
         shape: of the tensor, where known.
-        sites: whole names of the sites that stand here.
+        sites: whole names of the sites at this place.
     """
 
     owners: tuple[str, ...]
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Rule:
-    """Choices for the places that fit every condition; None leaves a choice as it is, and a condition open.
+    """The choices for the places that meet every condition; None leaves a choice as it is, and a condition open.
 
     Attributes:
         pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
@@ -88,25 +88,25 @@ class Rule:
 
     def __str__(self) -> str:
         where = [f"{name}={_text(getattr(self, name))}" for name in CONDITIONS if getattr(self, name) is not None]
-        said = ", ".join(f"{name}={value}" for name, value in self.said().items())
-        return f"{self.pattern!r}{' with ' + ', '.join(where) if where else ''} -> {said}"
+        choices = ", ".join(f"{name}={value}" for name, value in self.choices().items())
+        return f"{self.pattern!r}{' with ' + ', '.join(where) if where else ''} -> {choices}"
 
-    def said(self) -> dict[str, Any]:
-        """The choices that this rule makes."""
+    def choices(self) -> dict[str, Any]:
+        """Return the choices that this rule makes."""
         return {name: getattr(self, name) for name in CHOICES if getattr(self, name) is not None}
 
     @property
-    def names_somebody(self) -> bool:
-        """Whether it says by more than a bare `*` whom it means."""
+    def is_specific(self) -> bool:
+        """Return whether the rule selects its places by more than a bare `*`."""
         return bool(self.pattern.strip("*")) or self.op_type is not None or self.shape is not None
 
     @property
     def conditional(self) -> bool:
-        """Whether it asks for more than its pattern."""
+        """Return whether the rule has conditions besides its pattern."""
         return any(getattr(self, name) is not None for name in CONDITIONS)
 
     def fits(self, place: Place) -> bool:
-        """Whether the conditions hold at a place; the pattern is not asked."""
+        """Return whether the conditions hold at a place; the pattern is not checked."""
         return (
             self.fits_op_type(place.op_types)
             and (self.shape is None or _fits_shape(self.shape, place.shape))
@@ -114,7 +114,7 @@ class Rule:
         )
 
     def fits_op_type(self, op_types: Iterable[str]) -> bool:
-        """Whether one of the op types is asked for."""
+        """Return whether the rule applies to one of the op types."""
         return self.op_type is None or any(fnmatchcase(found, wanted) for found in op_types for wanted in self.op_type)
 
 
@@ -124,10 +124,10 @@ DTYPE_CHOICES = ("activation", "bias", "input", "output")
 
 
 def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:
-    """Make a rule of what a user wrote: dtypes by name, one op type or several, sequences of any kind.
+    """Return a rule from what a user wrote: dtypes by name, one op type or several, sequences of any kind.
 
     Raises:
-        ConfigError: an unknown dtype, a choice that cannot be meant, or a rule that says nothing.
+        ConfigError: an unknown dtype, a choice that makes no sense, or a rule without any choice.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if "weight" in given:
@@ -150,7 +150,7 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
 
 
 def require_bias(dtype: DType | None, where: str) -> None:
-    """Refuse a bias that is neither int32 nor float.
+    """Raise an error for a bias dtype that is neither int32 nor float.
 
     Raises:
         ConfigError: names the dtype and `where`.
@@ -160,7 +160,7 @@ def require_bias(dtype: DType | None, where: str) -> None:
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:
-    """Read a fixed range: a pair low < high, or "observed".
+    """Return a fixed range as a pair low < high, or "observed".
 
     Raises:
         ConfigError: it is neither.
@@ -187,14 +187,14 @@ def _fits_shape(wanted: Shape, found: Shape | None) -> bool:
 
 
 def _text(condition: Any) -> str:
-    """A condition as a user would write it."""
+    """Return a condition as a user would write it."""
     if isinstance(condition, tuple) and len(condition) == 1 and isinstance(condition[0], str):
         return condition[0]
     return str(condition)
 
 
-class Matcher:
-    """Finds the rules that match a place; what it has seen of an owner, site or op type it remembers.
+class RuleMatcher:
+    """The search for the rules that match a place; results for owners, sites and op types are cached.
 
     Attributes:
         matched: indices of the rules that matched so far.
@@ -209,27 +209,27 @@ class Matcher:
         self._by_site: dict[str, frozenset[int]] = {}
 
     def matching(self, place: Place) -> tuple[int, ...]:
-        """Indices of the rules that match a place, in order."""
+        """Return the indices of the rules that match a place, in order."""
         found = tuple(index for index in sorted(self.named(place)) if self._rules[index].fits(place))
         self.matched.update(found)
         return found
 
     def named(self, place: Place) -> set[int]:
-        """Indices of the rules whose pattern matches one of a place's names."""
+        """Return the indices of the rules whose pattern matches one of a place's names."""
         found = {index for owner in place.owners for index in self.of_owner(owner)}
         if self._on_sites:
             found.update(index for site in place.sites for index in self.of_site(site))
         return found
 
     def of_owner(self, owner: str) -> frozenset[int]:
-        """Indices of the rules whose pattern matches an owner."""
+        """Return the indices of the rules whose pattern matches an owner."""
         if owner not in self._by_owner:
             names = names_of(owner)
             self._by_owner[owner] = frozenset(i for i in range(len(self._rules)) if self._hits(i, names))
         return self._by_owner[owner]
 
     def of_site(self, site: str) -> frozenset[int]:
-        """Indices of the rules whose pattern matches a whole site, with or without its call marks."""
+        """Return the indices of the rules whose pattern matches a whole site, with or without its call marks."""
         if site not in self._by_site:
             owner, colon, port = site.rpartition(":")
             names = (site, without_calls(owner) + colon + port)
@@ -237,6 +237,6 @@ class Matcher:
         return self._by_site[site]
 
     def _hits(self, index: int, names: Iterable[str]) -> bool:
-        # brackets of a name are a class in a glob: the name as it is counts too
+        # a glob reads the brackets of a name as a character class, so the literal name is compared too
         pattern, glob = self._rules[index].pattern, self._globs[index]
         return any(name == pattern or glob.match(name) is not None for name in names)

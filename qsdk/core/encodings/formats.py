@@ -16,7 +16,7 @@ OWN = "qsdk"
 
 
 def require_version(version: str | None) -> str:
-    """Give the version of a format by its name, `qsdk` for None.
+    """Return the version of a format by its name, `qsdk` for None.
 
     Raises:
         ConfigError: there is no such version.
@@ -80,7 +80,7 @@ def facts_of(
 
 
 def own_rows(stored: StoredEncodings) -> list[dict[str, Any]]:
-    """The rows of a report on a file in qsdk's own format, which loses nothing."""
+    """Return the rows of a report on a file in qsdk's own format, which loses nothing."""
     listed: dict[str, Encoding | DType] = {**stored.encodings, **(stored.casts or {})}
     return [
         {

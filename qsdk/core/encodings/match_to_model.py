@@ -10,7 +10,7 @@ from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.folded import folded
+from qsdk.core.planning.folded import fold_constants
 from qsdk.core.planning.from_encodings import bias_parts, misfit
 from qsdk.core.planning.ties import keeps_grid
 
@@ -67,7 +67,7 @@ def placed_by_structure(file: StoredEncodings, source: Graph, graph: Graph) -> P
     placed = _as_counterparts(file, source, graph)
     if not placed.problems:
         return placed
-    shorter = folded(source)  # an exporter computes what depends on no input, where sizes are fixed
+    shorter = fold_constants(source)  # an exporter computes what depends on no input, where sizes are fixed
     absorbed = _absorbed(file, source, shorter)
     kept = {name: encoding for name, encoding in file.encodings.items() if name not in absorbed}
     again = _as_counterparts(replace(file, encodings=kept), shorter, graph)
@@ -89,7 +89,7 @@ def _as_counterparts(file: StoredEncodings, source: Graph, graph: Graph) -> Plac
 
 
 def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
-    """Whether a site only hands on values under the encoding that they have: a model without it lacks nothing."""
+    """Return whether a site only passes on values under the encoding that they have, so that a model may lack it."""
     maker = graph.producer.get(graph.sites[site]) if site in graph.sites else None
     op = None if maker is None else graph.ops[maker]
     if op is None or op.type == "Concat" or not keeps_grid(graph, op) or op.inputs[0] is None:
@@ -98,7 +98,7 @@ def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
 
 
 def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str, str]:
-    """The tables that nothing reads any more because their rows are stored, and the sites of these."""
+    """Return the tables that nothing reads any more because their rows are stored, and the sites of these."""
     found = {}
     for op in source.ops:
         table = op.inputs[0] if op.inputs else None
@@ -112,7 +112,7 @@ def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str,
 
 
 def _named(file: StoredEncodings, name: str, known: Mapping[str, TensorFacts]) -> TensorFacts | None:
-    """The tensor that an entry names; a layer that a BatchNorm went into has its weight under a new name."""
+    """Return the tensor that an entry names; a layer that a BatchNorm went into has its weight under a new name."""
     # the tensor's name says more than the site: folding moves a site to another tensor
     tried = (file.tensors.get(name, name), name, f"{name.replace(':', '.')}_folded")
     return next((known[found] for found in tried if found in known), None)
@@ -124,7 +124,7 @@ def _biases(
     targets: Mapping[str, tuple[TensorFacts, None]],
     known: Mapping[str, TensorFacts],
 ) -> Iterator[tuple[str, TensorFacts]]:
-    """The bias of a layer whose weight is found: folding a BatchNorm makes one under a name of its own."""
+    """Yield the bias of a layer whose weight is found: folding a BatchNorm makes one under a name of its own."""
     beside = {weight: bias for bias, (_, weight) in bias_parts(graph).items()}
     for name in _names(file):
         weight = targets.get(name.removesuffix(":bias") + ":weight")

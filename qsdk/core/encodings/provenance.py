@@ -21,7 +21,7 @@ _PACKAGES = ("qsdk", "torch", "onnx", "onnxruntime", "numpy")
 
 
 def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
-    """Give `tool`, `versions`, `config`, `network` and `graph` as values for JSON.
+    """Return `tool`, `versions`, `config`, `network` and `graph` as values for JSON.
 
     Args:
         config: what was asked for; None for a sim opened from a Q/DQ file. Patterns of one's own stand by name.
@@ -40,7 +40,7 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
 
 
 def example_text(sizes: Mapping[str, Sequence[int]]) -> str:
-    """Give the sizes of inputs as the property `EXAMPLE` of a model says them."""
+    """Return the sizes of inputs as the property `EXAMPLE` of a model says them."""
     return json.dumps({name: [int(size) for size in given] for name, given in sizes.items()})
 
 
@@ -59,7 +59,7 @@ def example_sizes(text: str) -> dict[str, list[int]]:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, or None where it is not installed."""
+    """Return the version of a package, or None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -67,7 +67,7 @@ def installed(package: str) -> str | None:
 
 
 def network_hash(graph: Graph) -> str:
-    """Give `sha256:...` of a network's ops, wiring, attributes and fixed sizes; neither names nor weights count."""
+    """Return `sha256:...` of a network's ops, wiring, attributes and fixed sizes; neither names nor weights count."""
     found = hashlib.sha256()
     numbers: dict[int | None, int] = {None: -1}  # by first use: files differ in the order of what they store
 

@@ -90,7 +90,7 @@ def loads(text: str, where: str) -> StoredEncodings:
 
 
 def is_own(data: Any) -> bool:
-    """Whether JSON data calls itself an encodings file of qsdk."""
+    """Return whether JSON data calls itself an encodings file of qsdk."""
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
@@ -125,7 +125,7 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
 
 
 def _plain(encoding: Encoding) -> dict[str, Any]:
-    """An entry without what goes without saying: zero points of 0, a list's own length, no axis, not frozen."""
+    """Return an entry without what goes without saying: zero points of 0, a list's own length, no axis, not frozen."""
     # the shortest decimal that names a float32 reads back as that float32, also through a double
     found: dict[str, Any] = {
         "dtype": encoding.dtype.name,
@@ -168,7 +168,7 @@ def parsed(text: str, where: str) -> Any:
 
 
 def _cast(entry: Mapping[str, Any]) -> DType | None:
-    """The float dtype of an entry that says no more than one."""
+    """Return the float dtype of an entry that says no more than one."""
     if not set(entry) <= {"dtype", "tensor", "kind"}:
         return None
     return next((dtype for dtype in (float16, bfloat16) if dtype.name == entry["dtype"]), None)
@@ -214,7 +214,7 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def encodings_schema() -> dict[str, Any]:
-    """Give the JSON Schema (2020-12) of a file; `encodings.schema.json` beside this module holds the same."""
+    """Return the JSON Schema (2020-12) of a file; `encodings.schema.json` beside this module holds the same."""
     names = [dtype.name for dtype in DTYPES.values() if dtype.is_quantized]
     strict = [f"{dtype.name}_strict" for dtype in DTYPES.values() if dtype.is_integer and dtype.signed]
     whole = {"type": "integer"}

@@ -36,7 +36,7 @@ class TensorFacts:
 
     @property
     def whole_shape(self) -> tuple[int, ...] | None:
-        """The shape, if no dimension is dynamic."""
+        """Return the shape, if no dimension is dynamic."""
         if self.shape is None or not all(isinstance(n, int) for n in self.shape):
             return None
         return tuple(n for n in self.shape if isinstance(n, int))
@@ -83,7 +83,7 @@ def _axes(graph: Graph) -> dict[int, tuple[int | None, int | None]]:
 
 
 def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
-    """Every name that an encodings file may call a tensor by: its own first, then its site, then `owner.weight`."""
+    """Return the tensors by every name that an encodings file may use: own name, site, or `owner.weight`."""
     listed = list(tensors)
     found = {tensor.name: tensor for tensor in reversed(listed)}
     for tensor in listed:
@@ -110,7 +110,7 @@ def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[Te
 
 
 def moved(encoding: Encoding, source: TensorFacts, target: TensorFacts) -> Encoding:
-    """The encoding of a matrix as its counterpart has it, which may be stored transposed."""
+    """Return the encoding of a matrix as its counterpart has it, which may be stored transposed."""
     pair = (source.channel_axis, target.channel_axis)
     if encoding.axis is None or None in pair or pair[0] == pair[1] or len(source.shape or ()) != 2:
         return encoding

@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floating-point values."""
+        """Return whether it holds floating-point values."""
         return self.dtype in ("float32", "float16", "bfloat16", "float64")
 
 
@@ -77,7 +77,7 @@ class Graph:
 
     @cached_property
     def output_set(self) -> frozenset[int]:
-        """The ids of the tensors that leave the model."""
+        """Return the ids of the tensors that leave the model."""
         return frozenset(self.outputs)
 
     @cached_property
@@ -86,12 +86,12 @@ class Graph:
         return {tensor.site: index for index, tensor in enumerate(self.tensors) if tensor.site is not None}
 
     def sole_consumer(self, tensor: int) -> int | None:
-        """The id of the only op that reads a tensor which does not leave the model, else None."""
+        """Return the id of the only op that reads a tensor which does not leave the model, else None."""
         readers = self.consumers[tensor]
         return readers[0] if len(readers) == 1 and tensor not in self.output_set else None
 
     def reads_values(self, tensor: int) -> bool:
-        """Whether anything reads more of a tensor than its shape, or it leaves the model."""
+        """Return whether anything reads more of a tensor than its shape, or it leaves the model."""
         return tensor in self.output_set or any(self.ops[i].type not in _SHAPE_OPS for i in self.consumers[tensor])
 
     @cached_property
@@ -105,11 +105,11 @@ class Graph:
         return found
 
     def constant_root(self, tensor: int) -> int | None:
-        """The stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
+        """Return the stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
         return self._roots.get(tensor)
 
     def origin(self, tensor: int) -> tuple[int, tuple[int, ...]] | None:
-        """The stored tensor that a tensor is in another shape, order or type, and the ops in between; else None."""
+        """Return the stored tensor that a tensor is a reordered, reshaped or cast form of, with the ops between."""
         current, between = tensor, []
         while not self.tensors[current].constant:
             made_by = self.producer.get(current)
@@ -135,10 +135,10 @@ class Graph:
         return axis
 
     def value(self, tensor: int | None) -> npt.NDArray[Any] | None:
-        """The value of a small constant, or None."""
+        """Return the value of a small constant, or None."""
         return None if tensor is None else self.tensors[tensor].value
 
     def scalar(self, tensor: int | None) -> float | None:
-        """The value of a one-element constant, or None."""
+        """Return the value of a one-element constant, or None."""
         found = self.value(tensor)
         return None if found is None or np.size(found) != 1 else float(np.reshape(found, ()))

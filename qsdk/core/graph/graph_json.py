@@ -21,7 +21,7 @@ _FEW = 16  # elements of a constant that says which part a Slice or a Gather tak
 
 
 def graph_to_plain(graph: Graph) -> dict[str, Any]:
-    """Give a graph as values for JSON, in which a tensor is known by its place in the list.
+    """Return a graph as values for JSON, in which a tensor is known by its place in the list.
 
     Returns:
         `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, outputs, attributes, domain),
@@ -72,7 +72,7 @@ def graph_from_plain(data: Any, where: str) -> Graph:
 
 
 def graph_to_text(graph: Graph) -> str:
-    """Give what `graph_to_plain` gives as JSON, compressed (zlib) and in base 85: a tenth of its length."""
+    """Return what `graph_to_plain` gives as JSON, compressed (zlib) and in base 85: a tenth of its length."""
     text = json.dumps(graph_to_plain(graph), separators=(",", ":"))
     return base64.b85encode(zlib.compress(text.encode(), 9)).decode()
 
@@ -99,7 +99,7 @@ def _back(op: Op) -> list[int | None]:
 
 
 def _small(tensor: Tensor) -> Any:
-    """The value of a constant that is an index, a size or one number."""
+    """Return the value of a constant that is an index, a size or one number."""
     value = tensor.value
     if value is None or value.dtype.kind not in "iubf" or value.size > (1 if value.dtype.kind == "f" else _FEW):
         return None
@@ -117,7 +117,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _trimmed(fields: list[Any]) -> list[Any]:
-    """The fields up to the last one that says something."""
+    """Return the fields up to the last one that says something."""
     kept = [index for index, value in enumerate(fields) if value not in (None, "", {})]
     return fields[: kept[-1] + 1]
 
@@ -136,7 +136,7 @@ def _op(before: int, kind: str, inputs: Any, outputs: Any, attributes: Any = Non
 
 
 def _problem(graph: Graph) -> str:
-    """Why no walk over a graph would end well; "" where one does."""
+    """Return why no walk over a graph would end well; "" where one does."""
     known = {index for index, tensor in enumerate(graph.tensors) if tensor.constant} | set(graph.inputs)
     for op in graph.ops:
         if any(tensor is not None and tensor not in known for tensor in op.inputs):

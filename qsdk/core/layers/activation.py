@@ -28,13 +28,13 @@ class Activation:
         return x.clip(self.low, self.high)
 
     def passes(self, x: Any) -> Any:
-        """The derivative, where there is one: that of a bound and of 0 is the one on their left."""
+        """Return the derivative, where there is one: that of a bound and of 0 is the one on their left."""
         inside = (x > self.low) & (x <= self.high)
         return inside * (1 + (self.slope - 1) * (x <= 0))
 
 
 def activation_of(graph: Graph, op: Op) -> Activation | None:
-    """The activation function that an op is; None where it is another one, or its bounds are not known."""
+    """Return the activation function that an op is; None where it is another one, or its bounds are not known."""
     if op.type == "Relu":
         return Activation(low=0.0)
     if op.type == "LeakyRelu":

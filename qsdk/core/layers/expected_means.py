@@ -60,7 +60,7 @@ def expected_values(graph: Graph, norms: Mapping[str, FoldedNorm], stored: Store
 
 
 def clipped_normal(mean: FloatArray, std: FloatArray, low: float, high: float) -> FloatArray:
-    """The mean of a normal variable that is clipped to `low..high` (either may be infinite), elementwise.
+    """Return the mean of a normal variable that is clipped to `low..high` (either may be infinite), elementwise.
 
     Source: Nagel et al. 2019, appendix C, equation 19.
     """
@@ -80,7 +80,7 @@ def _density(x: FloatArray) -> FloatArray:
 
 
 def _share(x: FloatArray) -> FloatArray:
-    """How much of a standard normal lies below."""
+    """Return how much of a standard normal lies below."""
     return np.asarray(np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[np.float64])(x))
 
 
@@ -151,7 +151,7 @@ def _clipped(graph: Graph, op: Op, x: Expected) -> Expected | None:
 
 
 def _keeps_means(graph: Graph, op: Op) -> bool:
-    """Whether a pooling op averages within channels and counts no padding."""
+    """Return whether a pooling op averages within channels and counts no padding."""
     if op.type == "AveragePool":
         return not any(op.attributes.get("pads") or ()) and op.attributes.get("auto_pad", "NOTSET") in (
             "NOTSET",

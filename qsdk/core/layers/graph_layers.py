@@ -166,7 +166,7 @@ def _groups(op: Op) -> int:
 
 
 def _geometry(op: Op, shape: tuple[int, ...]) -> PatchGeometry | None:
-    """The patches of a convolution with explicit pads; `auto_pad` depends on the input and is taken as none."""
+    """Return the patches of a convolution with explicit pads; `auto_pad` depends on the input and is taken as none."""
     if op.type not in _CONVOLUTIONS:
         return None
     given: Mapping[str, Any] = op.attributes
@@ -187,7 +187,7 @@ def _geometry(op: Op, shape: tuple[int, ...]) -> PatchGeometry | None:
 
 
 def _bias(graph: Graph, index: int, weight: int) -> str:
-    """The site of the bias that an op alone adds to its product, one number per output channel; `""` for none."""
+    """Return the site of the bias that an op alone adds to its product, one number per output channel; "" for none."""
     op = graph.ops[index]
     reader, tensor = index, op.inputs[2] if len(op.inputs) > 2 else None
     if op.type == "MatMul":

@@ -76,7 +76,7 @@ class WeightLayout:
         return split.reshape(self.shape)
 
     def cells(self, encoding: Encoding) -> npt.NDArray[np.int64]:
-        """Which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
+        """Return which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
         index = np.arange(encoding.scale.size).reshape(encoding.scale.shape)
         aligned = affine.align(index, self.shape, encoding.axis, encoding.block_size)
         return np.array(self.to_matrix(np.broadcast_to(aligned, self.shape)), np.int64)
@@ -212,7 +212,7 @@ class LayerProblem:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the layer has a bias, which can take a shift."""
+        """Return whether the layer has a bias, which can take a shift."""
         return self.bias is not None
 
     @cached_property
@@ -221,7 +221,7 @@ class LayerProblem:
         return self.h if self.x_quantized is None else self.x_quantized.swapaxes(-1, -2) @ self.x_quantized
 
     def linear_term(self) -> Any:
-        """`W (X~ - X) X~'`, [groups, out_per_group, K].
+        """Return `W (X~ - X) X~'`, [groups, out_per_group, K].
 
         With d = W~ - W the output error is `d g_quantized d' + 2 d linear_term' + drift`: unlike the three traces,
         this form does not lose a small error in the difference of large numbers.
@@ -235,7 +235,7 @@ class LayerProblem:
         return self.drifted.swapaxes(-1, -2) @ self.x_quantized
 
     def drift(self) -> Any:
-        """`||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
+        """Return `||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
         return self._drifts
 
     @cached_property
@@ -245,7 +245,7 @@ class LayerProblem:
         return (self.drifted * self.drifted).sum(-2)
 
     def energy(self) -> Any:
-        """`||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
+        """Return `||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
         return self._energies
 
     @cached_property
@@ -263,11 +263,11 @@ class LayerProblem:
 
     @cached_property
     def weight_product(self) -> Any:
-        """`W X~X~'`, [groups, out_per_group, K]."""
+        """Return `W X~X~'`, [groups, out_per_group, K]."""
         return self.product(self.weight)
 
     def product(self, d: Any) -> Any:
-        """`d X~X~'`, [groups, out_per_group, K], for a deviation of the weight."""
+        """Return `d X~X~'`, [groups, out_per_group, K], for a deviation of the weight."""
         if self.h is not None:
             return d * self.h if d.shape[-1] == 1 else d @ self.h
         if self.x_quantized is None:
@@ -275,19 +275,19 @@ class LayerProblem:
         return self._outputs(d) @ self.x_quantized
 
     def quadratic(self, d: Any) -> Any:
-        """`||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
+        """Return `||d X~||^2` per output, [groups, out_per_group], for a deviation of the weight."""
         if self.x_quantized is None:
             return (self.product(d) * d).sum(-1)
         outputs = self._outputs(d)
         return (outputs * outputs).sum(-1)
 
     def _outputs(self, d: Any) -> Any:
-        """`d X~`, [groups, out_per_group, rows], where rows stand for second moments."""
+        """Return `d X~`, [groups, out_per_group, rows], where rows stand for second moments."""
         rows: Any = self.x_quantized
         return d @ rows.swapaxes(-1, -2)
 
     def errors(self, quantized: Any) -> Any:
-        """`||WX - W~X~||^2` per output, [groups, out_per_group], for W~ as a matrix."""
+        """Return `||WX - W~X~||^2` per output, [groups, out_per_group], for W~ as a matrix."""
         d = quantized - self.weight
         if self.drifted is not None:
             outputs = self._outputs(d) + self.drifted.swapaxes(-1, -2)
@@ -297,22 +297,22 @@ class LayerProblem:
         return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
 
     def relative_error(self, quantized: Any) -> float:
-        """`||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where there is nothing to get wrong."""
+        """Return `||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where there is nothing to get wrong."""
         return self.relative(self.errors(quantized))
 
     def relative(self, errors: Any) -> float:
-        """The sum of errors per output over the layer's energy; 0 where there is nothing to get wrong."""
+        """Return the sum of errors per output over the layer's energy; 0 where there is nothing to get wrong."""
         energy = float(self.energy().sum())
         return max(float(errors.sum()), 0.0) / energy if energy > 0 else 0.0
 
     def mean_error(self, quantized: Any) -> Any:
-        """`E[WX - W~X~]` per output, [groups, out_per_group]: what a shift of the bias takes away."""
+        """Return `E[WX - W~X~]` per output, [groups, out_per_group]: what a shift of the bias takes away."""
         if self.mean is None or self.mean_quantized is None:
             raise ModelError(f"{self.site}: the means of its inputs were not gathered")
         return ((self.weight @ self.mean[..., None]) - quantized @ self.mean_quantized[..., None])[..., 0]
 
     def centered(self) -> "LayerProblem":
-        """The problem that is left when the bias takes up whatever mean error a solution has.
+        """Return the problem that is left when the bias takes up whatever mean error a solution has.
 
         Its errors are those after the shift; energies and means are what they were.
         """

@@ -40,10 +40,10 @@ class Step(Protocol):
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers that read this input."""
+        """Return the layers that read this input."""
 
     def inputs(self) -> Iterable[tuple[Any, Any]]:
-        """The input that the layers read, call by call: in the float model, and in the quantized one as it is now.
+        """Return the input of the layers, call by call: in the float model, and in the quantized one as it is now.
 
         Float32 arrays of one shape, NumPy or torch, [..., groups * K] for a layer without geometry and
         [N, C, *spatial] for a convolution; of an embedding its integer indices, twice.
@@ -63,7 +63,7 @@ class Walk(Protocol):
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """All layers, in order."""
+        """Return all layers, in order."""
 
     @property
     def left(self) -> Mapping[str, str]:
@@ -71,23 +71,23 @@ class Walk(Protocol):
 
     @property
     def batches(self) -> int:
-        """How many batches the data has."""
+        """Return how many batches the data has."""
 
     @property
     def float_seconds(self) -> float:
         """Seconds spent in the float model so far."""
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps; to ask for the next one goes on with what was written."""
+        """Return the steps; to ask for the next one goes on with what was written."""
 
     def weight(self, site: str) -> Any:
-        """The stored weight in the float model, float32, of its stored shape."""
+        """Return the stored weight in the float model, float32, of its stored shape."""
 
     def bias(self, site: str) -> Any | None:
-        """The stored bias of the layer with this weight in the float model, float32 [out channels]; None for none."""
+        """Return the float model's bias of the layer with this weight, float32 [out channels]; None for none."""
 
     def encoding(self, site: str) -> Encoding:
-        """The encoding that a weight has now."""
+        """Return the encoding that a weight has now."""
 
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None

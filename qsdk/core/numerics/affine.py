@@ -20,7 +20,7 @@ def nearest(value: Any) -> Any:
 
 
 def quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rounding: Rounding = nearest) -> Any:
-    """Give `clip(round(x / scale) + zero_point, lo, hi)`, still in x's float type.
+    """Return `clip(round(x / scale) + zero_point, lo, hi)`, still in x's float type.
 
     `scale` and `zero_point` broadcast against x (see `align`); `zero_point` is in x's type.
     """
@@ -28,17 +28,17 @@ def quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rounding
 
 
 def dequantize(q: Any, scale: Any, zero_point: Any) -> Any:
-    """Give `(q - zero_point) * scale`; `q` is in the float type of the result."""
+    """Return `(q - zero_point) * scale`; `q` is in the float type of the result."""
     return (q - zero_point) * scale
 
 
 def fake_quantize(x: Any, scale: Any, zero_point: Any, lo: float, hi: float, rounding: Rounding = nearest) -> Any:
-    """Quantize and dequantize: x moved to the nearest point of its grid."""
+    """Quantize and dequantize x: return the nearest point of its grid."""
     return dequantize(quantize(x, scale, zero_point, lo, hi, rounding), scale, zero_point)
 
 
 def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
-    """Give the scale and zero point of uint8 for a tensor with these extremes, as ONNX's DynamicQuantizeLinear does.
+    """Return the scale and zero point of uint8 for a tensor with these extremes, as ONNX's DynamicQuantizeLinear does.
 
     The range is extended to 0. A tensor of zeros has the scale 1, as in ONNX Runtime.
     """
@@ -49,9 +49,9 @@ def dynamic_parameters(low: Any, high: Any) -> tuple[Any, Any]:
 
 
 def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) -> Any:
-    """The float8/float4 twin: divide, saturate to the largest finite value, cast, multiply.
+    """Fake-quantize x to a float8 or float4: divide, saturate to the largest finite value, cast, multiply.
 
-    `cast` rounds its argument to the minifloat's values and gives it back in x's type (ml_dtypes in NumPy,
+    `cast` rounds its argument to the minifloat's values and returns it in x's type (ml_dtypes in NumPy,
     torch's own float8 types in PyTorch).
     """
     return cast((x / scale).clip(dtype.lo, dtype.hi)) * scale
@@ -60,7 +60,7 @@ def fake_quantize_minifloat(x: Any, scale: Any, dtype: DType, cast: Rounding) ->
 def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: int | None) -> Any:
     """Reshape a scale or zero point so that it broadcasts against a tensor of `shape`.
 
-    Per tensor (`axis` None): shape () or (1,), given back with one element. Per channel: shape (C,), C =
+    Per tensor (`axis` None): shape () or (1,), returned with one element. Per channel: shape (C,), C =
     shape[axis]. Per block: x's rank, `ceil(shape[axis] / block_size)` along axis, repeated to full length.
 
     Raises:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.numerics.block_scales import shortened
+from qsdk.core.numerics.block_scales import round_up_to_digits
 from qsdk.core.numerics.encoding import Encoding
 
 # half of int32, so that the products on top of the bias do not overflow the accumulator
@@ -14,7 +14,7 @@ _LARGEST = 2.0**31 - 1
 
 
 def with_room_for(bias: npt.ArrayLike, source: Encoding, weight: Encoding, scale_bits: int | None = None) -> Encoding:
-    """Widen weight scales where a bias would not fit int32, as behind a channel of zeros.
+    """Return the encoding of a weight, with larger scales where the bias would not fit int32.
 
     Args:
         bias: float values, one per output channel.
@@ -23,7 +23,8 @@ def with_room_for(bias: npt.ArrayLike, source: Encoding, weight: Encoding, scale
         scale_bits: significant binary digits of the weight's scales, see `Spec`.
 
     Returns:
-        `weight` itself where every value fits, else a copy with larger scales in those channels.
+        `weight` itself where every value fits, else a copy with larger scales in those channels, such as one whose
+        weights are all 0.
     """
     needed = np.abs(np.asarray(bias, np.float64)) / (_ROOM * float(source.scale[0]))
     if weight.scale.size == 1:
@@ -33,12 +34,12 @@ def with_room_for(bias: npt.ArrayLike, source: Encoding, weight: Encoding, scale
     # the next float32 up: rounding down would leave the bias just outside
     wider = np.nextafter(np.maximum(needed, weight.scale).astype(np.float32), np.float32(np.inf))
     if scale_bits is not None:
-        wider = shortened(wider, scale_bits)
+        wider = round_up_to_digits(wider, scale_bits)
     return replace(weight, scale=np.where(needed > weight.scale, wider, weight.scale))
 
 
 def bias_remark(bias: npt.ArrayLike, encoding: Encoding) -> str:
-    """Say what the int32 grid does to a bias beyond rounding it, or "" where it does nothing.
+    """Return what the int32 grid does to a bias beyond rounding it, as a sentence; "" for nothing.
 
     Args:
         bias: float values, one per output channel.

@@ -1,6 +1,6 @@
-"""Scales that are stored in less than a float32: short ones, and block scales of two levels.
+"""Scales that are stored in less than a float32: with fewer digits, or as block scales of two levels.
 
-A block's scale is a float32 in an `Encoding` and everywhere in the simulation; what it is confined to says `Spec`.
+A block's scale is a float32 in an `Encoding` and everywhere in the simulation; `Spec.scale_dtype` restricts its values.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from qsdk.core.numerics.dtypes import DType, float8e4m3fn, float8e8m0, level_dtype, uint4, uint8
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import PerBlock, Spec
-from qsdk.core.numerics.two_level_scales import TwoLevel, lowered, top_level, two_level
+from qsdk.core.numerics.two_level_scales import TwoLevel, block_scales, split_block_scales, top_level
 
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _SMALLEST_FLOAT8, _LARGEST_FLOAT8 = np.float32(2.0**-9), np.float32(float8e4m3fn.hi)
@@ -33,11 +33,11 @@ class Float8Scales:
     tensor_scale: np.float32
 
     def product(self) -> FloatArray:
-        """The block scales, one float32 product each."""
+        """Return the block scales, one float32 product each."""
         return np.asarray(self.codes.astype(np.float32) * self.tensor_scale, np.float32)
 
 
-def shortened(scale: FloatArray, bits: int) -> FloatArray:
+def round_up_to_digits(scale: FloatArray, bits: int) -> FloatArray:
     """Round positive scales up to the next float32 with `bits` significant binary digits, the largest there is at most.
 
     One digit gives powers of two. With fewer digits than 24, products of scales and integers are exact for longer.
@@ -48,7 +48,7 @@ def shortened(scale: FloatArray, bits: int) -> FloatArray:
 
 
 def shared_exponents(largest: FloatArray, dtype: DType) -> FloatArray:
-    """Give the scales of blocks whose largest magnitudes are given: `2**(floor(log2(largest)) - emax)`.
+    """Return the power-of-two scale of each block, from its largest magnitude: `2**(floor(log2(largest)) - emax)`.
 
     OCP Microscaling Formats (MX) 1.0, section 6.3; emax is the exponent of the element type's largest value. Elements
     that end up beyond that value saturate.
@@ -58,8 +58,8 @@ def shared_exponents(largest: FloatArray, dtype: DType) -> FloatArray:
     return np.asarray(np.ldexp(1.0, exponent), np.float32)
 
 
-def confined(scale: FloatArray, spec: Spec) -> FloatArray:
-    """Move block scales to those that the spec's `scale_dtype` can hold; others are given back.
+def restrict_block_scales(scale: FloatArray, spec: Spec) -> FloatArray:
+    """Round block scales to those that the spec's `scale_dtype` can hold; return others unchanged.
 
     With `uint4` a channel's scale is a 16th of its largest block scale, and levels are `clip(round(scale / channel), 1,
     16)`, with `uint8` the same of 256 (AIMET 2.42, `GroupedBlockQuantizeDequantize`). With `float8e4m3fn` the tensor's
@@ -69,7 +69,7 @@ def confined(scale: FloatArray, spec: Spec) -> FloatArray:
         assert isinstance(spec.granularity, PerBlock)
         top = top_level(spec.dtype)
         channel = _outer(scale.max(axis=spec.granularity.axis, keepdims=True) / np.float32(top), spec)
-        return lowered(TwoLevel(channel, np.rint(scale / channel).clip(1, top).astype(np.int32)))
+        return block_scales(TwoLevel(channel, np.rint(scale / channel).clip(1, top).astype(np.int32)))
     if spec.scale_dtype == float8e4m3fn:
         return _float8_scales(scale, _outer(scale.max() / _LARGEST_FLOAT8, spec)).product()
     return scale
@@ -77,7 +77,7 @@ def confined(scale: FloatArray, spec: Spec) -> FloatArray:
 
 def _outer(scale: Any, spec: Spec) -> Any:
     positive = np.maximum(scale, np.finfo(np.float32).tiny)
-    return positive if spec.scale_bits is None else shortened(positive, spec.scale_bits)
+    return positive if spec.scale_bits is None else round_up_to_digits(positive, spec.scale_bits)
 
 
 def _float8_scales(scale: FloatArray, tensor_scale: Any) -> Float8Scales:
@@ -86,7 +86,7 @@ def _float8_scales(scale: FloatArray, tensor_scale: Any) -> Float8Scales:
 
 
 def float8_scales(encoding: Encoding) -> Float8Scales | None:
-    """Find the factors of block scales that are float8 values times one float32, to the last bit, or None."""
+    """Return the factors of block scales that are float8 values times one float32, to the last bit; else None."""
     if encoding.block_size is None or encoding.dtype.is_integer:
         return None
     quotient = np.float32(encoding.scale.max() / _LARGEST_FLOAT8)
@@ -100,11 +100,11 @@ def float8_scales(encoding: Encoding) -> Float8Scales | None:
 
 
 def scale_dtype_of(encoding: Encoding) -> DType | None:
-    """The `scale_dtype` of a spec under which an encoding's block scales can be found; None for any float32."""
+    """Return the `scale_dtype` of a spec that allows an encoding's block scales; None for any float32."""
     if encoding.block_size is None or not encoding.symmetric:
         return None
     if encoding.dtype.is_integer:
-        return None if two_level(encoding) is None else level_dtype(encoding.dtype)
+        return None if split_block_scales(encoding) is None else level_dtype(encoding.dtype)
     mantissa, exponent = np.frexp(encoding.scale)
     if (mantissa == 0.5).all() and (exponent - 1 >= _EXPONENTS[0]).all():
         return float8e8m0

@@ -1,4 +1,4 @@
-"""Dtypes: what a quantized tensor is stored in, and the grid lo..hi that belongs to it."""
+"""Dtypes: the types that quantized tensors are stored in, each with its grid lo..hi."""
 
 import re
 from dataclasses import dataclass, replace
@@ -33,22 +33,22 @@ class DType:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the grid is one of integers."""
+        """Return whether the grid consists of integers."""
         return self.kind == "integer"
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a tensor of this dtype has a scale (integers and minifloats)."""
+        """Return whether a tensor of this dtype has a scale (integers and minifloats)."""
         return self.kind in ("integer", "minifloat")
 
     @property
     def narrows_container(self) -> bool:
-        """Whether the grid is smaller than the container's (odd widths and strict symmetric grids)."""
+        """Return whether the grid is smaller than the container's (odd widths and strict symmetric grids)."""
         return self.is_integer and (self.lo, self.hi) != (DTYPES[self.container].lo, DTYPES[self.container].hi)
 
     @property
     def strict(self) -> "DType":
-        """The same width on the strict symmetric grid -hi..hi.
+        """Return the dtype of the same width with the strict symmetric grid -hi..hi.
 
         Raises:
             ConfigError: the dtype is not a signed integer.
@@ -90,9 +90,10 @@ float32 = _float("float32", "float", 32, 3.4028234663852886e38)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of weights: a dtype in blocks along the input channels, whose scales are stored in a narrow type too.
+    """A format of weights: a dtype in blocks along the input channels, with scales in a narrow type as well.
 
-    What cannot have blocks (an embedding, a norm's weight, a depthwise kernel) is quantized as `weight=dtype` has it.
+    Weights that cannot have blocks (an embedding, a norm's weight, a depthwise kernel) are quantized as with
+    `weight=dtype`.
 
     Attributes:
         name: in configs.
@@ -114,7 +115,7 @@ mxfp4 = BlockFormat("mxfp4", float4e2m1, 32, float8e8m0)
 mxfp8 = BlockFormat("mxfp8", float8e4m3fn, 32, float8e8m0)
 nvfp4 = BlockFormat("nvfp4", float4e2m1, 16, float8e4m3fn)
 BLOCK_FORMATS = MappingProxyType({found.name: found for found in (mxfp4, mxfp8, nvfp4)})
-#: what weights may be asked to be
+#: the types that a config may name for weights
 WeightType = DType | BlockFormat
 
 _ODD = [_integer(bits, signed) for bits in (3, 5, 6, 7, *range(9, 16)) for signed in (True, False)]
@@ -126,7 +127,7 @@ DTYPES = MappingProxyType({dtype.name: dtype for dtype in (*_STANDARD, *_ODD)})
 
 
 def weight_type_named(name: WeightType | str) -> WeightType:
-    """Give the dtype, or the format of blocks, of that name.
+    """Return the dtype, or the format of blocks, of that name.
 
     Raises:
         ConfigError: neither has that name.
@@ -137,7 +138,7 @@ def weight_type_named(name: WeightType | str) -> WeightType:
 
 
 def dtype_named(name: WeightType | str) -> DType:
-    """Give the dtype of that name; a `DType` is given back as it is.
+    """Return the dtype of that name; a `DType` is returned unchanged.
 
     Raises:
         ConfigError: no dtype has that name, or it is a format of blocks, which only weights have.
@@ -158,5 +159,5 @@ def dtype_named(name: WeightType | str) -> DType:
 
 
 def level_dtype(dtype: DType) -> DType:
-    """What holds the levels of two-level scales of integers: `uint4` for those of up to 4 bits, else `uint8`."""
+    """Return the dtype of the levels of two-level scales: `uint4` for integers of up to 4 bits, else `uint8`."""
     return uint4 if dtype.bits <= 4 else uint8

@@ -1,4 +1,4 @@
-"""Encodings: what was found for a site. Exactly QuantizeLinear's operands."""
+"""Encodings: the scale and zero point that were found for a site. Exactly QuantizeLinear's operands."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ _INTEGERS: dict[str, Any] = {"int2": ml_dtypes.int2, "uint2": ml_dtypes.uint2, "
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """Scale and zero point of a site; compared by value.
+    """The scale and zero point of a site; compared by value.
 
     Attributes:
         dtype: the stored type.
@@ -83,21 +83,21 @@ class Encoding:
 
     @property
     def symmetric(self) -> bool:
-        """Whether every zero point is 0, so that no zero-point tensor is needed."""
+        """Return whether every zero point is 0, so that no zero-point tensor is needed."""
         return not self.zero_point.any()
 
     @property
     def low(self) -> FloatArray:
-        """The smallest representable value, of scale's shape."""
+        """Return the smallest representable value, of scale's shape."""
         return self._value_of(self.dtype.lo)
 
     @property
     def high(self) -> FloatArray:
-        """The largest representable value, of scale's shape."""
+        """Return the largest representable value, of scale's shape."""
         return self._value_of(self.dtype.hi)
 
     def quantize(self, x: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Give x on the grid, in the container's NumPy type (ml_dtypes' own for 2 and 4 bits and minifloats)."""
+        """Quantize x; the result has the container's NumPy type (ml_dtypes' own for 2 and 4 bits and minifloats)."""
         with np.errstate(over="ignore"):  # what overflows saturates
             values = np.asarray(x, np.float32)
             scale, zero_point = self._aligned(values.shape)
@@ -109,13 +109,13 @@ class Encoding:
         return np.where(np.isnan(clipped), self.dtype.lo, clipped).astype(np.int32).astype(storage_type(self.dtype))
 
     def dequantize(self, q: npt.NDArray[Any]) -> FloatArray:
-        """Give `(q - zero_point) * scale` in float32."""
+        """Return `(q - zero_point) * scale` in float32."""
         scale, zero_point = self._aligned(q.shape)
         with np.errstate(over="ignore"):  # the end of a grid may lie just beyond float32
             return np.asarray(affine.dequantize(q.astype(np.float32), scale, zero_point), np.float32)
 
     def fake_quantize(self, x: npt.ArrayLike) -> FloatArray:
-        """Give x moved to the nearest point of the grid, in float32."""
+        """Return the nearest points of the grid for x, in float32."""
         return self.dequantize(self.quantize(x))
 
     def _value_of(self, q: float) -> FloatArray:
@@ -129,5 +129,5 @@ class Encoding:
 
 
 def storage_type(dtype: DType) -> Any:
-    """The NumPy (or ml_dtypes) type that stores values of a quantized dtype's container."""
+    """Return the NumPy (or ml_dtypes) type that stores values of a quantized dtype's container."""
     return np.dtype(_INTEGERS[dtype.container] if dtype.is_integer else _MINIFLOATS[dtype.name])

@@ -24,7 +24,7 @@ MAX_SHIFT = 62
 
 
 def fixed_point(multiplier: ArrayLike) -> tuple[Integers, Integers]:
-    """Give mantissa m in [2**30, 2**31) and right shift n with `m * 2**-n` nearest to each multiplier.
+    """Return the mantissa m in [2**30, 2**31) and right shift n with `m * 2**-n` nearest to each multiplier.
 
     Args:
         multiplier: positive finite reals, any shape.
@@ -52,7 +52,7 @@ def fixed_point(multiplier: ArrayLike) -> tuple[Integers, Integers]:
 def requantize(
     accumulator: ArrayLike, mantissa: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "half_even"
 ) -> Integers:
-    """Give `round(accumulator * mantissa / 2**shift)`, exactly, without zero point and saturation.
+    """Return `round(accumulator * mantissa / 2**shift)`, exactly, without zero point and saturation.
 
     Args:
         accumulator: integers in [-2**31, 2**31).
@@ -74,7 +74,7 @@ def requantize(
 
 
 def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "half_even") -> Integers:
-    """Give `round(product / 2**shift)` exactly, for |product| <= 2**62 and 1 <= shift <= `MAX_SHIFT`.
+    """Return `round(product / 2**shift)` exactly, for |product| <= 2**62 and 1 <= shift <= `MAX_SHIFT`.
 
     `gemmlowp` rounds as that library's fixed point does, for chips that follow it: first to 31 bits, ties up
     (SaturatingRoundingDoublingHighMul), then by the rest of the shift, ties away from zero
@@ -105,7 +105,7 @@ def round_shift(product: ArrayLike, shift: ArrayLike, *, rounding: Rounding = "h
 
 
 def ties_possible(bound: ArrayLike, mantissa: ArrayLike, shift: ArrayLike) -> NDArray[np.bool_]:
-    """Say where an accumulator with |accumulator| <= bound can fall exactly between two integers.
+    """Return where an accumulator with |accumulator| <= bound can fall exactly between two integers.
 
     `accumulator * m / 2**n` is a tie only if the accumulator has exactly `n - 1 - v2(m)` factors of two (v2 counts
     them), so its magnitude is at least that power of two. Where this is False, every rounding mode agrees and the
@@ -124,7 +124,7 @@ def ties_possible(bound: ArrayLike, mantissa: ArrayLike, shift: ArrayLike) -> ND
 
 
 def tie_in_range(lo: int, hi: int, mantissa: int, shift: int, constant: int = 0) -> bool:
-    """Say whether some integer a in [lo, hi] makes `a * mantissa + constant` an exact tie of `shift` bits.
+    """Return whether some integer a in [lo, hi] makes `a * mantissa + constant` an exact tie of `shift` bits.
 
     The general form of `ties_possible` for one channel: it solves `a * mantissa = 2**(shift-1) - constant`
     modulo `2**shift`.

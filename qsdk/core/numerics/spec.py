@@ -40,18 +40,18 @@ Granularity = PerTensor | PerChannel | PerBlock
 
 
 def axis_of(granularity: Granularity) -> int | None:
-    """The channel or block axis, or None per tensor."""
+    """Return the channel or block axis, or None per tensor."""
     return None if isinstance(granularity, PerTensor) else granularity.axis
 
 
 def block_size_of(granularity: Granularity) -> int | None:
-    """The block size, or None where there are no blocks."""
+    """Return the block size, or None where there are no blocks."""
     return granularity.size if isinstance(granularity, PerBlock) else None
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How a site is to be quantized.
+    """The way in which a site is to be quantized.
 
     Attributes:
         dtype: the stored type; its grid is the dtype's own.
@@ -59,10 +59,10 @@ class Spec:
         symmetric: fixes the zero point (0; the grid's middle for an unsigned dtype that sees negative values).
         scale_bits: rounds scales up to so many significant binary digits, 1 for powers of two; None keeps float32's 24.
         fixed_range: `(low, high)` that calibration does not touch (a Softmax lives in 0..1).
-        scale_dtype: what the scales of symmetric blocks are confined to; None for float32. `float8e8m0`: powers of two
+        scale_dtype: the type that holds the scales of symmetric blocks; None for float32. `float8e8m0`: powers of two
             (OCP MX 1.0). `float8e4m3fn`: its values times one float32 per tensor (NVFP4). `uint4`: 1 to 16 times one
             float32 per channel (AIMET's LPBQ), for integers of up to 4 bits; `uint8`: 1 to 256 times one, for others.
-        dynamic: the range is each tensor's own, found while the model runs; there is no encoding.
+        dynamic: the range of each tensor is found while the model runs; there is no encoding.
     """
 
     dtype: DType
@@ -92,7 +92,7 @@ class Spec:
 
     @property
     def scales_are_free(self) -> bool:
-        """Whether every positive float32 may be a scale, so that training can move them."""
+        """Return whether every positive float32 may be a scale, so that training can change them."""
         return self.scale_bits is None and self.scale_dtype is None
 
     def _require_block_scales(self, scale_dtype: DType) -> None:
@@ -108,7 +108,7 @@ class Spec:
 
 
 def float_spec(dtype: DType) -> Spec | None:
-    """The spec of a site that a rule keeps in a float dtype: none for float32, a cast for the others."""
+    """Return the spec of a site that a rule keeps in a float dtype: None for float32, a cast for the others."""
     return None if dtype.name == "float32" else Spec(dtype)
 
 

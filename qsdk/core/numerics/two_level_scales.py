@@ -10,7 +10,7 @@ from qsdk.core.numerics.encoding import Encoding, FloatArray
 
 
 def top_level(dtype: DType) -> int:
-    """The largest level: products of codes and levels fit twice the bits of 4-bit codes, or of 8-bit ones."""
+    """Return the largest level: products of codes and levels fit twice the bits of 4-bit codes, or of 8-bit ones."""
     return int(level_dtype(dtype).hi) + 1
 
 
@@ -27,16 +27,16 @@ class TwoLevel:
     levels: npt.NDArray[np.int32]
 
 
-def lowered(parts: TwoLevel) -> FloatArray:
-    """Give the block scales `levels * channel_scale`, one float32 product each."""
+def block_scales(parts: TwoLevel) -> FloatArray:
+    """Return the block scales `levels * channel_scale`, one float32 product each."""
     return np.asarray(parts.levels.astype(np.float32) * parts.channel_scale, np.float32)
 
 
-def two_level(encoding: Encoding) -> TwoLevel | None:
-    """Find the factors of block scales, or None where no factors give every scale back bit for bit.
+def split_block_scales(encoding: Encoding) -> TwoLevel | None:
+    """Return the factors of block scales, or None where no factors reproduce every scale bit for bit.
 
-    Of several channel scales the one with the highest levels is taken: a 16th (a 256th) of the largest block scale, as
-    calibration sets it, comes first.
+    Of several possible channel scales, the one with the highest levels is taken: the first candidate is a 16th (a
+    256th) of the largest block scale, as calibration sets it.
 
     Source: AIMET 2.42, `GroupedBlockQuantizeDequantize`, whose levels are `clamp(round(scale / channel), 1, 16)`.
     """
@@ -45,7 +45,7 @@ def two_level(encoding: Encoding) -> TwoLevel | None:
     top = top_level(encoding.dtype)
     scale = np.moveaxis(encoding.scale, encoding.axis, -1)
     rows = scale.reshape(-1, scale.shape[-1])
-    if not _channel_scales(rows[:1], top).all():  # nearly always: one channel says that there are no factors
+    if not _channel_scales(rows[:1], top).all():  # nearly always one channel shows that there are no factors
         return None
     channels = _channel_scales(rows, top)
     if not channels.all():
@@ -55,7 +55,7 @@ def two_level(encoding: Encoding) -> TwoLevel | None:
 
 
 def _channel_scales(rows: FloatArray, top: int) -> FloatArray:
-    """The channel scale of each row of block scales, [rows, 1]; 0 where none gives them all back."""
+    """Return the channel scale of each row of block scales, [rows, 1]; 0 where none reproduces them all."""
     largest = rows.max(axis=1, keepdims=True)
     channel = np.zeros_like(largest)
     for divisor in range(top, 0, -1):
@@ -63,7 +63,7 @@ def _channel_scales(rows: FloatArray, top: int) -> FloatArray:
         # the quotient's rounding may hide the factor that made the product: it is then a neighbour
         for toward in (None, np.float32(0), np.float32(np.inf)):
             candidate = quotient if toward is None else np.nextafter(quotient, toward)
-            exact = _gives_back(rows, candidate, top).all(axis=1, keepdims=True)
+            exact = _reproduces(rows, candidate, top).all(axis=1, keepdims=True)
             channel = np.where((channel == 0) & exact, candidate, channel)
         if channel.all():
             break
@@ -76,7 +76,7 @@ def _levels(scale: FloatArray, channel: FloatArray, top: int) -> npt.NDArray[np.
     return np.asarray(np.nan_to_num(quotient, posinf=0).clip(0, top), np.int32)
 
 
-def _gives_back(scale: FloatArray, channel: FloatArray, top: int) -> npt.NDArray[np.bool_]:
+def _reproduces(scale: FloatArray, channel: FloatArray, top: int) -> npt.NDArray[np.bool_]:
     levels = _levels(scale, channel, top)
     with np.errstate(over="ignore"):
-        return np.asarray((levels > 0) & (lowered(TwoLevel(channel, levels)) == scale))
+        return np.asarray((levels > 0) & (block_scales(TwoLevel(channel, levels)) == scale))

@@ -8,12 +8,12 @@ from qsdk.core.patterns.terms import Captured, Pattern, Term, any_of, number, op
 
 
 def _times(t: Term | str, factor: float) -> Term:
-    """A term times a number, multiplied or divided."""
+    """Return a term times a number, multiplied or divided."""
     return any_of(op("Mul", t, factor), op("Div", t, 1 / factor))
 
 
 def _gelu() -> Term:
-    """`x * (1 + erf(x / sqrt(2))) / 2`, or with tanh (Hendrycks and Gimpel 2016)."""
+    """Return `x * (1 + erf(x / sqrt(2))) / 2`, or with tanh (Hendrycks and Gimpel 2016)."""
     inner, cubed = math.sqrt(2 / math.pi), 0.044715
     cubic = any_of(
         _times(op("Pow", "x", 3.0), cubed),
@@ -36,7 +36,7 @@ def _gelu() -> Term:
 
 
 def _bounded(low: float, high: float, graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """A Clip to exactly these bounds, given as inputs or as attributes."""
+    """Return a Clip to exactly these bounds, given as inputs or as attributes."""
     held = graph.ops[op_id]
     given = [graph.scalar(held.inputs[i]) if len(held.inputs) > i else None for i in (1, 2)]
     given = [

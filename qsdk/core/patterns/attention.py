@@ -19,7 +19,7 @@ def _masked_softmax() -> Term:
 
 
 def _guarded(softmax: Term) -> Term:
-    """A softmax whose rows of NaN become 0: those in which everything is hidden."""
+    """Return a softmax whose rows of NaN become 0: those in which everything is hidden."""
     return op("Where", op("IsNaN", softmax), 0.0, softmax)
 
 
@@ -38,7 +38,7 @@ def _size(graph: Graph, tensor: int | None, axis: int) -> int | None:
 
 
 def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) -> Any:
-    """A bound of a Slice: its value if it is one constant, else the id of the tensor that gives it."""
+    """Return a bound of a Slice: its value if it is one constant, else the id of the tensor that gives it."""
     inputs = graph.ops[op_id].inputs
     given = inputs[position] if len(inputs) > position else None
     if given is None:
@@ -48,7 +48,7 @@ def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) 
 
 
 def _sliced(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
-    """A Slice that takes the first or the second half, or the even or the odd elements."""
+    """Return a Slice that takes the first or the second half, or the even or the odd elements."""
     source = graph.ops[op_id].inputs[0]
     start, end, axis, step = (_bound(graph, op_id, i, default) for i, default in ((1, None), (2, None), (3, 0), (4, 1)))
     if not isinstance(axis, int) or not isinstance(step, int):
@@ -94,7 +94,7 @@ def _cut(found: Captured, cut: tuple[Any, ...]) -> Captured | str:
 
 
 def _joined(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: str) -> Captured | str:
-    """A Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
+    """Return a Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
     axis = found.facts["cut"][1]
     if found.facts["cut"][0] != layout:
         return "its parts are cut one way and put together another way"

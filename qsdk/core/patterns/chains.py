@@ -8,7 +8,7 @@ from qsdk.core.patterns.supergroup import Supergroup
 
 
 def is_chain(name: str) -> bool:
-    """Whether a supergroup's name lists op types."""
+    """Return whether a supergroup's name lists op types."""
     return "+" in name
 
 

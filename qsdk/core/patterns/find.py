@@ -10,7 +10,7 @@ from qsdk.core.patterns.activations import ACTIVATIONS
 from qsdk.core.patterns.attention import ATTENTION
 from qsdk.core.patterns.linear import bias_of_add, linear_groups
 from qsdk.core.patterns.masks import mask_tensors
-from qsdk.core.patterns.match import Matcher, Miss
+from qsdk.core.patterns.match import Miss, PatternMatcher
 from qsdk.core.patterns.norms import NORMS
 from qsdk.core.patterns.supergroup import Found, NearMiss, Supergroup
 from qsdk.core.patterns.terms import (
@@ -68,7 +68,7 @@ def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> F
         graph: read by either door.
         patterns: the preferred one first; one's own come before `PATTERNS`.
     """
-    matcher, anchored = Matcher(graph), _by_anchor(graph, patterns)
+    matcher, anchored = PatternMatcher(graph), _by_anchor(graph, patterns)
     groups: dict[int, Supergroup] = {}
     of_pattern: dict[int, str] = {}
     misses: list[Miss] = []
@@ -97,7 +97,7 @@ def _by_anchor(graph: Graph, patterns: Sequence[Pattern]) -> dict[str, list[Patt
 
 
 def _worth_reporting(misses: Sequence[Miss], of_pattern: Mapping[int, str]) -> tuple[NearMiss, ...]:
-    """One near miss for one place: that of the largest look, and none where the same pattern did match."""
+    """Return one near miss for one place: that of the largest look, and none where the same pattern did match."""
     kept: list[Miss] = []
     covered: set[int] = set()
     largest: dict[int, Miss] = {}

@@ -29,7 +29,7 @@ def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergrou
 
 
 def bias_of_add(graph: Graph, add: int) -> int | None:
-    """The tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
+    """Return the tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
 
     A bias is a stored, one-dimensional operand with one value per output channel; the MatMul has a stored weight and
     no other reader. (Broadcasting puts one dimension on the last axis, which is no channel axis of a convolution.)
@@ -60,7 +60,7 @@ def _grow(graph: Graph, head: int) -> list[int]:
 
 
 def _is_activation(graph: Graph, op_id: int) -> bool:
-    """Whether an op is an activation with stored bounds or a positive slope, which a requantization can take in."""
+    """Return whether an op is an activation with stored bounds or a positive slope, which requantizing can include."""
     op = graph.ops[op_id]
     if op.type not in ACTIVATIONS or op.domain not in ("", "ai.onnx"):
         return False

@@ -19,14 +19,14 @@ _READ_NO_VALUES = frozenset({"Shape", "Size"})
 
 
 def is_mask(graph: Graph, tensor: int) -> str | None:
-    """Why a tensor that is added to scores is no mask, or None if it is one."""
+    """Return why a tensor that is added to scores is no mask, or None if it is one."""
     if _sources(graph, tensor, _DEPTH) is not None:
         return None
     return "what is added to its scores is no mask of -20 or less"
 
 
 def mask_tensors(graph: Graph, groups: Iterable[Supergroup]) -> frozenset[int]:
-    """The computed tensors that hold a mask of one of the groups, or a part of one, and that nothing else reads."""
+    """Return the computed tensors that hold a mask of a group, or a part of one, and that nothing else reads."""
     group_of = {op: group for group in groups if "mask" in group.tensors for op in group.ops}
     found: set[int] = set()
     for group in {id(group): group for group in group_of.values()}.values():
@@ -55,7 +55,7 @@ def _only_hides(graph: Graph, tensor: int, reader: int, masks: set[int], group_o
 
 
 def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
-    """The tensors through which a tensor hides scores, itself included; None if it does not.
+    """Return the tensors through which a tensor hides scores, itself included; None if it does not.
 
     It hides where a Where or a product puts a constant of -20 or less.
     """
@@ -82,7 +82,7 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
 
 
 def _chosen(graph: Graph, tensor: int, branches: Iterable[int | None], depth: int) -> set[int] | None:
-    """A Where of which one branch hides; the other is a number, another mask, or a bias of the scores."""
+    """Return a Where of which one branch hides; the other is a number, another mask, or a bias of the scores."""
     found = [_sources(graph, branch, depth - 1) for branch in branches]
     hiding = [part for part in found if part is not None]
     return {tensor}.union(*hiding) if hiding else None

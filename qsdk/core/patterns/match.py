@@ -43,7 +43,7 @@ class _Difference:
     wanted: Term | str
 
 
-class Matcher:
+class PatternMatcher:
     """Matches patterns on one graph, and remembers what lies behind its casts and reshapes."""
 
     def __init__(self, graph: Graph) -> None:
@@ -52,7 +52,7 @@ class Matcher:
         self._furthest: _Difference | None = None
 
     def at(self, pattern: Pattern, op_id: int) -> Supergroup | Miss | None:
-        """The group that ends in this op, a near miss, or None.
+        """Return the group that ends in this op, a near miss, or None.
 
         The first match that may be a group is taken; a match whose inner tensors are needed outside is none.
         """
@@ -73,7 +73,7 @@ class Matcher:
         return Supergroup(ops, name, dict(captured.roles), dict(captured.tensors), dict(captured.facts))
 
     def _casts_back(self, captured: Captured, last: int) -> list[int]:
-        """The Cast behind a group that gives its output the type of its input again."""
+        """Return the Cast behind a group that gives its output the type of its input again."""
         graph = self.graph
         output = graph.ops[last].outputs[0]
         entering = (tensor for tensor in captured.tensors.values() if self._stored_behind(tensor) is None)
@@ -103,7 +103,7 @@ class Matcher:
         return Miss(NearMiss(op_id, pattern.name, reason), ops)
 
     def _partial(self, pattern: Pattern, op_id: int) -> Miss | None:
-        """A near miss for the match that got furthest, if it got as far as the pattern wants reported."""
+        """Return a near miss for the match that got furthest, if it got as far as the pattern wants reported."""
         furthest = self._furthest
         if furthest is None or not pattern.is_near(frozenset(self.graph.ops[op].type for op in furthest.ops)):
             return None
@@ -129,7 +129,7 @@ class Matcher:
     # terms
 
     def _matches(self, term: Term, tensor: int | None, found: Captured) -> Iterator[Captured]:
-        """Every way in which a tensor can be a term."""
+        """Yield every way in which a tensor can be a term."""
         if isinstance(term, Anything):
             yield found
         elif tensor is None:
@@ -165,7 +165,7 @@ class Matcher:
                     yield done
 
     def _may_be(self, term: Term, tensor: int | None) -> bool:
-        """Whether the op behind a tensor is one that the term can be: most operands fail here, without a search."""
+        """Return whether the op behind a tensor can match the term at all: a cheap test that most operands fail."""
         if tensor is None or not isinstance(term, Node | AnyOf) or not term.types:
             return True
         made_by = self.graph.producer.get(self._chain(tensor)[0][0])
@@ -254,13 +254,13 @@ class Matcher:
         return known
 
     def _is_idle(self, op: Op) -> bool:
-        """Whether an op computes nothing: an Identity, or a Cast between floating-point types."""
+        """Return whether an op computes nothing: an Identity, or a Cast between floating-point types."""
         if op.type not in ("Cast", "Identity") or not op.inputs or op.inputs[0] is None:
             return False
         return all(self.graph.tensors[t].is_float for t in (op.inputs[0], *op.outputs))
 
     def _stored_behind(self, tensor: int) -> tuple[int, frozenset[int]] | None:
-        """The stored tensor that a tensor is in another shape or type, and the ops in between that only it needs."""
+        """Return the stored tensor that a tensor is a form of, and the ops between that nothing else reads."""
         graph = self.graph
         found = graph.origin(tensor)
         if found is None:
@@ -275,7 +275,7 @@ def _fits(node: Node, op: Op) -> bool:
 
 
 def _orders(node: Node, op: Op) -> list[list[tuple[Term, int | None]]]:
-    """The operands beside the op's inputs, in every order that the inputs may have."""
+    """Return the operands beside the op's inputs, in every order that the inputs may have."""
     orders = [[(node.operands[i], op.inputs[i]) for i in node.order]]
     if op.type in COMMUTATIVE and len(node.operands) == 2 == len(op.inputs) and op.inputs[0] != op.inputs[1]:
         orders.append([(node.operands[i], op.inputs[1 - i]) for i in node.order])

@@ -13,7 +13,7 @@ _EPSILON = number(0.0, 0.1, "an epsilon")
 
 
 def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
-    """The axes that a reduction runs over, from the end where the rank is known; or why they are unknown."""
+    """Return the axes that a reduction runs over, from the end where the rank is known; or why they are unknown."""
     found = graph.ops[op_id]
     axes = found.attributes.get("axes")
     if axes is None and len(found.inputs) > 1 and found.inputs[1] is not None:
@@ -30,7 +30,7 @@ def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
 
 
 def _reduces(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: bool) -> Captured | str:
-    """A reduction over the same axes as every other one of the norm, noted with the number of elements it takes in."""
+    """Return the term for a reduction over the same axes as all others of the norm; it notes the number of elements."""
     axes = _axes(graph, op_id)
     if isinstance(axes, str):
         return axes
@@ -47,7 +47,7 @@ def _reduces(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: b
 
 
 def _restores(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """A reshape that gives the reduced axes back as 1."""
+    """Return a reshape that gives the reduced axes back as 1."""
     shape, axes = graph.tensors[tensor].shape, found.facts["axes"]
     if shape is None or len(shape) != found.facts["rank"] or any(shape[axis] != 1 for axis in axes):
         return "its mean does not keep the axes it runs over"
@@ -55,7 +55,7 @@ def _restores(graph: Graph, op_id: int, tensor: int, found: Captured) -> Capture
 
 
 def _counts(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """A sum that is divided by the number of its elements."""
+    """Return a sum that is divided by the number of its elements."""
     count, held = found.facts["count"], graph.ops[op_id]
     divisors = [graph.scalar(operand) for operand in held.inputs]
     values = [1 / v if held.type == "Mul" else v for v in divisors if v]
@@ -91,7 +91,7 @@ def _centred(t: Term | str) -> Term:
 
 
 def _unbiased(squared: Term) -> Term:
-    """A variance that is multiplied by N and divided by N - 1."""
+    """Return a variance that is multiplied by N and divided by N - 1."""
     reason = "its variance is divided by N - 1, not by N"
     inner = op("Div", op("Mul", _dropped(squared), Anything()), Anything())
     kept = op("Div", op("Mul", _mean(squared), Anything()), Anything())
@@ -99,14 +99,14 @@ def _unbiased(squared: Term) -> Term:
 
 
 def _spread(difference: Term) -> Term:
-    """The mean of the squares, or what is often taken for it."""
+    """Return the mean of the squares, or what is often taken for it."""
     squared = _square(difference)
     absolute = amiss(op("Abs", difference), "its mean is of |x|, not of the square")
     return any_of(_mean(any_of(squared, absolute)), _unbiased(squared))
 
 
 def _variance(t: Term | str) -> Term:
-    """The mean of the squared distance, or E[x^2] - E[x]^2 with or without a floor of 0."""
+    """Return the mean of the squared distance, or E[x^2] - E[x]^2 with or without a floor of 0."""
     difference = op("Sub", _mean(_square(t)), _square(_mean(t)))
     floored = any_of(op("Relu", difference), op("Max", difference, 0.0), op("Clip", difference, 0.0), difference)
     return any_of(_spread(_centred(t)), floored)
@@ -130,11 +130,11 @@ class _Spelling:
         )
 
     def normed(self, t: Term | str) -> Term:
-        """The distance over the root."""
+        """Return the distance over the root."""
         return any_of(op("Div", t, self.root), op("Mul", t, self.inverse))
 
     def scaled(self, t: Term | str) -> Term:
-        """The same times gamma, multiplied in anywhere."""
+        """Return the same times gamma, multiplied in anywhere."""
         gamma, root, inverse = _GAMMA, self.root, self.inverse
         return any_of(
             op("Mul", self.normed(t), gamma),
@@ -159,20 +159,20 @@ def _shifted(t: Term) -> Term:
 
 
 def _folded(t: Term | str, spelling: _Spelling) -> Term:
-    """`x * k + (beta - mean * k)`, as TensorFlow writes it."""
+    """Return `x * k + (beta - mean * k)`, as TensorFlow writes it."""
     factor = any_of(spelling.factor, spelling.inverse)
     moved = op("Mul", _mean(t), factor)
     return any_of(op("Add", op("Mul", t, factor), op("Sub", _BETA, moved)), op("Sub", op("Mul", t, factor), moved))
 
 
 def _varied(graph: Graph, tensor: int | None) -> set[int] | None:
-    """The axes, from the end, along which a stored tensor varies; None where its shape is unknown."""
+    """Return the axes, from the end, along which a stored tensor varies; None where its shape is unknown."""
     shape = () if tensor is None else graph.tensors[tensor].shape
     return None if shape is None else {axis - len(shape) for axis, size in enumerate(shape) if size != 1}
 
 
 def _is_affine(graph: Graph, found: Captured) -> str | None:
-    """Whether what is added can be a beta: along the normalised axes, or one axis, or as gamma; else another addend."""
+    """Return whether an addend can be a beta: along the normalised axes, or one axis, or shaped as gamma."""
     beta, gamma = _varied(graph, found.tensors.get("beta")), _varied(graph, found.tensors.get("gamma"))
     axes = set(found.facts.get("axes", ()))
     if beta is None or gamma is None or len(beta) <= 1 or beta <= axes or beta <= gamma:
@@ -190,7 +190,7 @@ def _layer_or_instance(graph: Graph, found: Captured) -> str:
 
 
 def _is_by_groups(graph: Graph, found: Captured) -> str | None:
-    """Whether the norm between the two Reshapes is plain, and the second one undoes the first."""
+    """Return whether the norm between the two Reshapes is plain, and the second one undoes the first."""
     for name, plain in (("scale", 1.0), ("bias", 0.0)):
         held = graph.value(found.tensors.get(name))
         if held is not None and not np.all(held == plain):

@@ -29,19 +29,19 @@ class Captured:
     roles: Mapping[int, Role] = field(default_factory=dict)
 
     def noting(self, name: str, fact: Any) -> "Captured":
-        """A copy with one more fact."""
+        """Return a copy with one more fact."""
         return Captured(self.tensors, {**self.facts, name: fact}, self.ops, self.roles)
 
     def inside(self, ops: frozenset[int]) -> "Captured":
-        """A copy with more ops inside."""
+        """Return a copy with more ops inside."""
         return Captured(self.tensors, self.facts, self.ops | ops, self.roles) if ops else self
 
     def naming(self, name: str, tensor: int) -> "Captured":
-        """A copy with a tensor under a name."""
+        """Return a copy with a tensor under a name."""
         return Captured({**self.tensors, name: tensor}, self.facts, self.ops, self.roles)
 
     def giving(self, root: int, role: Role) -> "Captured":
-        """A copy in which a stored tensor plays a part."""
+        """Return a copy in which a stored tensor plays a part."""
         return Captured(self.tensors, self.facts, self.ops, {**self.roles, root: role})
 
 
@@ -97,7 +97,7 @@ class Node:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The operands in the order in which they are matched: ops first, since they fail soonest, numbers last."""
+        """Return the operands in matching order: ops first, since they fail soonest, numbers last."""
         ranks = [2 if isinstance(t, Number) else 0 if heads(t) else 1 for t in self.operands]
         return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
 
@@ -110,18 +110,18 @@ class AnyOf:
 
     @cached_property
     def flat(self) -> tuple["Term", ...]:
-        """The choices, with nested ones in their place."""
+        """Return the choices, with nested ones in their place."""
         parts = (choice.flat if isinstance(choice, AnyOf) else (choice,) for choice in self.choices)
         return tuple(part for nested in parts for part in nested)
 
     @cached_property
     def types(self) -> frozenset[str]:
-        """The op types that can make it; none where a choice is no op."""
+        """Return the op types that can make it; none where a choice is no op."""
         plain = all(isinstance(choice, Node) for choice in self.flat)
         return heads(self) if plain else frozenset()
 
     def made_by(self, type: str) -> tuple["Term", ...]:
-        """The choices that an op of this type can be."""
+        """Return the choices that an op of this type can be."""
         known = self._made_by.get(type)
         if known is None:
             known = tuple(t for t in self.flat if not isinstance(t, Node) or type in t.types)
@@ -137,7 +137,7 @@ Term = Input | Stored | Number | Anything | Node | AnyOf
 
 
 def term(value: Term | str | float) -> Term:
-    """A string is an input of that name, a number is itself (to 1e-3 of its size)."""
+    """Return a string is an input of that name, a number is itself (to 1e-3 of its size)."""
     if isinstance(value, str):
         return Input(value)
     if isinstance(value, int | float):
@@ -147,7 +147,7 @@ def term(value: Term | str | float) -> Term:
 
 
 def op(types: str, *operands: Term | str | float, where: Where | None = None) -> Node:
-    """An op of the default domain; `types` may name several, as in `"Relu|Clip"`.
+    """Return an op of the default domain; `types` may name several, as in `"Relu|Clip"`.
 
     Two operands of Add, Mul, Max, Min and Sum fit in either order. Casts between floating-point types and Identity
     are looked through everywhere and never named.
@@ -171,17 +171,17 @@ def amiss(node: Node, reason: str) -> Node:
 
 
 def stored(name: str, role: Role = "constant") -> Stored:
-    """A stored tensor: `constant` is quantized like a weight, `statistic` stays float."""
+    """Return a stored tensor: `constant` is quantized like a weight, `statistic` stays float."""
     return Stored(name, role)
 
 
 def number(low: float, high: float, says: str) -> Number:
-    """A constant between two bounds; `says` reads well in "... stands where <says> was expected"."""
+    """Return a constant between two bounds; `says` reads well in "... stands where <says> was expected"."""
     return Number(low, high, says)
 
 
 def product(*factors: Term | str | float) -> Term:
-    """A product in any order and association."""
+    """Return a product in any order and association."""
     terms = [term(factor) for factor in factors]
     if len(terms) == 1:
         return terms[0]
@@ -221,17 +221,17 @@ class Pattern:
     near: tuple[str, ...] = ()
 
     def is_near(self, types: frozenset[str]) -> bool:
-        """Whether a partial match with ops of these types is worth reporting."""
+        """Return whether a partial match with ops of these types is worth reporting."""
         return bool(self.near) and all(types.intersection(wanted.split("|")) for wanted in self.near)
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """The op types that can make the group's output."""
+        """Return the op types that can make the group's output."""
         return heads(self.output)
 
 
 def heads(pattern: Term) -> frozenset[str]:
-    """The op types that a term can start with; none for a term that is no op."""
+    """Return the op types that a term can start with; none for a term that is no op."""
     if isinstance(pattern, Node):
         return pattern.types
     if isinstance(pattern, AnyOf):
@@ -240,7 +240,7 @@ def heads(pattern: Term) -> frozenset[str]:
 
 
 def possible(pattern: Term, types: frozenset[str]) -> bool:
-    """Whether a graph with ops of these types only can hold a match at all."""
+    """Return whether a graph with ops of these types only can hold a match at all."""
     if isinstance(pattern, Node):
         return bool(pattern.types & types) and all(possible(operand, types) for operand in pattern.operands)
     if isinstance(pattern, AnyOf):

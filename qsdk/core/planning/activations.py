@@ -1,4 +1,4 @@
-"""Planning of what is computed: graph inputs and op outputs, and the encodings they share."""
+"""Planning of computed tensors: graph inputs and op outputs, and the encodings that they share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
-from qsdk.core.planning.context import Context
+from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
 
@@ -18,7 +18,7 @@ FIXED_RANGES = MappingProxyType(
     }
 )
 
-#: what may read a tensor that has one scale per channel
+#: the ops that may read a tensor with one scale per channel
 _NORMS = frozenset({"LayerNorm", "LayerNormalization", "RMSNorm", "RMSNormalization"})
 _SUMS = frozenset({"Add", "Sub"})
 
@@ -28,38 +28,38 @@ _ACTIVATION_CHOICES = (
 )
 
 
-def plan_activations(context: Context) -> dict[int, Decision]:
-    """Decide graph inputs and op outputs, ties included; gives tensor id -> decision."""
+def plan_activations(context: PlanningContext) -> dict[int, Decision]:
+    """Decide graph inputs and op outputs, ties included; return the decisions by tensor id."""
     graph = context.graph
-    assembled = _assembled(context)
+    assembled = _float_assemblies(context)
     found = {}
     for tensor in graph.inputs:
         if graph.tensors[tensor].is_float:
-            found[tensor] = _decided(context, tensor, None, {})
+            found[tensor] = _decide(context, tensor, None, {})
     for index, op in enumerate(graph.ops):
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
-                found[tensor] = _decided(context, tensor, index, assembled)
-    return _tied(context, found)
+                found[tensor] = _decide(context, tensor, index, assembled)
+    return _tie(context, found)
 
 
-def _assembled(context: Context) -> dict[int, str]:
-    """Tensor -> why it stays float: it leaves the model as a Concat of parts that keep encodings of their own."""
+def _float_assemblies(context: PlanningContext) -> dict[int, str]:
+    """Return, by tensor id, why a Concat that leaves the model stays float: its parts keep their own encodings."""
     choices = {index: _ties(context, index) for index in _movers(context)} | dict.fromkeys(context.groups, True)
     return find_assemblies(context.graph, choices, FIXED_RANGES)
 
 
-def _movers(context: Context) -> list[int]:
+def _movers(context: PlanningContext) -> list[int]:
     graph = context.graph
     movers = (index for index, op in enumerate(graph.ops) if op.outputs and keeps_grid(graph, op))
     return [index for index in movers if index not in context.groups]  # inside a supergroup it only computes
 
 
-def _ties(context: Context, op: int) -> bool | None:
+def _ties(context: PlanningContext, op: int) -> bool | None:
     return context.result_choice(context.graph.ops[op].outputs[0], op).wanted.tie
 
 
-def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[int, str]) -> Decision:
+def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Mapping[int, str]) -> Decision:
     graph, facts = context.graph, context.graph.tensors[tensor]
     op_type = "Input" if op is None else graph.ops[op].type
     kind: Kind = "input" if tensor in context.inputs else "output" if tensor in context.outputs else "activation"
@@ -97,8 +97,8 @@ def _decided(context: Context, tensor: int, op: int | None, assembled: Mapping[i
     return replace(bare, spec=spec, reason=reason if group is None else group.name, rule=rule)
 
 
-def _granularity(context: Context, tensor: int, op: int | None) -> Granularity:
-    """Per channel of the last axis, if sums and layer normalizations are all that reads a tensor, else per tensor.
+def _granularity(context: PlanningContext, tensor: int, op: int | None) -> Granularity:
+    """Return per channel of the last axis if only sums and layer normalizations read a tensor, else per tensor.
 
     A product of matrices would add up integers of different scales, and what moves values would move their axis.
     """
@@ -113,8 +113,8 @@ def _granularity(context: Context, tensor: int, op: int | None) -> Granularity:
     return PerChannel(len(shape) - 1) if separate and residual else PerTensor()
 
 
-def _readers(context: Context, tensor: int) -> tuple[list[int], list[int]]:
-    """The layer normalizations and the sums that read a tensor: op ids."""
+def _readers(context: PlanningContext, tensor: int) -> tuple[list[int], list[int]]:
+    """Return the layer normalizations and the sums that read a tensor: op ids."""
     graph, groups = context.graph, context.groups
     readers = graph.consumers[tensor]
     names = [groups[reader].name if reader in groups else graph.ops[reader].type for reader in readers]
@@ -128,8 +128,8 @@ def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | Non
     return None if wanted.fixed_range == "observed" else wanted.fixed_range
 
 
-def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
-    """Point every member of a tie class at its first site."""
+def _tie(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Return the decisions with every member of a tie class pointing to the first site of the class."""
     loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
     apart = {index for index in _movers(context) if _ties(context, index) is False}
     classes = find_ties(context.graph, loose, apart | context.groups.keys())
@@ -139,7 +139,7 @@ def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, De
         spec = activations[tensor].spec
         if tensor not in through and spec is not None:
             ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
-    found = _moved(context, activations)
+    found = _tie_dynamic(context, activations)
     for tensor in loose:
         first = classes.find(tensor)
         home, fixed = activations[first], ranges.get(first, {None})
@@ -153,8 +153,8 @@ def _tied(context: Context, activations: Mapping[int, Decision]) -> dict[int, De
     return found
 
 
-def _moved(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
-    """The decisions, with what only moves a dynamically quantized tensor's values tied to it: they are on its grid."""
+def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Return the decisions, in which tensors that only move values of a dynamically quantized one are tied to it."""
     found = dict(activations)
     for index in _movers(context):
         op, source = context.graph.ops[index], context.graph.ops[index].inputs[0]
@@ -168,8 +168,8 @@ def _moved(context: Context, activations: Mapping[int, Decision]) -> dict[int, D
     return found
 
 
-def _passes_through(context: Context, tensor: int, classes: Classes) -> bool:
-    """Whether every value of a tensor comes from tensors of its own class."""
+def _passes_through(context: PlanningContext, tensor: int, classes: Classes) -> bool:
+    """Return whether every value of a tensor comes from tensors of its own class."""
     made_by = context.graph.producer.get(tensor)
     if made_by is None or not keeps_grid(context.graph, context.graph.ops[made_by]):
         return False

@@ -1,4 +1,4 @@
-"""What every step of planning asks: the graph, its supergroups and operands, and what the config says of a place."""
+"""The facts that all steps of planning need: the graph, its supergroups and operands, the config at each place."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -9,14 +9,14 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
-from qsdk.core.planning.choices import Choice, Resolver
+from qsdk.core.planning.choices import ResolvedConfig, Resolver
 from qsdk.core.planning.no_grid.counted import becomes_integers
 from qsdk.core.planning.no_grid.poles import guarded_divisors
 from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.site import owner_of
 
-#: the name of a supergroup -> the ONNX type that says the same, where it is another word
+#: the name of a supergroup -> the ONNX type of the same op, where the two differ
 ONNX_NAMES = MappingProxyType(
     {
         "LayerNorm": "LayerNormalization",
@@ -29,7 +29,7 @@ ONNX_NAMES = MappingProxyType(
 )
 
 
-class Context:
+class PlanningContext:
     """The facts that the steps of `make_plan` share."""
 
     def __init__(self, graph: Graph, config: QuantConfig, coarse: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -55,12 +55,12 @@ class Context:
             if made.outputs and all(t in self.steers and not (layer and t in counted) for t in made.outputs):
                 self.operands[index] = []  # what it reads stays as it is stored
 
-    def result_choice(self, tensor: int, op: int | None) -> Choice:
-        """What is wanted of an op's result, or of a graph input, with no op."""
+    def result_choice(self, tensor: int, op: int | None) -> ResolvedConfig:
+        """Return the config that applies to an op's result, or to a graph input (`op` is None)."""
         return self.resolver.at(self.result_place(tensor, op))
 
     def result_place(self, tensor: int, op: int | None) -> Place:
-        """Where an op's result (or a graph input, with no op) stands, for rules: a group answers as one."""
+        """Return the place of an op's result, or of a graph input (`op` is None). A supergroup is one place."""
         facts = self.graph.tensors[tensor]
         if op is None:
             site = facts.site or ""
@@ -71,15 +71,18 @@ class Context:
         return Place(self._owners(members), self._types(op), facts.dtype, facts.shape, sites)
 
     def stored_place(self, op: int, tensor: int) -> Place:
-        """Where a stored tensor stands: with its own op alone, so that skipping a Relu leaves its Conv as it is."""
+        """Return the place of a stored tensor.
+
+        It has its own op only, so that skipping a Relu leaves its Conv as it is.
+        """
         facts, own = self.graph.tensors[tensor], self.graph.ops[op].type
         group = self.groups.get(op)
-        # only a pattern's name says that the Mul inside a LayerNorm is one
+        # the Mul inside a LayerNorm is known as part of it only by the pattern's name
         types = (own,) if group is None or tensor not in group.roles else (own, *_names(group))
         return Place(self._owners((op,)), types, facts.dtype, facts.shape, (facts.site or "",))
 
     def places(self) -> Iterable[Place]:
-        """Every place of the graph, those of ops inside a supergroup too."""
+        """Yield every place of the graph, including those of ops inside a supergroup."""
         for tensor in self.graph.inputs:
             yield self.result_place(tensor, None)
         for index, op in enumerate(self.graph.ops):
@@ -89,7 +92,7 @@ class Context:
                 yield self.stored_place(index, operand.root)
 
     def _outside_groups(self, reasons: Mapping[int, str]) -> dict[int, str]:
-        """Those of some tensors that are not inside a supergroup, where nothing is quantized anyway."""
+        """Return the reasons of those tensors that are not inside a supergroup, where nothing is quantized anyway."""
         makers = {tensor: self.graph.producer.get(tensor, -1) for tensor in reasons}
         inside = {t for t, op in makers.items() if op in self.groups and self.groups[op].ops[-1] != op}
         return {tensor: reason for tensor, reason in reasons.items() if tensor not in inside | self.steers.keys()}
@@ -101,7 +104,7 @@ class Context:
             found |= find_chains(self.graph, filter(is_chain, self.config.supergroups), found)
         if self.config.supergroup and all(rule.supergroup is None for rule in self.config.rules):
             return found
-        # a rule is asked of every member as if it stood alone
+        # rules are applied to every member as if it were alone
         alone = {op for op in found for t in self.graph.ops[op].outputs if not self._stays_in_group(t, op)}
         return {op: group for op, group in found.items() if alone.isdisjoint(group.ops)}
 
@@ -109,7 +112,7 @@ class Context:
         return self.result_choice(tensor, op).wanted.supergroup
 
     def _types(self, op: int) -> tuple[str, ...]:
-        """The op types that a result answers to: a chain has those of its members, another supergroup its name."""
+        """Return the op types of a result: those of the members of a chain, else the name of the supergroup."""
         group = self.groups.get(op)
         if group is None:
             return (self.graph.ops[op].type,)

@@ -1,4 +1,4 @@
-"""Coverage: what the plan decided, as a report, the same at both doors."""
+"""Coverage: the report of what the plan decided, the same for both sides."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from qsdk.core.errors import ConfigError
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.report import Report
-from qsdk.core.site import owner_of, said_nearest
+from qsdk.core.site import nearest_in_words, owner_of
 
 
 def coverage_report(
@@ -16,7 +16,7 @@ def coverage_report(
     dead: Sequence[str] = (),
     only_training: Mapping[str, str] | None = None,
 ) -> Report:
-    """List every tensor: quantized, tied, float or not exercised; what, how and why.
+    """Return the report of every tensor: its state, dtype, granularity, and the reason for them.
 
     Args:
         plan: of the sim.
@@ -34,14 +34,14 @@ def coverage_report(
 
 
 def explanation(plan: Plan, site: str) -> str:
-    """Say in a sentence which rule decided a site and why.
+    """Return a sentence that says which rule decided a site and why.
 
     Raises:
         ConfigError: there is no such site.
     """
     found = plan.decisions.get(site)
     if found is None:
-        near = said_nearest(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")
+        near = nearest_in_words(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")
         raise ConfigError(f"there is no site {site}; {near}")
     what = "float32" if found.spec is None else ", ".join(filter(None, (found.spec.dtype.name, _granularity(found))))
     return f"{site} is {found.state} ({what}): {found.reason}; decided by {found.rule}"

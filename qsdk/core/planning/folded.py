@@ -1,14 +1,14 @@
-"""A graph as an exporter leaves it that computes what depends on no input."""
+"""The graph of a model after constant folding, as it looks to an exporter that folds."""
 
 from dataclasses import replace
 
 from qsdk.core.graph.graph import Graph, Op
 
-_SIZED = frozenset({"Expand", "Reshape", "Tile"})  # the sizes are the exporter's where it fixes the inputs'
+_SIZED = frozenset({"Expand", "Reshape", "Tile"})  # their sizes are constants in a file with fixed input sizes
 
 
-def folded(graph: Graph) -> Graph:
-    """Give a graph whose sites that are made of stored tensors alone are stored themselves; ids and sites stay.
+def fold_constants(graph: Graph) -> Graph:
+    """Return a graph in which sites that depend on stored tensors alone are stored themselves; ids and sites stay.
 
     Args:
         graph: of a model.
@@ -20,15 +20,15 @@ def folded(graph: Graph) -> Graph:
             derived.update(op.outputs)
     stored = {index for index in derived if graph.tensors[index].constant or graph.tensors[index].site is not None}
     tensors = [replace(tensor, constant=index in stored) for index, tensor in enumerate(graph.tensors)]
-    return replace(graph, tensors=tensors, ops=_read_at_last(graph, stored))
+    return replace(graph, tensors=tensors, ops=_live_ops(graph, stored))
 
 
 def _data(op: Op) -> list[int]:
     return [tensor for tensor in op.inputs[: 1 if op.type in _SIZED else None] if tensor is not None]
 
 
-def _read_at_last(graph: Graph, stored: set[int]) -> list[Op]:
-    """The ops that lead to an output, where nothing makes what is stored."""
+def _live_ops(graph: Graph, stored: set[int]) -> list[Op]:
+    """Return the ops that lead to an output, without those that compute stored tensors."""
     wanted, kept = set(graph.outputs), []
     for op in reversed(graph.ops):
         if wanted.difference(stored).intersection(op.outputs):

@@ -1,4 +1,4 @@
-"""Plans that follow encodings which are given: those of a Q/DQ file, or of an encodings file for a float model."""
+"""Plans that follow given encodings: those of a Q/DQ file, or of an encodings file for a float model."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -27,13 +27,13 @@ def plan_as_given(
     missing: str = "",
     dynamic: Collection[str] = (),
 ) -> Plan:
-    """The plan of a graph that quantizes what is given, and nothing else.
+    """Return the plan of a graph that quantizes the sites with given encodings, and nothing else.
 
     Args:
         graph: of the model.
         encodings: by site.
         casts: site -> float16 or bfloat16.
-        kinds: of sites, where they are known; the graph says the rest.
+        kinds: of sites, where they are known; the others follow from the graph.
         missing: why the other sites stay float.
         dynamic: sites whose range is found while the model runs.
     """
@@ -55,7 +55,7 @@ def plan_as_given(
 
 
 def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
-    """Tie the results of ops that only move values to what they move, where both have one encoding."""
+    """Tie the results of ops that only move values to their inputs, where both have one encoding."""
     for op in graph.ops:
         sources = _moved_sites(graph, op)
         if not sources:
@@ -70,7 +70,7 @@ def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings
 
 
 def _moved_sites(graph: Graph, op: Op) -> list[str]:
-    """The sites whose values an op only moves, through results that have no site; "" for what has none at all."""
+    """Return the sites whose values an op only moves, also through tensors without a site; "" where there is none."""
     if not keeps_grid(graph, op):
         return []
     found: list[str] = []
@@ -85,10 +85,10 @@ def _moved_sites(graph: Graph, op: Op) -> list[str]:
 
 
 def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding], casts: Mapping[str, DType]) -> Plan:
-    """A plan in which the given encodings win, and which stays as it is elsewhere.
+    """Return a plan in which the given encodings take precedence, and which is otherwise unchanged.
 
-    Sites that the plan ties take the one encoding that is given for any of them; where several are given that differ,
-    each of those stands alone.
+    Tied sites take the one encoding that is given for any of them. Where several different ones are given, those sites
+    are untied.
 
     Args:
         graph: that the plan was made of.
@@ -123,7 +123,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
 
 
 def owned_encodings(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Site -> encoding of the sites that own one: given for the site itself, or for one that is tied to it."""
+    """Return the encodings by the site that owns them; each was given for that site or for one tied to it."""
     found: dict[str, Encoding] = {}
     for site, encoding in encodings.items():
         decision = plan.decisions[site]
@@ -133,7 +133,7 @@ def owned_encodings(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, 
 
 
 def misfit(encoding: Encoding, shape: tuple[int | str | None, ...] | None) -> str:
-    """Why an encoding does not fit a tensor of this shape; "" where it does, as far as is known."""
+    """Return why an encoding does not fit a tensor of this shape; "" where it does, as far as is known."""
     axis = encoding.axis
     if shape is None or axis is None:
         return ""
@@ -150,7 +150,7 @@ def misfit(encoding: Encoding, shape: tuple[int | str | None, ...] | None) -> st
 
 
 def _length(encoding: Encoding, index: int, axis: int) -> int:
-    """A length for a dynamic dimension, which any number of scales fits."""
+    """Return a length for a dynamic dimension that fits the number of scales."""
     if encoding.block_size is not None:
         return int(encoding.scale.shape[index]) * (encoding.block_size if index == axis else 1)
     return int(encoding.scale.size) if index == axis else 1
@@ -161,7 +161,7 @@ def _text(shape: Iterable[int | str | None]) -> str:
 
 
 def spec_of(encoding: Encoding) -> Spec:
-    """The spec that an encoding fulfils."""
+    """Return the spec that an encoding fulfils."""
     granularity: Granularity = PerTensor()
     if encoding.axis is not None:
         granularity = PerChannel(encoding.axis)
@@ -171,7 +171,7 @@ def spec_of(encoding: Encoding) -> Spec:
 
 
 def kinds_of(graph: Graph) -> dict[str, Kind]:
-    """Site -> kind, as the structure of a graph says it."""
+    """Return the kind of each site, as the structure of the graph shows it."""
     biases = {o.root for index in range(len(graph.ops)) for o in operands_of(graph, index) if o.role == "bias"}
     found: dict[str, Kind] = {}
     for site, tensor in graph.sites.items():
@@ -185,7 +185,7 @@ def kinds_of(graph: Graph) -> dict[str, Kind]:
 
 
 def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
-    """Site of a bias -> the sites of the input and the weight of its layer."""
+    """Return, for the site of each bias, the sites of the input and the weight of its layer."""
     found: dict[str, tuple[str, str]] = {}
     for index, op in enumerate(graph.ops):
         for operand in operands_of(graph, index):
@@ -206,7 +206,7 @@ def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
 
 
 def _is_product(bias: str, parts: tuple[str, str], encodings: Mapping[str, Encoding]) -> bool:
-    """Whether a bias's scales are those of input and weight, multiplied, to the last digit."""
+    """Return whether a bias's scales are those of input and weight, multiplied, to the last digit."""
     if bias not in encodings or any(part not in encodings for part in parts):
         return False
     product = np.multiply(encodings[parts[0]].scale, encodings[parts[1]].scale)
@@ -214,7 +214,7 @@ def _is_product(bias: str, parts: tuple[str, str], encodings: Mapping[str, Encod
 
 
 def _classes(plan: Plan) -> dict[str, list[str]]:
-    """Site that owns an encoding -> the sites that share it, itself included."""
+    """Return, by the site that owns an encoding, the sites that share it, itself included."""
     found: dict[str, list[str]] = {}
     for site, decision in plan.decisions.items():
         if decision.quantized and decision.bias_of is None:
@@ -223,7 +223,7 @@ def _classes(plan: Plan) -> dict[str, list[str]]:
 
 
 def _plan_biases(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
-    """Derive the int32 biases from what input and weight are now; one that no longer can be stays float."""
+    """Derive the int32 biases from the new specs of input and weight; where that is impossible, leave them float."""
     for site, parts in bias_parts(graph).items():
         decision = found[site]
         derived = decision.bias_of is not None and all(_is_narrow(found[part]) for part in parts)

@@ -1,19 +1,19 @@
-"""Which tensor of one graph is which of another, and whether two plans say the same of them.
+"""Matching the tensors of two graphs of one network, and comparing the plans of both.
 
 The same network reaches the two doors in two spellings: the trace of a module computes shapes at run time, keeps
 weights behind a Transpose and shows every view that the code makes; a file written by an exporter has all that
-folded. Names tell nothing. What both spellings share is what is matched here:
+folded. Names carry no information. Matched are the parts that both spellings share:
 
 - graph inputs, by position;
 - ops that compute (everything but Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Expand, Identity and idle Casts),
-  by type, by the matched tensors that they read, and by what is made of their results;
+  by type, by the matched tensors that they read, and by the ops that read their results;
 - their outputs and their stored operands, by position (a stored tensor is the one behind its Transposes);
 - views between two matched ops, by their types along the way; a view that only one side makes stays unmatched.
 
-What depends on no input and on no stored table (a shape, a mask made from one) counts as a constant, however it is
-made. `Where(IsNaN(x), 0, x)` behind a Softmax belongs to it: some spellings guard rows that a mask leaves empty,
-others do not. A file exported with fixed sizes has more folded than that (position embeddings become one constant);
-it matches up to there.
+A tensor that depends on no input and on no stored table (a shape, a mask made from one) counts as a constant, however
+it is computed. `Where(IsNaN(x), 0, x)` behind a Softmax belongs to it: some spellings guard rows that a mask leaves
+empty, others do not. A file exported with fixed sizes has more folded than that (position embeddings become one
+constant); it matches up to there.
 """
 
 import functools
@@ -28,7 +28,7 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
 from qsdk.core.planning.plan import Decision, Plan
 
 _VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand"})
-_SPREADING = frozenset({"Tile"})  # makes an operand of a stored tensor when sizes are dynamic, as Expand does
+_SPREADING = frozenset({"Tile"})  # broadcasts a stored tensor when sizes are dynamic, as Expand does
 _COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum", "And", "Or", "Equal"})
 _SHAPE_OPS = frozenset({"Shape", "Size"})
 _STORED = -1  # stands for any tensor that depends on no input
@@ -36,7 +36,7 @@ _ABSENT = -2
 
 
 def match_graphs(left: Graph, right: Graph) -> Mapping[int, int]:
-    """Map the tensors of one graph to those of another that play the same part, on structure alone.
+    """Map the tensors of one graph to those of another that play the same part, by structure alone.
 
     Returns:
         Left tensor id -> right tensor id, for inputs, op outputs and stored tensors. A tensor without a counterpart is
@@ -47,8 +47,8 @@ def match_graphs(left: Graph, right: Graph) -> Mapping[int, int]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Two plans say different things about one tensor; `right` is "" where the other graph has no such tensor."""
+class PlanDifference:
+    """A difference between two plans about one tensor; `right` is "" where the other graph has no such tensor."""
 
     left: str
     right: str
@@ -60,18 +60,18 @@ class Difference:
 
 def compare_plans(
     left: Graph, left_plan: Plan, right: Graph, right_plan: Plan, mapping: Mapping[int, int]
-) -> list[Difference]:
-    """List what two plans say differently of matched tensors; nothing for the same plan.
+) -> list[PlanDifference]:
+    """Return the differences between two plans about matched tensors; an empty list for the same plan.
 
     Compared are kind, dtype, granularity (its axis as the op sees it), symmetry, fixed range, state, and which tensors
-    share an encoding. A tensor that only hands on the values of its class needs no quantizer, so it may as well have
-    none (a view inside a function has no site); the same goes for tensors without a counterpart.
+    share an encoding. A tensor that only passes on the values of its class needs no quantizer, so it may as well have
+    none (a view inside a function has no site); the same holds for tensors without a counterpart.
     """
     return _Comparison(left, left_plan, right, right_plan, mapping).run()
 
 
 class _Reduced:
-    """A graph without its views: every tensor goes by the tensor that it is a view of."""
+    """A graph without its views: every tensor is identified with the tensor that it is a view of."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -84,7 +84,7 @@ class _Reduced:
         self.computing = [i for i in range(len(graph.ops)) if self._computes(i)]
 
     def _fixed(self) -> set[int]:
-        """The tensors that are constants, or made from constants and shapes alone by more than a look at a table."""
+        """Return the constants, and the tensors that depend on constants and shapes without reading a table."""
         graph = self.graph
         found = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
         for op in graph.ops:
@@ -94,23 +94,23 @@ class _Reduced:
         return found
 
     def read(self, op: Op) -> list[int]:
-        """The tensors whose values an op reads: not what only gives a type, or sizes that others leave out."""
+        """Return the tensors whose values an op reads, without those that only give a type or sizes."""
         count = 1 if op.type in ("CastLike", "Split") or self.is_view(op) else len(op.inputs)
         return [t for t in op.inputs[:count] if t is not None]
 
     def _looks_up(self, op: Op, read: Sequence[int]) -> bool:
-        """Whether an op computes with a stored tensor that is more than a scalar, so that its result is data."""
+        """Return whether an op computes with a stored tensor larger than a scalar, so that its result is data."""
         if self.is_view(op) or op.type in _SPREADING:
             return False
         stored = [self.graph.tensors[root] for t in read if (root := self.stored_root(t)) is not None]
         return any(tensor.is_float and any(n != 1 for n in tensor.shape or ()) for tensor in stored)
 
     def is_computed(self, tensor: int) -> bool:
-        """Whether an op makes the tensor."""
+        """Return whether an op makes the tensor."""
         return tensor in self.graph.producer
 
     def stored_root(self, tensor: int) -> int | None:
-        """The stored tensor behind views and copies of it, or None if the tensor is computed."""
+        """Return the stored tensor behind views and copies of it, or None if the tensor is computed."""
         current = tensor
         while not self.graph.tensors[current].constant:
             made_by = self.graph.producer.get(current)
@@ -135,7 +135,7 @@ class _Reduced:
                 self.guards.update((tests[0], chosen[0]))
 
     def is_view(self, op: Op) -> bool:
-        """Whether an op gives back the elements of its first input."""
+        """Return whether an op returns the elements of its first input unchanged."""
         if op.type in _VIEWS:
             return True
         if op.type not in ("Cast", "CastLike") or op.inputs[0] is None:
@@ -147,7 +147,7 @@ class _Reduced:
         return not (self.is_view(op) or index in self.guards or all(t in self.fixed for t in op.outputs))
 
     def _origins(self) -> dict[int, int]:
-        """Tensor -> the tensor that it is a view of."""
+        """Return the tensor that each tensor is a view of."""
         found = {index: index for index in range(len(self.graph.tensors))}
         for op in self.graph.ops:
             if self.is_view(op) and op.inputs[0] is not None and op.outputs[0] not in self.fixed:
@@ -155,12 +155,12 @@ class _Reduced:
         return found
 
     def result(self, tensor: int) -> int:
-        """An op's output as others read it: behind its guard."""
+        """Return an op's output as others read it: behind its guard."""
         return self.guard_of.get(tensor, tensor)
 
     @cached_property
     def readers(self) -> Mapping[int, list[tuple[int, int]]]:
-        """Origin -> the computing ops that read it, and where."""
+        """Return, by origin, the computing ops that read it and the positions where they do."""
         found: dict[int, list[tuple[int, int]]] = {}
         for index in self.computing:
             op = self.graph.ops[index]
@@ -172,7 +172,7 @@ class _Reduced:
 
     @cached_property
     def colours(self) -> Mapping[int, int]:
-        """Computing op -> a hash of what is made of its results, which tells equal siblings (Q, K, V) apart."""
+        """Return, by computing op, a hash of all that its results lead to; it tells equal siblings (Q, K, V) apart."""
         leaving = {self.origin[t]: number for number, t in enumerate(self.graph.outputs)}
         found: dict[int, int] = {}
         for index in reversed(self.computing):
@@ -185,7 +185,7 @@ class _Reduced:
         return found
 
     def key(self, index: int, renamed: Mapping[int, int] | None = None) -> tuple[object, ...] | None:
-        """What an op is known by: its type and what it reads, in the names of the other graph where `renamed`."""
+        """Return an op's key: its type and its inputs, in the tensor ids of the other graph if `renamed` is given."""
         op = self.graph.ops[index]
         read = []
         for tensor in op.inputs[: 1 if op.type == "Split" else None]:
@@ -203,7 +203,7 @@ class _Reduced:
         return (op.type, *(sorted(read) if op.type in _COMMUTATIVE else read))
 
     def bounds(self, index: int) -> tuple[object, ...]:
-        """The small stored operands of an op: which part a Slice or Gather takes."""
+        """Return the small stored operands of an op, which select the part that a Slice or Gather takes."""
         op = self.graph.ops[index]
         values = [self.graph.value(t) for t in op.inputs]
         return tuple(None if v is None or v.dtype.kind not in "iub" else tuple(np.ravel(v).tolist()) for v in values)
@@ -240,7 +240,7 @@ class _Matching:
         return dict(sorted(self.found.items()))
 
     def _unlike(self, index: int, other: int) -> tuple[bool, bool]:
-        """False sorts first; the order of the ops decides between equals."""
+        """Return a sort key for candidates, False first; the order of the ops decides between equals."""
         bounds = self.left.bounds(index) != self.right.bounds(other)
         return bounds, self.left.colours[index] != self.right.colours[other]
 
@@ -259,7 +259,7 @@ class _Matching:
                 self.found.setdefault(mine, theirs)
 
     def _pair_views(self) -> None:
-        """Match views by the matched tensor they start from, their types on the way, and their number."""
+        """Match views by the matched tensor they start from, their types along the way, and their number."""
         theirs: dict[tuple[object, ...], list[int]] = {}
         for tensor, key in _view_keys(self.right, None):
             theirs.setdefault(key, []).append(tensor)
@@ -288,33 +288,33 @@ class _Comparison:
     right_plan: Plan
     mapping: Mapping[int, int]
 
-    def run(self) -> list[Difference]:
+    def run(self) -> list[PlanDifference]:
         mine, theirs = _by_tensor(self.left, self.left_plan), _by_tensor(self.right, self.right_plan)
         found = []
         for left_id, decision in mine.items():
             other = theirs.get(self.mapping[left_id]) if left_id in self.mapping else None
             if left_id not in self.mapping:
-                found += _alone(decision, swapped=False)
+                found += _unmatched(decision, swapped=False)
             elif other is not None:
                 found += self._differences(left_id, decision, other)
         matched = set(self.mapping.values())
         for right_id, decision in theirs.items():
             if right_id not in matched:
-                found += _alone(decision, swapped=True)
+                found += _unmatched(decision, swapped=True)
         return found + self._other_classes(mine, theirs)
 
-    def _differences(self, left_id: int, mine: Decision, theirs: Decision) -> list[Difference]:
+    def _differences(self, left_id: int, mine: Decision, theirs: Decision) -> list[PlanDifference]:
         pairs: list[tuple[str, object, object]] = [("kind", mine.kind, theirs.kind)]
         handed_on = [d.passes_through or d.site.startswith("(") for d in (mine, theirs)]
         if not (all(handed_on) or (any(handed_on) and any(d.passes_through for d in (mine, theirs)))):
-            specs = _seen(self.left, left_id, mine.spec), _seen(self.right, self.mapping[left_id], theirs.spec)
+            specs = _as_read(self.left, left_id, mine.spec), _as_read(self.right, self.mapping[left_id], theirs.spec)
             pairs += [("state", mine.state, theirs.state), ("spec", *specs)]
             if mine.spec is None and theirs.spec is None:
                 pairs.append(("reason", mine.reason, theirs.reason))
-        return [Difference(mine.site, theirs.site, f"{what} {a} | {b}") for what, a, b in pairs if a != b]
+        return [PlanDifference(mine.site, theirs.site, f"{what} {a} | {b}") for what, a, b in pairs if a != b]
 
-    def _other_classes(self, mine: Mapping[int, Decision], theirs: Mapping[int, Decision]) -> list[Difference]:
-        """Matched tensors that share an encoding on one side only."""
+    def _other_classes(self, mine: Mapping[int, Decision], theirs: Mapping[int, Decision]) -> list[PlanDifference]:
+        """Return the matched tensors that share an encoding on one side only."""
         found = []
         homes: dict[str, str] = {}
         back: dict[str, str] = {}
@@ -324,16 +324,16 @@ class _Comparison:
                 continue
             ours, yours = one.encoding_site, other.encoding_site
             if homes.setdefault(ours, yours) != yours or back.setdefault(yours, ours) != ours:
-                found.append(Difference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
+                found.append(PlanDifference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
         return found
 
 
-def _alone(decision: Decision, *, swapped: bool) -> list[Difference]:
-    """A tensor without a counterpart must need no quantizer."""
+def _unmatched(decision: Decision, *, swapped: bool) -> list[PlanDifference]:
+    """Return the difference for a tensor without a counterpart, if it needs a quantizer."""
     if not decision.quantized or decision.passes_through:
         return []
     sites = ("", decision.site) if swapped else (decision.site, "")
-    return [Difference(*sites, f"{decision.state} ({decision.op_type}) on one side, absent on the other")]
+    return [PlanDifference(*sites, f"{decision.state} ({decision.op_type}) on one side, absent on the other")]
 
 
 def _by_tensor(graph: Graph, plan: Plan) -> dict[int, Decision]:
@@ -346,8 +346,8 @@ def _by_tensor(graph: Graph, plan: Plan) -> dict[int, Decision]:
     return found
 
 
-def _seen(graph: Graph, tensor: int, spec: Spec | None) -> Spec | None:
-    """A spec with its axis as the op that reads the stored tensor sees it."""
+def _as_read(graph: Graph, tensor: int, spec: Spec | None) -> Spec | None:
+    """Return a spec with its axis as the op that reads the stored tensor sees it."""
     if spec is None or not isinstance(spec.granularity, PerChannel | PerBlock) or not graph.tensors[tensor].constant:
         return spec
     current, axis = tensor, spec.granularity.axis

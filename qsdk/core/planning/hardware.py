@@ -1,4 +1,4 @@
-"""What a target asks of a plan on top of the rules: operands of MatMul, weights of norms. Facts of AIMET 2.42."""
+"""Constraints of a target chip on a plan: operands of MatMul, weights of norms. Facts of AIMET 2.42."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Literal
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.spec import Spec
-from qsdk.core.planning.context import ONNX_NAMES, Context
+from qsdk.core.planning.context import ONNX_NAMES, PlanningContext
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import keeps_grid
 
@@ -22,8 +22,8 @@ class Hardware:
         as_output: norms whose weight takes the bits and the symmetry of their output.
         symmetric_if_wide: norms whose weight is symmetric if it has 16 bits, and not otherwise.
         widest_norm_weight: bits that weights of `symmetric_if_wide` have at most; None for no bound.
-        second_operand: what MatMul asks of a computed second operand: nothing; symmetric and 8 bits; or, if it has 16
-            bits, symmetric beside a first operand of 16 bits.
+        second_operand: the condition on a computed second operand of MatMul: none; symmetric and 8 bits; or, if it has
+            16 bits, symmetric beside a first operand of 16 bits.
     """
 
     as_output: frozenset[str] = frozenset({"GroupNormalization", "InstanceNormalization", "RMSNormalization"})
@@ -44,7 +44,7 @@ HARDWARE = MappingProxyType(
 
 
 def hardware_named(name: str) -> str:
-    """The name that `QuantConfig.hardware` takes, of one written in any case.
+    """Return the value for `QuantConfig.hardware` of a name written in any case.
 
     Raises:
         ConfigError: no such target is known.
@@ -54,8 +54,8 @@ def hardware_named(name: str) -> str:
     return name.lower()
 
 
-def constrain_matmuls(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
-    """Give the activations with the operands of every MatMul as the target needs them; ties hold."""
+def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Return the activations with the operands of every MatMul as the target needs them; ties are kept."""
     name = context.config.hardware
     if name is None or HARDWARE[hardware_named(name)].second_operand == "free":
         return dict(activations)
@@ -72,7 +72,7 @@ def constrain_matmuls(context: Context, activations: Mapping[int, Decision]) -> 
 
 
 def _constrain(
-    context: Context,
+    context: PlanningContext,
     matmul: int,
     found: dict[int, Decision],
     members: Mapping[str, list[int]],
@@ -88,24 +88,24 @@ def _constrain(
     assert first is not None
     assert second is not None
     if narrow:
-        wanted = [(homes[1], replace(second, dtype=_of_bits(second.dtype, 8), symmetric=True))]
+        wanted = [(homes[1], replace(second, dtype=_with_bits(second.dtype, 8), symmetric=True))]
     elif second.dtype.bits == 16:
         wanted = [(homes[1], replace(second, symmetric=True))]
         if len({found[home].encoding_site for home in homes if home is not None}) == 1:
             first = wanted[0][1]  # one encoding for both
-        wanted.append((homes[0], replace(first, dtype=_of_bits(first.dtype, 16))))
+        wanted.append((homes[0], replace(first, dtype=_with_bits(first.dtype, 16))))
     else:
         return False
     changed = False
     for home, spec in wanted:
         if home is not None and found[home].spec != spec:
-            _give(found, members[found[home].encoding_site], spec, f"a MatMul of {name} needs it")
+            _set_spec(found, members[found[home].encoding_site], spec, f"a MatMul of {name} needs it")
             changed = True
     return changed
 
 
-def _quantized_at(context: Context, tensor: int | None, found: Mapping[int, Decision]) -> int | None:
-    """The tensor whose encoding an operand has: its own, or that of what it was moved from; None if it is stored."""
+def _quantized_at(context: PlanningContext, tensor: int | None, found: Mapping[int, Decision]) -> int | None:
+    """Return the tensor whose encoding an operand has, its own or that of its source; None if it is stored."""
     current = tensor
     while current is not None and current in found and not found[current].quantized:
         made_by = context.graph.producer.get(current)
@@ -122,7 +122,7 @@ def _classes(activations: Mapping[int, Decision]) -> dict[str, list[int]]:
     return members
 
 
-def _give(found: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
+def _set_spec(found: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
     for tensor in tensors:
         reason = found[tensor].reason
         note = f"{reason}; {spec.dtype}{', symmetric' if spec.symmetric else ''}: {why}"
@@ -130,9 +130,9 @@ def _give(found: dict[int, Decision], tensors: list[int], spec: Spec, why: str) 
 
 
 def constrain_norms(
-    context: Context, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
+    context: PlanningContext, activations: Mapping[int, Decision], stored: Mapping[int, Decision]
 ) -> dict[int, Decision]:
-    """Give the stored tensors with the weights of norms as the target needs them."""
+    """Return the stored tensors with the weights of norms as the target needs them."""
     name = context.config.hardware
     if name is None:
         return dict(stored)
@@ -151,7 +151,7 @@ def constrain_norms(
             if decision.spec.dtype.is_integer:
                 spec = _norm_weight(decision.spec, type, target, output)
                 if spec != decision.spec:
-                    _give(found, [operand.root], spec, f"{type} on {name} needs it")
+                    _set_spec(found, [operand.root], spec, f"{type} on {name} needs it")
     return found
 
 
@@ -160,13 +160,13 @@ def _norm_weight(spec: Spec, type: str, target: Hardware, output: Decision | Non
     if type in target.as_output:
         made = output.spec if output is not None and output.quantized else None
         wide = made.dtype.bits if made is not None and made.dtype.is_integer else bits
-        return replace(spec, dtype=_of_bits(spec.dtype, wide), symmetric=made is not None and made.symmetric)
+        return replace(spec, dtype=_with_bits(spec.dtype, wide), symmetric=made is not None and made.symmetric)
     if target.widest_norm_weight is not None:
         bits = target.widest_norm_weight
-    return replace(spec, dtype=_of_bits(spec.dtype, bits), symmetric=bits >= 16)
+    return replace(spec, dtype=_with_bits(spec.dtype, bits), symmetric=bits >= 16)
 
 
-def _of_bits(dtype: DType, bits: int) -> DType:
-    """The dtype of that many bits, with this one's sign and strictness."""
+def _with_bits(dtype: DType, bits: int) -> DType:
+    """Return the dtype of that many bits, with the sign and strictness of this one."""
     found = DTYPES[re.sub(r"\d+.*", str(bits), dtype.name)]
     return found.strict if dtype.signed and dtype.lo == -dtype.hi else found

@@ -1,4 +1,7 @@
-"""Planning: which spec each site gets and why. A pure function of the graph and the config, total over its tensors."""
+"""Planning: which spec each site gets and why.
+
+A pure function of the graph and the config; no tensor is left undecided.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,11 +10,11 @@ from qsdk.core.config.rules import Place, Rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.activations import plan_activations
-from qsdk.core.planning.context import Context
+from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.stored import plan_stored
-from qsdk.core.site import owner_of, said_nearest
+from qsdk.core.site import nearest_in_words, owner_of
 
 
 def make_plan(
@@ -20,7 +23,7 @@ def make_plan(
     """Decide every tensor of the graph.
 
     Args:
-        graph: read by either door.
+        graph: of the model, read by either side.
         config: defaults and rules.
         extra_owners: owners that rules may name although they have no site (a folded BatchNorm).
         coarse: site -> why a calibration has left it float.
@@ -28,7 +31,7 @@ def make_plan(
     Raises:
         ConfigError: a rule matches nothing.
     """
-    context = Context(graph, config, coarse or {})
+    context = PlanningContext(graph, config, coarse or {})
     _require_matches(context, tuple(extra_owners))
     activations = constrain_matmuls(context, plan_activations(context))
     stored = constrain_norms(context, activations, plan_stored(context, activations))
@@ -43,8 +46,8 @@ def make_plan(
     return Plan(decisions, tuple(inside))
 
 
-def _require_matches(context: Context, extra_owners: tuple[str, ...]) -> None:
-    """Refuse a rule that matches no owner, no site and no place; one without conditions may name what has no place."""
+def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) -> None:
+    """Raise an error for a rule that matches nothing. One without conditions may name an owner that has no place."""
     rules = context.config.rules
     if all(rule.optional for rule in rules):
         return
@@ -59,14 +62,14 @@ def _require_matches(context: Context, extra_owners: tuple[str, ...]) -> None:
         if index not in named:
             what = "site" if ":" in rule.pattern else "owner"
             known = list(context.graph.sites) if ":" in rule.pattern else owners
-            near = said_nearest(rule.pattern, known)
+            near = nearest_in_words(rule.pattern, known)
             raise ConfigError(f"the rule {rule} matches no {what} in the model; {near}")
         places = [place for place in context.places() if index in matcher.named(place)]
-        raise ConfigError(f"the rule {rule} matches {_unmet(rule, places)}")
+        raise ConfigError(f"the rule {rule} matches {_unmet_condition(rule, places)}")
 
 
-def _unmet(rule: Rule, places: list[Place]) -> str:
-    """Which condition of a rule no place meets of those its pattern matches."""
+def _unmet_condition(rule: Rule, places: list[Place]) -> str:
+    """Return the condition of a rule that no place meets among those that its pattern matches."""
     if not any(rule.fits_op_type(place.op_types) for place in places):
         present = sorted({op_type for place in places for op_type in place.op_types})
         return f"no op of that type; there are: {', '.join(present)}"

@@ -1,4 +1,4 @@
-"""Operands: what part each stored tensor plays in the op that reads it."""
+"""Operands: the role of each stored tensor in the op that reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from qsdk.core.patterns.linear import bias_of_add
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A stored tensor read by an op.
+class StoredOperand:
+    """A stored tensor that an op reads.
 
     Attributes:
         tensor: id of the tensor as the op sees it (behind any Transpose).
@@ -46,15 +46,15 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = None) -> list[Operand]:
-    """List the stored floating-point tensors that an op reads as data, with their roles.
+def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = None) -> list[StoredOperand]:
+    """Return the stored floating-point tensors that an op reads as data, with their roles.
 
     Axes, bounds, pads and the like are not data and are left out.
 
     Args:
         graph: of the model.
         op_id: of the op.
-        roles: stored tensor (root id) -> its part in the supergroup that the op is inside; an op that only reshapes
+        roles: stored tensor (root id) -> its role in the supergroup that contains the op; an op that only reshapes
             such a tensor then reads it as data.
     """
     op = graph.ops[op_id]
@@ -62,7 +62,7 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         tensor = op.inputs[0]
         root = None if tensor is None else graph.constant_root(tensor)
         known = None if root is None or roles is None else roles.get(root)
-        return [] if tensor is None or root is None or known is None else [Operand(tensor, root, known)]
+        return [] if tensor is None or root is None or known is None else [StoredOperand(tensor, root, known)]
     found = []
     for position, tensor in enumerate(op.inputs):
         root = None if tensor is None else _root(graph, op, position, tensor)
@@ -71,21 +71,22 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         role, axes = _role(graph, op_id, position, tensor)
         if role is not None:
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
-            found.append(Operand(tensor, root, role, *rooted))
+            found.append(StoredOperand(tensor, root, role, *rooted))
     return found
 
 
-def is_scalar(graph: Graph, op_id: int, operand: Operand) -> bool:
-    """Whether an operand is one number of an elementwise op, which stays float: a parameter or a literal of the code.
+def is_scalar(graph: Graph, op_id: int, operand: StoredOperand) -> bool:
+    """Return whether an operand is a single number of an elementwise op, which stays float.
 
-    A weight, a bias, and the parameter of a norm or a PRelu are quantized even if they hold one number.
+    Such a number is a parameter or a literal of the code. A weight, a bias, and the parameter of a norm or a PRelu are
+    quantized even if they hold one number.
     """
     one = not any(n != 1 for n in graph.tensors[operand.root].shape or ())
     return one and operand.role == "constant" and graph.ops[op_id].type in _ELEMENTWISE
 
 
 def _root(graph: Graph, op: Op, position: int, tensor: int) -> int | None:
-    """The stored tensor behind an input; that of a PRelu or a norm may be reshaped on the way."""
+    """Return the stored tensor behind an input; in front of a PRelu or a norm it may be reshaped."""
     if position not in _CONSTANTS.get(op.type, ()):
         return graph.constant_root(tensor)
     origin = graph.origin(tensor)

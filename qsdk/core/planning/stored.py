@@ -1,4 +1,4 @@
-"""Planning of what is stored: weights, biases and the constants that stay float."""
+"""Planning of stored tensors: weights, biases and the constants that stay float."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,38 +7,38 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Shape
 from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
 from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
-from qsdk.core.planning.context import Context
-from qsdk.core.planning.operands import Operand, is_scalar
+from qsdk.core.planning.context import PlanningContext
+from qsdk.core.planning.operands import StoredOperand, is_scalar
 from qsdk.core.planning.plan import Decision
 from qsdk.core.planning.ties import PASS_THROUGH
 
 _WEIGHT_CHOICES = ("weight", "per_channel", "block_size", "symmetric_weights", "two_level_scales", "scale_bits")
 
 
-def plan_stored(context: Context, activations: Mapping[int, Decision]) -> dict[int, Decision]:
-    """Decide weights, biases and other stored tensors; gives tensor id -> decision.
+def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Decide weights, biases and other stored tensors; return the decisions by tensor id.
 
     Args:
         context: graph and config.
         activations: decided before, since a bias depends on its input.
     """
     found: dict[int, Decision] = {}
-    crossed = _crossed(context)
+    several_axes = _read_along_several_axes(context)
     for index, operands in context.operands.items():
         # weights before biases: a bias needs its weight's decision
         for operand in sorted(operands, key=lambda o: o.role == "bias"):
             if operand.root not in found:
-                read = replace(operand, channel_axis=None) if operand.root in crossed else operand
+                read = replace(operand, channel_axis=None) if operand.root in several_axes else operand
                 found[operand.root] = _stored(context, index, read, activations, found)
             _alias(context, operand, found)
-    _rest(context, activations, found)
+    _explain_rest(context, activations, found)
     return found
 
 
-def _crossed(context: Context) -> frozenset[int]:
-    """The weights that layers read along different axes (`w` here, `w.t()` there): root ids.
+def _read_along_several_axes(context: PlanningContext) -> frozenset[int]:
+    """Return the root ids of weights that layers read along different axes (`w` here, `w.t()` there).
 
-    What are output channels to one are summed over by the other, so no scale per channel leaves every sum one scale.
+    The output channels of one layer are summed over by the other, so scales per channel would mix in those sums.
     """
     axes: dict[int, set[int | None]] = {}
     for operands in context.operands.values():
@@ -49,9 +49,9 @@ def _crossed(context: Context) -> frozenset[int]:
 
 
 def _stored(
-    context: Context,
+    context: PlanningContext,
     op: int,
-    operand: Operand,
+    operand: StoredOperand,
     activations: Mapping[int, Decision],
     found: Mapping[int, Decision],
 ) -> Decision:
@@ -71,13 +71,13 @@ def _stored(
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, found)
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
     spec = _spec(operand, role, wanted, facts.shape, named=choice.is_named("weight"))
-    return _kept(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
+    return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
 
 
-def _statistic(context: Context, op: int, operand: Operand, bare: Decision, reader: str) -> Decision:
-    """Decide a parameter that stays float: what is kept in a narrower float type by a rule is kept in that.
+def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: Decision, reader: str) -> Decision:
+    """Decide a parameter that stays float, in a narrower float type if a rule asks for that.
 
-    Those of a BatchNorm are not: its variances may lie outside of a narrower type, and torch updates them.
+    Those of a BatchNorm stay float32: its variances may lie outside of a narrower type, and torch updates them.
     """
     reason = f"a parameter of {reader} that has no integer form of its own"
     choice = context.resolver.at(context.stored_place(op, operand.root))
@@ -89,11 +89,11 @@ def _statistic(context: Context, op: int, operand: Operand, bare: Decision, read
         return replace(bare, reason=f"{reason}; {said} rounds the result of the BatchNorm alone to {wanted}")
     if context.graph.tensors[operand.root].site is None or is_scalar(context.graph, op, operand):
         return replace(bare, reason=reason)
-    return _kept(replace(bare, rule=rule), wanted)
+    return _kept_float(replace(bare, rule=rule), wanted)
 
 
-def _spec(operand: Operand, role: Role, wanted: QuantConfig, shape: Shape | None, *, named: bool) -> Spec | None:
-    """What is wanted of a weight, an embedding or another constant; None where it stays in a float type."""
+def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, shape: Shape | None, *, named: bool) -> Spec | None:
+    """Return the spec of a weight, an embedding or another constant; None where it stays in a float type."""
     form = wanted.weight if isinstance(wanted.weight, BlockFormat) else None
     dtype = form.dtype if form is not None else _dtype(wanted)
     if not dtype.is_quantized:
@@ -116,20 +116,22 @@ def _dtype(wanted: QuantConfig) -> DType:
     return wanted.weight
 
 
-def _kept(bare: Decision, dtype: DType) -> Decision:
+def _kept_float(bare: Decision, dtype: DType) -> Decision:
     by = "a rule" if bare.rule != "default" else "the config"
     return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}")
 
 
-def _role(context: Context, op: int, operand: Operand) -> tuple[Role, str]:
-    """The part a stored tensor plays, and in what: its supergroup knows better than the op that reads it."""
+def _role(context: PlanningContext, op: int, operand: StoredOperand) -> tuple[Role, str]:
+    """Return the role of a stored tensor and the op or supergroup it has it in; the supergroup takes precedence."""
     group = context.groups.get(op)
     if group is not None and operand.root in group.roles:
         return group.roles[operand.root], group.name
     return operand.role, context.graph.ops[op].type
 
 
-def _granularity(operand: Operand, choice: QuantConfig, shape: Shape | None, block_size: int | None) -> Granularity:
+def _granularity(
+    operand: StoredOperand, choice: QuantConfig, shape: Shape | None, block_size: int | None
+) -> Granularity:
     axis = operand.input_axis
     if block_size is not None and axis is not None and shape is not None and shape[axis] != 1:
         return PerBlock(axis, block_size)
@@ -139,7 +141,7 @@ def _granularity(operand: Operand, choice: QuantConfig, shape: Shape | None, blo
 
 
 def _bias(
-    context: Context,
+    context: PlanningContext,
     op: int,
     bare: Decision,
     choice: QuantConfig,
@@ -147,7 +149,7 @@ def _bias(
     found: Mapping[int, Decision],
 ) -> Decision:
     if choice.bias.kind == "float":
-        return _kept(bare, choice.bias)
+        return _kept_float(bare, choice.bias)
     head = context.groups[op].ops[0] if op in context.groups else op
     source = context.graph.ops[head].inputs[0]
     weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)
@@ -175,8 +177,8 @@ def _narrow_integer(dtype: DType) -> bool:
     return dtype.is_integer and dtype.bits <= 8
 
 
-def _alias(context: Context, operand: Operand, found: dict[int, Decision]) -> None:
-    """A site that reads a stored tensor through Identity (a shared weight) is tied to it."""
+def _alias(context: PlanningContext, operand: StoredOperand, found: dict[int, Decision]) -> None:
+    """Tie a site that reads a stored tensor through Identity (a shared weight) to that tensor's site."""
     graph = context.graph
     current, home = operand.tensor, found[operand.root]
     while current != operand.root:
@@ -191,8 +193,8 @@ def _alias(context: Context, operand: Operand, found: dict[int, Decision]) -> No
         current = source
 
 
-def _rest(context: Context, activations: Mapping[int, Decision], found: dict[int, Decision]) -> None:
-    """State why the other stored tensors stay float: bounds, exponents, views, and what nothing reads."""
+def _explain_rest(context: PlanningContext, activations: Mapping[int, Decision], found: dict[int, Decision]) -> None:
+    """Record why the other stored tensors stay float: bounds, exponents, views, and tensors that nothing reads."""
     graph = context.graph
     for tensor, facts in enumerate(graph.tensors):
         if not facts.is_float or tensor in activations or tensor in found:

@@ -32,7 +32,7 @@ class Classes:
         self._parent: dict[int, int] = {}
 
     def find(self, item: int) -> int:
-        """The representative of an item's class."""
+        """Return the representative of an item's class."""
         root = item
         while self._parent.get(root, root) != root:
             root = self._parent[root]
@@ -46,16 +46,16 @@ class Classes:
         self._parent[high] = low
 
 
-def find_ties(graph: Graph, groups: Mapping[int, object], apart: Collection[int] = ()) -> Classes:
-    """Tie tensors over every grid-preserving op; `groups` maps a tensor id to what must be equal on both sides.
+def find_ties(graph: Graph, groups: Mapping[int, object], untied: Collection[int] = ()) -> Classes:
+    """Return the tie classes of all grid-preserving ops; `groups` maps a tensor id to what must be equal on both sides.
 
     A tensor absent from `groups` (float, or inside a supergroup) is never tied, so a tie ends there; the ops in
-    `apart` tie nothing.
+    `untied` tie nothing.
     """
     classes = Classes()
     reached = dict(groups)
     for index, op in enumerate(graph.ops):
-        if index in apart:
+        if index in untied:
             continue
         _carry_through_inner_tensors(graph, op, reached)
         for left, right in _pairs(graph, op, reached):
@@ -65,16 +65,16 @@ def find_ties(graph: Graph, groups: Mapping[int, object], apart: Collection[int]
 
 
 def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Mapping[str, object]) -> dict[int, str]:
-    """Find what leaves the model as a Concat of parts that one scale cannot serve; gives tensor id -> reason.
+    """Return, by tensor id, why a Concat of unlike parts that leaves the model stays float.
 
-    Such a Concat, and what only moves its values on to the outputs, is read by no op of the model, so nothing is lost
-    if each part keeps its own encoding. One scale for all would lose the scores of a detector beside its boxes.
+    No op of the model reads such a Concat, or what only moves its values on to the outputs, so nothing is lost if each
+    part keeps its own encoding. With one scale for all, a detector's scores would round to 0 beside its boxes.
 
     Args:
         graph: of the model.
-        choices: op id -> True (tie in any case), False (never), or None: apart where the parts are made by different
+        choices: op id -> True (tie in any case), False (never), or None: untied where the parts are made by different
             kinds of op.
-        bounds: op type -> the fixed range of what it makes; ops of one range are of one kind.
+        bounds: op type -> the fixed range of its result; ops with the same range count as one kind.
     """
     leaving = _leaving(graph)
     found: dict[int, str] = {}
@@ -98,7 +98,7 @@ def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Ma
 
 
 def _leaving(graph: Graph) -> set[int]:
-    """The tensors whose values only leave the model: no op reads them but to move them towards an output."""
+    """Return the tensors whose values only leave the model: the ops that read them only move them to an output."""
     outputs, found, moving = frozenset(graph.outputs), set[int](), set[int]()
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
@@ -112,7 +112,7 @@ def _leaving(graph: Graph) -> set[int]:
 
 
 def _carry_through_inner_tensors(graph: Graph, op: Op, reached: dict[int, object]) -> None:
-    """Let a tensor inside a module or function (`x[:, 1:]` is two Slices) hand its input's class on."""
+    """Pass the class of an op's input on to results inside a module or function (`x[:, 1:]` is two Slices)."""
     data = op.inputs[0] if op.inputs else None
     if data in reached and op.type != "Concat" and keeps_grid(graph, op):
         inner = [output for output in op.outputs if graph.tensors[output].site is None]
@@ -120,7 +120,7 @@ def _carry_through_inner_tensors(graph: Graph, op: Op, reached: dict[int, object
 
 
 def keeps_grid(graph: Graph, op: Op) -> bool:
-    """Whether an op's outputs hold only values of its inputs that are data (all of Concat's, else the first), or 0."""
+    """Return whether an op's outputs hold only values of its data inputs (all of Concat's, else the first), or 0."""
     if op.type == "Pad":
         return _pads_inside(graph, op)
     return op.type in PASS_THROUGH or op.type == "Concat" or _resizes_nearest(op)
@@ -140,7 +140,7 @@ def _pairs(graph: Graph, op: Op, sites: Collection[int]) -> list[tuple[int, int]
 
 
 def _pads_inside(graph: Graph, op: Op) -> bool:
-    """Whether a Pad adds only values that its input's range holds: copies of it, or 0."""
+    """Return whether a Pad adds only values that its input's range holds: copies of it, or 0."""
     mode = op.attributes.get("mode", "constant")
     if mode not in ("constant", b"constant"):
         return True

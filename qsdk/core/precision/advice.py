@@ -34,7 +34,7 @@ class Finding:
 
 
 def noise_to_signal(values: FloatArray, encoding: Encoding) -> float:
-    """The power of the quantization error over the power of the values; 0 where there is no signal."""
+    """Return the power of the quantization error over the power of the values; 0 where there is no signal."""
     exact = values.astype(np.float64)
     power = float(np.square(exact).sum())
     error = float(np.square(encoding.fake_quantize(values).astype(np.float64) - exact).sum())
@@ -42,7 +42,7 @@ def noise_to_signal(values: FloatArray, encoding: Encoding) -> float:
 
 
 def decibels(noise: float) -> float:
-    """A noise-to-signal ratio as SQNR; at most 200 dB."""
+    """Return a noise-to-signal ratio as SQNR; at most 200 dB."""
     return 200.0 if noise <= 1e-20 else -10.0 * float(np.log10(noise))
 
 
@@ -115,14 +115,14 @@ def _is_much_narrower(own: Encoding, held: Encoding) -> bool:
 
 
 def _joint_of(plan: Plan, decision: Decision) -> str | None:
-    """The owner of the Concat that ties a site to wider ones."""
+    """Return the owner of the Concat that ties a site to wider ones."""
     home = decision.encoding_site
     members = [d for d in plan.decisions.values() if d.encoding_site == home and d.op_type == "Concat"]
     return owner_of(members[0].site) if members else None
 
 
 def _outlier_channel(sample: SiteSample, encoding: Encoding) -> str | None:
-    """The channel that takes the grid from the others: their noise hides behind its power, so SQNR does not show it."""
+    """Return the channel that widens the grid for all others. SQNR does not show it, since its own power is large."""
     for axis, largest in sample.channels.items():
         middle, top = float(np.median(largest)), int(largest.argmax())
         levels = middle / float(encoding.scale.max())

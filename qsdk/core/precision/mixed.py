@@ -157,7 +157,7 @@ def _references(
     as_given: Callable[[], AbstractContextManager[bool]],
     shifted: Mapping[str, FloatArray],
 ) -> tuple[dict[str, float], int]:
-    """The metric in float32: `reference` of the model that was given, `float_now` of the weights that are stored.
+    """Return the metric in float32: `reference` of the original model, `float_now` of the stored weights.
 
     Gives how often it was asked as well.
     """
@@ -175,7 +175,7 @@ def _references(
 
 
 def _left(state: SimState) -> list[str]:
-    """The sites that no search may raise, each with the reason."""
+    """Return the sites that no search may raise, each with the reason."""
     return [
         f"{site}: frozen at {encoding.dtype}, and what is stored there may be rounded to it (adaround, gptq, "
         "tune_blocks), so that more bits would change nothing; sim.unfreeze lets it be raised"
@@ -220,7 +220,7 @@ def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Cand
 def _values_of(
     decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
 ) -> tuple[FloatArray, int] | None:
-    """Values of a site to measure its noise on, and how many it holds; None where nothing was seen."""
+    """Return the values of a site to measure its noise on, and how many it holds; None where nothing was seen."""
     if decision.kind == "weight":
         values = stored.get(decision.site)
         return None if values is None else (values, values.size)

@@ -41,7 +41,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self) -> tuple[Assignment, bool]:
-        """Give the chosen assignment and whether it reaches what is wanted; else everything is at the top level."""
+        """Return the chosen assignment and whether it reaches what is wanted; else everything is at the top level."""
         base = (0,) * len(self.noise)
         if self._reaches(base):
             return base, True
@@ -53,7 +53,7 @@ class Search:
         return base, False
 
     def metric_of(self, assignment: Assignment) -> float:
-        """The metric of an assignment, evaluated once."""
+        """Return the metric of an assignment, evaluated once."""
         known = next((trial.metric for trial in self.trials if trial.assignment == assignment), None)
         if known is None:
             known = self.evaluate(assignment)
@@ -71,7 +71,7 @@ class Search:
         return tuple(raised)
 
     def _bisected(self, base: Assignment, level: int) -> tuple[Assignment, list[int], int]:
-        """The shortest prefix of the ranking that reaches what is wanted, as far as bisection sees."""
+        """Return the shortest prefix of the ranking that reaches what is wanted, as far as bisection sees."""
         ranked = sorted(range(len(self.noise)), key=lambda candidate: -self.noise[candidate])
         ranked = [candidate for candidate in ranked if level in self.options[candidate]]
         low, high = 0, len(ranked)

@@ -26,7 +26,7 @@ class ChannelStatistics:
     squares: FloatArray
 
     def variance(self, owner: str) -> FloatArray:
-        """The unbiased variance, as PyTorch keeps it in a BatchNorm.
+        """Return the unbiased variance, as PyTorch keeps it in a BatchNorm.
 
         Raises:
             DataError: there are fewer than two values, or some are not finite; names the owner.
@@ -43,7 +43,7 @@ Together = Callable[[str, ChannelStatistics], ChannelStatistics]
 
 
 def merged(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """The statistics of all values of the parts (Chan et al. 1979)."""
+    """Return the statistics of all values of the parts (Chan et al. 1979)."""
     found = parts[0]
     for part in parts[1:]:
         count = found.count + part.count
@@ -58,7 +58,7 @@ def merged(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
 
 
 def deviation(now: ChannelStatistics, mean: FloatArray, variance: FloatArray) -> float:
-    """How far what a BatchNorm gives is from mean 0 and deviation 1: root mean square over the channels.
+    """Return how far what a BatchNorm gives is from mean 0 and deviation 1: root mean square over the channels.
 
     Args:
         now: of its input.

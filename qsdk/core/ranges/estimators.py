@@ -49,12 +49,12 @@ class Estimator:
 
     @property
     def reads_histogram(self) -> bool:
-        """Whether minimum and maximum are not enough."""
+        """Return whether minimum and maximum are not enough."""
         return self.name not in ("min_max", "moving_average")
 
 
 def estimator(method: str, percentile: float = PERCENTILE) -> Estimator:
-    """Give the estimator of that name.
+    """Return the estimator of that name.
 
     Raises:
         ConfigError: there is none, or the percentile is not in 50..100.
@@ -67,7 +67,7 @@ def estimator(method: str, percentile: float = PERCENTILE) -> Estimator:
 
 
 def averaged(before: Range | None, new: Range) -> Range:
-    """The moving average of the extremes of batches, momentum 0.1."""
+    """Return the moving average of the extremes of batches, momentum 0.1."""
     if before is None:
         return new
     momentum = np.float32(MOMENTUM)
@@ -128,7 +128,7 @@ def _gamma(chosen: Estimator) -> float:
 
 
 def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-    """Give x as [G, n], one row per scale, and how many values of each row count: a last block may be shorter."""
+    """Return x as [G, n], one row per scale, and how many values of each row count: a last block may be shorter."""
     if isinstance(granularity, PerTensor):
         return x.reshape(1, -1), np.array([x.size])
     if not isinstance(granularity, PerBlock):

@@ -27,7 +27,7 @@ _MANTISSA = 23  # multiples of the width must be exact in float32
 
 
 def sample_step(size: int) -> int:
-    """Which values of a tensor of `size` elements count: every n-th of the flattened tensor, about `SAMPLES` or fewer.
+    """Return the step of the sample of a tensor of `size` elements: every n-th of them, about `SAMPLES` or fewer.
 
     Example:
         >>> sample_step(1000), sample_step(100_000)
@@ -57,23 +57,23 @@ class Histogram:
 
     @property
     def width(self) -> npt.NDArray[np.float64]:
-        """The width of a bin, [G]."""
+        """Return the width of a bin, [G]."""
         return np.asarray(np.exp2(self.exponent.astype(np.float64)))
 
     @property
     def edges(self) -> npt.NDArray[np.float64]:
-        """The edges of the bins, [G, bins + 1]."""
+        """Return the edges of the bins, [G, bins + 1]."""
         index = self.first[:, None] + np.arange(self.counts.shape[1] + 1)
         return np.asarray(index * self.width[:, None])
 
     @property
     def centers(self) -> npt.NDArray[np.float64]:
-        """The middles of the bins, [G, bins], of the first and last one as far as values reach."""
+        """Return the middles of the bins, [G, bins], of the first and last one as far as values reach."""
         edges = self.edges.clip(self.low[:, None], self.high[:, None])
         return np.asarray((edges[:, 1:] + edges[:, :-1]) / 2)
 
     def merge(self, other: "Histogram") -> "Histogram":
-        """The histogram of what both have counted.
+        """Return the histogram of what both have counted.
 
         Raises:
             CalibrationError: their groups or numbers of bins differ.
@@ -132,7 +132,7 @@ def _count(
     high: FloatArray,
     bins: int,
 ) -> npt.NDArray[np.float64]:
-    """How often values [G, n] fall into each bin, [G, bins]."""
+    """Return how often values [G, n] fall into each bin, [G, bins]."""
     groups, length = values.shape
     shrink = np.exp2(-exponent).astype(np.float32)[:, None]  # a power of two, so that the products are exact
     last = _last(high, exponent)[:, None].astype(np.float32)
@@ -152,13 +152,13 @@ def _count(
 
 
 def _last(high: FloatArray, exponent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The index of the bin that the largest value belongs to: the one below, if it is a multiple of the width."""
+    """Return the bin of the largest value, which is the one below its edge if it is a multiple of the width."""
     scaled = np.ldexp(high.astype(np.float64), -exponent)
     return (np.ceil(scaled) - 1).astype(np.int64)
 
 
 def _fit(low: FloatArray, high: FloatArray, bins: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The smallest exponent with which the bins reach from low to high, and the first bin."""
+    """Return the smallest exponent with which the bins reach from low to high, and the first bin."""
     span = _exponent_of((high.astype(np.float64) - low) / bins) - 1
     exact = _exponent_of(np.maximum(np.abs(low), np.abs(high))) - _MANTISSA
     exponent = np.maximum(np.maximum(span, exact), _SMALLEST_EXPONENT)
@@ -172,14 +172,14 @@ def _fit(low: FloatArray, high: FloatArray, bins: int) -> tuple[npt.NDArray[np.i
 
 
 def _exponent_of(value: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The exponent of the power of two above a value; the smallest one for 0."""
+    """Return the exponent of the power of two above a value; the smallest one for 0."""
     return np.where(value == 0, _SMALLEST_EXPONENT, np.frexp(value)[1]).astype(np.int64)
 
 
 def _shifted(
     index: npt.NDArray[np.int64], histogram: Histogram, exponent: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Indices of a histogram's bins, [G] or [G, n], among wider ones."""
+    """Return the indices of a histogram's bins, [G] or [G, n], among wider ones."""
     shift = (exponent - histogram.exponent).clip(0, 62)
     return np.asarray(index >> (shift if index.ndim == 1 else shift[:, None]))
 
@@ -187,7 +187,7 @@ def _shifted(
 def _moved(
     histogram: Histogram, exponent: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The counts in wider bins that begin elsewhere: neighbours add up."""
+    """Return the counts in wider bins that begin elsewhere: neighbours add up."""
     groups, bins = histogram.counts.shape
     if np.array_equal(exponent, histogram.exponent) and np.array_equal(first, histogram.first):
         return histogram.counts
@@ -200,7 +200,7 @@ def _moved(
 
 
 def percentiles(histogram: Histogram, percent: float) -> npt.NDArray[np.float64]:
-    """The value below which `percent` of the values lie, [G], interpolated inside its bin.
+    """Return the value below which `percent` of the values lie, [G], interpolated inside its bin.
 
     Values are taken to lie evenly in their bin; a rank r of n values is NumPy's, `percent / 100 * (n - 1)`.
     """

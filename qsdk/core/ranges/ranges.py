@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import CalibrationError
-from qsdk.core.numerics.block_scales import confined, shared_exponents, shortened
+from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits, shared_exponents
 from qsdk.core.numerics.dtypes import float8e8m0
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
@@ -27,7 +27,7 @@ class Range:
     high: FloatArray
 
     def merge(self, other: "Range") -> "Range":
-        """The smallest range that covers both."""
+        """Return the smallest range that covers both."""
         return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
 
@@ -59,7 +59,7 @@ def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
 
 
 def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
-    """Give the encoding whose grid covers `observed`, extended to contain 0.
+    """Return the encoding whose grid covers `observed`, extended to contain 0.
 
     Symmetric on an unsigned dtype means zero point 0 where nothing is negative, else the grid's middle.
     Minifloats use the largest finite value; `scale_bits` rounds scales up (powers of two:
@@ -75,12 +75,12 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     if (np.asarray(observed.low) > np.asarray(observed.high)).any():
         raise CalibrationError("a range must have its minimum below its maximum")
     scale, zero_point = scale_and_zero_point(low, high, spec)
-    scale = confined(scale, spec)
+    scale = restrict_block_scales(scale, spec)
     return Encoding(spec.dtype, scale, zero_point, axis_of(spec.granularity), block_size_of(spec.granularity))
 
 
 def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
-    """Give the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape.
+    """Return the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape.
 
     Scales that depend on those of other blocks are not confined yet; see `block_scales.confined`.
     """
@@ -114,4 +114,4 @@ def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
     # a finer grid may have finer steps: the floor is on the range, as it is at 8 bits
     finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
     floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)
-    return floored if spec.scale_bits is None else shortened(floored, spec.scale_bits)
+    return floored if spec.scale_bits is None else round_up_to_digits(floored, spec.scale_bits)

@@ -69,12 +69,12 @@ def least_moved_counted(centers: Doubles, counts: Doubles, full: Range, spec: Sp
 
 
 def cast_to(dtype: DType) -> Callable[[Any], Any]:
-    """Give the rounding of float32 to a minifloat's values."""
+    """Return the rounding of float32 to a minifloat's values."""
     return lambda value: value.astype(storage_type(dtype)).astype(np.float32)
 
 
 def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
-    """The range of smallest cost, the full one among the candidates and winning a tie.
+    """Return the range of smallest cost, the full one among the candidates and winning a tie.
 
     Args:
         cost: of candidates.
@@ -97,13 +97,13 @@ def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
 
 
 def _pairs(left: Doubles, right: Doubles) -> Doubles:
-    """Every pair, [2, len(left) * len(right)], the widest first."""
+    """Return every pair, [2, len(left) * len(right)], the widest first."""
     pairs = np.stack([side.ravel() for side in np.meshgrid(left, right, indexing="ij")])
     return pairs[:, np.argsort(-pairs.sum(axis=0), kind="stable")]
 
 
 def _best(cost: Cost, full: Range, spec: Spec, shares: Doubles, size: int) -> Doubles:
-    """The shares of low and high, [2, G], with the smallest cost among candidates [2, C, G]."""
+    """Return the shares of low and high, [2, G], with the smallest cost among candidates [2, C, G]."""
     per_chunk = max(_CHUNK // size, 1)
     costs = []
     for start in range(0, shares.shape[1], per_chunk):
@@ -117,7 +117,7 @@ def _best(cost: Cost, full: Range, spec: Spec, shares: Doubles, size: int) -> Do
 def _each_cost(
     x: FloatArray, counts: Doubles | None, scale: Scales, zero_point: ZeroPoints, dtype: DType, gamma: float
 ) -> Doubles:
-    """The weighted squared error of each candidate and group, [C, G], of values [G, n]; scales are [C, G].
+    """Return the weighted squared error of each candidate and group, [C, G], of values [G, n]; scales are [C, G].
 
     In units of the scale, and without the zero point: a few passes fewer than quantizing as it is exported.
     """
@@ -160,7 +160,7 @@ class _Counted:
         self.shortfall = self.values * self.sums[0, 1:] - self.sums[1, 1:]  # F at each value
 
     def cost(self, scale: Scales, zero_point: ZeroPoints, dtype: DType, gamma: float) -> Doubles:
-        """The cost of each candidate, [C], for scales [C]."""
+        """Return the cost of each candidate, [C], for scales [C]."""
         s, z = scale.astype(np.float64), zero_point.astype(np.float64)
         bounds = (np.arange(dtype.lo, dtype.hi) + 0.5 - z[:, None]) * s[:, None]
         lowest, highest = (dtype.lo - z) * s, (dtype.hi - z) * s
@@ -180,5 +180,5 @@ class _Counted:
 
 
 def _square(end: Doubles, sums: Doubles) -> Doubles:
-    """The sum of count * (end - x)^2 over the values whose counts, x and x^2 add up to `sums`."""
+    """Return the sum of count * (end - x)^2 over the values whose counts, x and x^2 add up to `sums`."""
     return np.asarray(end * end * sums[0] - 2 * end * sums[1] + sums[2])

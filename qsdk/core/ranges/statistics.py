@@ -21,7 +21,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """The `Gather` of a process that is the only one."""
+    """Return the `Gather` of a process that is the only one."""
     return [value]
 
 
@@ -77,7 +77,7 @@ class Statistics:
         return merged
 
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
-        """The range that all these sites share, or None if no batch has reached any of them."""
+        """Return the range that all these sites share, or None if no batch has reached any of them."""
         seen = [site for site in sites if site in self.ranges]
         if not seen:
             return None
@@ -141,18 +141,18 @@ def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
 
 
 def channel_axis(decision: Decision) -> int | None:
-    """The axis whose channels have ranges of their own; None where there is one range."""
+    """Return the axis whose channels have ranges of their own; None where there is one range."""
     return None if decision.spec is None else axis_of(decision.spec.granularity)
 
 
 def reads_histogram(decision: Decision, chosen: Estimator) -> bool:
-    """Whether the range of a site comes from a histogram of its values."""
+    """Return whether the range of a site comes from a histogram of its values."""
     fixed = decision.spec is not None and decision.spec.fixed_range is not None
     return chosen.reads_histogram and not fixed and channel_axis(decision) is None
 
 
 def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:
-    """The sites whose range counts: those of tie classes too, but nothing that merely passes values on."""
+    """Return the sites whose range counts: those of tie classes too, but nothing that merely passes values on."""
     kinds = ("activation", "input", "output")
     return {d.site: d for d in decisions if d.quantized and d.kind in kinds and not d.passes_through}
 
@@ -160,7 +160,7 @@ def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:
 def activation_encodings(
     wanted: Iterable[Decision], statistics: Statistics, *, frozen: Collection[str], known: Collection[str]
 ) -> dict[str, Encoding]:
-    """Give the encodings of the sites that have one of their own.
+    """Return the encodings of the sites that have one of their own.
 
     A fixed range holds whatever the data says. Members of a tie share one range, estimated from all they have seen.
 

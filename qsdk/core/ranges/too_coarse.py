@@ -39,7 +39,7 @@ class Observed:
     encodings: Mapping[str, Encoding]
 
     def of(self, site: str | None) -> tuple[Range | None, Encoding | None]:
-        """The range and the encoding of a site that a calibration decides; None where there are none."""
+        """Return the range and the encoding of a site that a calibration decides; None where there are none."""
         decision = None if site is None else self.plan.decisions.get(site)
         if decision is None or not decision.quantized or decision.kind in ("weight", "bias"):
             return None, None
@@ -50,7 +50,7 @@ class Observed:
 
 
 def too_coarse(graph: Graph, observed: Observed) -> dict[str, str]:
-    """Give site -> why it has to stay float, for what reads it and the range that it was seen to have.
+    """Return site -> why it has to stay float, for what reads it and the range that it was seen to have.
 
     Args:
         graph: that was planned.
@@ -60,7 +60,7 @@ def too_coarse(graph: Graph, observed: Observed) -> dict[str, str]:
 
 
 def left_float(plan: Plan) -> dict[str, str]:
-    """The sites that calibrations have left float, and why."""
+    """Return the sites that calibrations have left float, and why."""
     decisions = plan.decisions.values()
     return {d.site: d.reason for d in decisions if d.rule == BY_CALIBRATION and d.state == "float"}
 
@@ -107,7 +107,7 @@ def _wide_angles(graph: Graph, observed: Observed) -> dict[str, str]:
 
 
 def _factors(graph: Graph, index: int, observed: Observed) -> dict[int, float]:
-    """The tensors that an op makes an angle of, and by how much it multiplies an error of theirs."""
+    """Return the tensors that an op makes an angle of, and by how much it multiplies an error of theirs."""
     op = graph.ops[index]
     read = [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
     if op.type in _SAME_SIZE:
@@ -125,7 +125,7 @@ def _factors(graph: Graph, index: int, observed: Observed) -> dict[int, float]:
 
 
 def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed: Observed) -> dict[int, float]:
-    """The operands of a product over a few coordinates; the inputs of a layer are no angles, and it ends there.
+    """Return the operands of a product over a few coordinates; the inputs of a layer are no angles, and it ends there.
 
     What a layer with a bias of its own hands to it is an angle like the sum.
     """
@@ -141,7 +141,7 @@ def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed:
 
 
 def _largest(graph: Graph, tensor: int, observed: Observed) -> float:
-    """The largest size of a tensor's values, as far as it is known; 1 where it is not."""
+    """Return the largest size of a tensor's values, as far as it is known; 1 where it is not."""
     root = graph.constant_root(tensor)
     value = graph.value(tensor if root is None else root)
     if value is not None and value.size:

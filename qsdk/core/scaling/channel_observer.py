@@ -54,18 +54,18 @@ class Look:
 
     @property
     def amax(self) -> FloatArray:
-        """The largest magnitude of each channel."""
+        """Return the largest magnitude of each channel."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
 
     @property
     def mean_magnitude(self) -> npt.NDArray[np.float64]:
-        """The mean magnitude of each channel."""
+        """Return the mean magnitude of each channel."""
         found: npt.NDArray[np.float64] = self.total[0] / max(self.count, 1.0)
         return found
 
     @property
     def mean_square(self) -> npt.NDArray[np.float64]:
-        """The mean square of each channel."""
+        """Return the mean square of each channel."""
         found: npt.NDArray[np.float64] = self.total[1] / max(self.count, 1.0)
         return found
 

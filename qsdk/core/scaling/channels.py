@@ -15,23 +15,23 @@ Shape = Sequence[int | str | None]
 
 
 def along(ids: npt.NDArray[np.int64], axis: int, rank: int) -> Ids:
-    """The map of a tensor whose channels lie along one axis."""
+    """Return the map of a tensor whose channels lie along one axis."""
     return ids.reshape([-1 if i == axis % rank else 1 for i in range(rank)])
 
 
 def vector(ids: Ids, axis: int) -> Ids | None:
-    """The channels along an axis, [n], or None where they depend on another axis as well."""
+    """Return the channels along an axis, [n], or None where they depend on another axis as well."""
     rest = prod(size for i, size in enumerate(ids.shape) if i != axis % ids.ndim)
     return ids.reshape(-1) if rest == 1 else None
 
 
 def varies(ids: Ids, axis: int) -> bool:
-    """Whether the channel depends on an axis."""
+    """Return whether the channel depends on an axis."""
     return bool(ids.shape[axis] != 1)
 
 
 def reshaped(ids: Ids, before: Shape, after: Shape) -> Ids | None:
-    """The map behind a Reshape, or None where it cannot be told from the shapes."""
+    """Return the map behind a Reshape, or None where it cannot be told from the shapes."""
     parts = _aligned(before, after)
     if parts is None:
         return None
@@ -51,7 +51,7 @@ def reshaped(ids: Ids, before: Shape, after: Shape) -> Ids | None:
 
 
 def broadcast_back(ids: Ids, shape: Shape) -> Ids | None:
-    """The map of an operand of this shape whose elementwise result has the map `ids`; None where it has not enough."""
+    """Return the map of an operand of this shape whose elementwise result has the map `ids`; None if too small."""
     cut = ids.reshape(ids.shape[ids.ndim - len(shape) :]) if _leading_ones(ids, ids.ndim - len(shape)) else None
     if cut is None or any(size == 1 and varies(cut, axis) for axis, size in enumerate(shape)):
         return None
@@ -59,7 +59,7 @@ def broadcast_back(ids: Ids, shape: Shape) -> Ids | None:
 
 
 def broadcast_on(ids: Ids, rank: int) -> Ids:
-    """The map of an elementwise result of this rank, one operand of which has the map `ids`."""
+    """Return the map of an elementwise result of this rank, one operand of which has the map `ids`."""
     return ids.reshape((1,) * (rank - ids.ndim) + ids.shape)
 
 
@@ -68,7 +68,7 @@ def _leading_ones(ids: Ids, count: int) -> bool:
 
 
 def _compact(ids: Ids) -> Ids:
-    """The same map with size 1 along every axis on which it does not depend."""
+    """Return the same map with size 1 along every axis on which it does not depend."""
     for axis, size in enumerate(ids.shape):
         first = ids.take([0], axis)
         if size > 1 and bool((ids == first).all()):
@@ -77,7 +77,7 @@ def _compact(ids: Ids) -> Ids:
 
 
 def _aligned(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest runs of axes, from the left and from the right, that hold the same elements."""
+    """Return the smallest runs of axes, from the left and from the right, that hold the same elements."""
     left, old, new = _runs(before, after)
     right, old_end, new_end = _runs(before[old:][::-1], after[new:][::-1])
     last_old, last_new = len(before) - old_end, len(after) - new_end
@@ -116,7 +116,7 @@ def _runs(before: Shape, after: Shape) -> tuple[list[tuple[list[int], list[int]]
 
 
 def _volume(sizes: Shape) -> tuple[int, tuple[str, ...]] | None:
-    """The product of sizes: a number and the names in it; None where a size is unknown."""
+    """Return the product of sizes: a number and the names in it; None where a size is unknown."""
     if any(size is None for size in sizes):
         return None
     names = tuple(sorted(size for size in sizes if isinstance(size, str)))

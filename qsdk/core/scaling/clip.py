@@ -62,7 +62,7 @@ def clip_all(seen: Seen, state: SimState, stored: Callable[[str], Array]) -> dic
 
 
 def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array]) -> Encoding:
-    """The encoding, wide enough for int32 biases on it."""
+    """Return the encoding, wide enough for int32 biases on it."""
     for bias, decision in state.plan.decisions.items():
         if decision.bias_of is not None and decision.bias_of[1] == site and decision.bias_of[0] in state.own:
             spec = state.plan.decisions[site].spec
@@ -72,7 +72,7 @@ def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[
 
 
 def clipped(layer: SeenLayer, weight: FloatArray, rows: FloatArray) -> Clipped | None:
-    """The encoding whose ranges give the least error of each block's part of the output.
+    """Return the encoding whose ranges give the least error of each block's part of the output.
 
     Args:
         layer: a plain one, with a quantized weight.
@@ -106,7 +106,7 @@ def _encoding(observed: Range, spec: Spec, share: FloatArray) -> Encoding:
 
 
 def _matrix(layer: SeenLayer, weight: Array) -> Array:
-    """The weight as [out, in]."""
+    """Return the weight as [out, in]."""
     return weight if layer.channel_axis == 0 else weight.T
 
 
@@ -116,7 +116,7 @@ def _whole(layer: SeenLayer, weight: FloatArray, encoding: Encoding, second: Arr
 
 
 def _errors(layer: SeenLayer, spec: Spec, weight: FloatArray, encoding: Encoding, second: Array) -> Array:
-    """The error of what each scale has a part in, of the scales' shape."""
+    """Return the error of what each scale has a part in, of the scales' shape."""
     off = _matrix(layer, encoding.fake_quantize(weight) - weight).astype(np.float64)
     granularity = spec.granularity
     if isinstance(granularity, PerBlock) and granularity.axis % 2 == layer.input_axis:

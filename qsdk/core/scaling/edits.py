@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
-from qsdk.core.planning.operands import Operand, operands_of
+from qsdk.core.planning.operands import StoredOperand, operands_of
 from qsdk.core.scaling.channels import Ids, along, broadcast_back
 from qsdk.core.scaling.propagation import At, channels_along, passed
 from qsdk.core.site import owner_of
@@ -56,14 +56,14 @@ class End:
     linear: bool = False
 
     def owner(self, graph: Graph) -> str:
-        """The owner of its stored tensors in sites, or its own name where they have no site."""
+        """Return the owner of its stored tensors in sites, or its own name where they have no site."""
         sites = (graph.tensors[edit.root].site for edit in self.edits)
         site = next((site for site in sites if site is not None), None)
         return graph.ops[self.op].name if site is None else owner_of(site)
 
 
 def is_linear(graph: Graph, op_id: int) -> bool:
-    """Whether an op multiplies its first input with a stored weight."""
+    """Return whether an op multiplies its first input with a stored weight."""
     op = graph.ops[op_id]
     stands = op.domain in ("", "ai.onnx") and op.type in LINEAR
     weight = op.inputs[1] if stands else None
@@ -75,12 +75,12 @@ def is_linear(graph: Graph, op_id: int) -> bool:
 
 
 def input_axis(graph: Graph, op_id: int) -> int:
-    """The axis of a linear op's input whose channels it multiplies."""
+    """Return the axis of a linear op's input whose channels it multiplies."""
     return 1 if graph.ops[op_id].type.startswith("Conv") else -1
 
 
 def producing(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | None:
-    """How the op that makes a tensor gives its factors back; why it cannot; None where it stores nothing to do so."""
+    """Return the edit by which the op that makes a tensor divides it, or why it cannot; None without stored tensors."""
     op = graph.ops[op_id]
     if is_linear(graph, op_id):
         channels = channels_along(ids, input_axis(graph, op_id))
@@ -109,7 +109,7 @@ def producing(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | Non
 
 
 def consuming(graph: Graph, op_id: int, tensor: int, ids: Ids, power: int) -> End | str | None:
-    """How an op that reads a tensor takes its factors in; why it cannot; None where it stores nothing to do so."""
+    """Return the edit by which a reader of a tensor multiplies it, or why it cannot; None without stored tensors."""
     op = graph.ops[op_id]
     if is_linear(graph, op_id):
         channels = channels_along(ids, input_axis(graph, op_id))
@@ -133,7 +133,7 @@ def consuming(graph: Graph, op_id: int, tensor: int, ids: Ids, power: int) -> En
 
 
 def stored_operand(graph: Graph, op_id: int) -> int | None:
-    """The operand of an elementwise op of two that is stored, or a view of what is; None where none or both are."""
+    """Return the operand of a binary op that is stored, or a view of a stored tensor; None if none or both are."""
     op = graph.ops[op_id]
     if op.type not in ("Add", "Sub", "Mul", "Div") or len(op.inputs) != 2:
         return None
@@ -142,7 +142,7 @@ def stored_operand(graph: Graph, op_id: int) -> int | None:
 
 
 def shifting(graph: Graph, constant: int, ids: Ids, power: int) -> Edit | str:
-    """The edit of a stored operand of an Add, whose result has the map `ids`."""
+    """Return the edit of a stored operand of an Add, whose result has the map `ids`."""
     own = broadcast_back(ids, graph.tensors[constant].shape or ())
     return (
         "a stored operand has one value for several channels" if own is None else _vector(graph, constant, own, -power)
@@ -166,8 +166,8 @@ def _linear(graph: Graph, op_id: int, channels: Ids, power: int, *, makes: bool,
     return _end(op_id, found, reads=reads, linear=True)
 
 
-def _of_weight(graph: Graph, op_id: int, operand: Operand, channels: Ids, *, makes: bool) -> Ids | None:
-    """The map of a weight from the channels of what its layer makes, or reads."""
+def _of_weight(graph: Graph, op_id: int, operand: StoredOperand, channels: Ids, *, makes: bool) -> Ids | None:
+    """Return the map of a weight from the channels of what its layer makes, or reads."""
     shape = tuple(n for n in graph.tensors[operand.root].shape or () if isinstance(n, int))
     groups = graph.ops[op_id].attributes.get("group", 1)
     axis = operand.channel_axis if makes else operand.input_axis
@@ -186,7 +186,7 @@ def _of_weight(graph: Graph, op_id: int, operand: Operand, channels: Ids, *, mak
 
 
 def _vector(graph: Graph, tensor: int, ids: Ids, power: int) -> Edit | str:
-    """The edit of a stored vector, read as it is or through views."""
+    """Return the edit of a stored vector, read as it is or through views."""
     own = broadcast_back(ids, graph.tensors[tensor].shape or ())
     origin = graph.origin(tensor)
     if own is None or origin is None:
@@ -207,7 +207,7 @@ def _no_new(shape: tuple[int, ...]) -> Ids:
 
 
 def _sole(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
-    """An edit, or why the tensor cannot be changed: something else reads it as well."""
+    """Return an edit, or why the tensor cannot be changed: something else reads it as well."""
     name, current = graph.tensors[edit.root].name, edit.root
     if graph.tensors[edit.root].dtype != "float32":
         return f"{name} is stored as {graph.tensors[edit.root].dtype}"

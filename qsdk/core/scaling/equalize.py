@@ -22,7 +22,7 @@ _SHIFT = frozenset(
 
 
 def not_equalized(region: Region) -> str:
-    """Why a region is nothing to equalize, `""` where it is: ranges of weights are needed on both sides."""
+    """Return why a region is nothing to equalize, `""` where it is: ranges of weights are needed on both sides."""
     if not region.producers or not all(end.linear for end in region.ends):
         return "not every op at its ends multiplies a weight"
     return ""
@@ -49,7 +49,7 @@ def equalize(scalings: Scalings, iterations: int) -> int:
 
 
 def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None = None) -> tuple[Factors, Factors]:
-    """The largest weight of each channel on the side that gives factors, and on the side that takes them in."""
+    """Return the largest weight of each channel on the side that gives factors, and on the side that takes them in."""
     region = scalings.regions[number]
     found = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
     for edit in region.edits:
@@ -61,7 +61,7 @@ def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None
 
 
 def _maxima(scalings: Scalings, root: int) -> FloatArray:
-    """The largest magnitudes of a weight as it was, along the axes that no factor depends on (a kernel's)."""
+    """Return the largest magnitudes of a weight as it was, along the axes that no factor depends on (a kernel's)."""
     magnitudes = np.abs(scalings.stored(root))
     flat = tuple(axis for axis, size in enumerate(scalings.multiplier_shape(root)) if size == 1)
     return np.asarray(magnitudes.max(axis=flat, keepdims=True))
@@ -71,7 +71,7 @@ def _maxima(scalings: Scalings, root: int) -> FloatArray:
 
 
 def bias_of(graph: Graph, op_id: int) -> int | None:
-    """The stored bias that a linear op adds, itself or by the Add behind it; None where there is none."""
+    """Return the stored bias that a linear op adds, itself or by the Add behind it; None where there is none."""
     found = next((o.root for o in operands_of(graph, op_id) if o.role == "bias"), None)
     reader = graph.sole_consumer(graph.ops[op_id].outputs[0])
     if found is not None or reader is None:
@@ -81,7 +81,7 @@ def bias_of(graph: Graph, op_id: int) -> int | None:
 
 
 def absorbs(graph: Graph, region: Region) -> str:
-    """Why the biases of a region's producer cannot move to its readers exactly, `""` where they can."""
+    """Return why the biases of a region's producer cannot move to its readers exactly, `""` where they can."""
     makers = {end.op for end in region.producers}
     if len(makers) != 1 or any(bias_of(graph, end.op) is None for end in region.ends):
         return "not one producer with a bias, read by layers with a bias"

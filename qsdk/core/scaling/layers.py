@@ -43,7 +43,7 @@ class SeenLayer:
 
 
 def seen_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> SeenLayer | None:
-    """A linear op as a layer; None where its weight is no matrix or kernel of its own.
+    """Return a linear op as a layer; None where its weight is no matrix or kernel of its own.
 
     Args:
         graph: of the model.
@@ -65,7 +65,7 @@ def seen_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> SeenLayer
 
 
 def output_error(layer: SeenLayer, weight: FloatArray, look: Look, rows_by: Array, weight_by: Array) -> float:
-    """The relative error of a layer's output where its input is divided by factors and its weight multiplied by them.
+    """Return the relative error of a layer's output, its input divided by factors and its weight multiplied.
 
     Both are quantized as they are in the sim, by the range that they then have. For a layer with a kernel or with
     groups, products of different inputs are taken to be independent.
@@ -93,7 +93,7 @@ def output_error(layer: SeenLayer, weight: FloatArray, look: Look, rows_by: Arra
 
 
 def _independent(layer: SeenLayer, weight: Array, weight_off: Array, rows: Array, rows_off: Array) -> float:
-    """The same where only the squares of what is multiplied are looked at."""
+    """Return the same where only the squares of what is multiplied are looked at."""
     power, noise = (np.square(x).mean(axis=0) for x in (rows, rows_off))
     axis, kernel = layer.input_axis, tuple(range(2, weight.ndim))
     if weight.shape[axis] != power.size:  # groups: axis 0 tells which one

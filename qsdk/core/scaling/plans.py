@@ -25,7 +25,7 @@ def specs_of(plan: Plan) -> dict[str, Spec]:
 def admitted(
     regions: Sequence[Region], graph: Graph, plan: Plan, own: Mapping[str, Encoding], stored: Container[str]
 ) -> list[Region]:
-    """The same regions, blocked where an encoding is frozen, nothing is quantized, or a tensor cannot be changed.
+    """Return the regions, blocked where an encoding is frozen, nothing is quantized, or a tensor cannot be changed.
 
     Args:
         regions: of the graph.
@@ -56,7 +56,7 @@ def _bar(region: Region, graph: Graph, plan: Plan, own: Mapping[str, Encoding], 
 
 
 def without_layers(region: Region) -> str:
-    """Why no layer reads a region, `""` where one does."""
+    """Return why no layer reads a region, `""` where one does."""
     return "" if any(end.linear for end in region.consumers) else "no weight is multiplied with it"
 
 
@@ -80,7 +80,7 @@ def looks_at(regions: Sequence[Region], graph: Graph) -> dict[int, Look]:
 
 
 def _in_product(graph: Graph, tensor: int, region: Region) -> bool:
-    """Whether a MatMul multiplies a tensor with one of the inverse factors."""
+    """Return whether a MatMul multiplies a tensor with one of the inverse factors."""
     power = region.places[tensor].power
     products = [graph.ops[op] for op in graph.consumers[tensor] if graph.ops[op].type == "MatMul"]
     return any(

@@ -35,22 +35,22 @@ class At:
 
     @property
     def made(self) -> int:
-        """The op's first output."""
+        """Return the op's first output."""
         return self.op.outputs[0]
 
     @property
     def fed(self) -> int:
-        """The op's first input."""
+        """Return the op's first input."""
         assert self.op.inputs[0] is not None
         return self.op.inputs[0]
 
     @property
     def forward(self) -> bool:
-        """Whether the known tensor goes into the op."""
+        """Return whether the known tensor goes into the op."""
         return self.tensor not in self.op.outputs
 
     def shape(self, tensor: int) -> tuple[int | str | None, ...]:
-        """The shape of a tensor; an unknown rank counts as none."""
+        """Return the shape of a tensor; an unknown rank counts as none."""
         return self.graph.tensors[tensor].shape or ()
 
 
@@ -70,12 +70,12 @@ class Passed:
 
 
 def blocked(reason: str) -> Passed:
-    """A factor that ends here."""
+    """Return a factor that ends here."""
     return Passed(blocked=reason)
 
 
 def passed(at: At) -> Passed:
-    """Where the factors of one tensor of an op go on."""
+    """Return where the factors of one tensor of an op go on."""
     relation = _RELATIONS.get(at.op.type) if at.op.domain in ("", "ai.onnx") else None
     if relation is None:
         return blocked(f"{at.op.type} does not commute with a scaling of its channels")
@@ -113,7 +113,7 @@ def _pads(at: At) -> Passed:
 
 
 def _spatial(at: At) -> Passed:
-    """An op that mixes elements along axes on which the channel does not depend, and keeps the rank."""
+    """Return an op that mixes elements along axes on which the channel does not depend, and keeps the rank."""
     before, after = at.shape(at.fed), at.shape(at.made)
     changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b or i >= 2]
     if len(before) != len(after) or any(varies(at.ids, i) for i in changed):
@@ -165,7 +165,7 @@ def _expands(at: At) -> Passed:
 
 
 def _gathers(at: At) -> Passed:
-    """A selection along an axis on which the channel does not depend."""
+    """Return a selection along an axis on which the channel does not depend."""
     where = at.op.inputs[1]
     rank = 0 if where is None else len(at.shape(where))
     axis = at.op.attributes.get("axis", 0) % len(at.shape(at.fed))
@@ -221,7 +221,7 @@ def _splits(at: At) -> Passed:
 
 
 def _slices(at: At) -> Passed:
-    """A Slice with stored bounds; what it leaves out has channels of its own."""
+    """Return a Slice with stored bounds; what it leaves out has channels of its own."""
     values = [at.graph.value(tensor) for tensor in at.op.inputs[1:]]
     if len(values) < 2 or any(value is None for value in values):
         return _other(at, None)
@@ -250,7 +250,7 @@ def _slices(at: At) -> Passed:
 
 
 def _adds(at: At) -> Passed:
-    """All operands and the sum have the same factors."""
+    """Return all operands and the sum have the same factors."""
     rank = len(at.shape(at.made))
     whole = at.ids if not at.forward else broadcast_on(at.ids, rank)
     found = {at.made: whole}
@@ -265,7 +265,7 @@ def _adds(at: At) -> Passed:
 
 
 def _multiplies(at: At, other: int | None = None) -> Passed:
-    """A product has the factors of one operand; the other one is left as it is."""
+    """Return a product has the factors of one operand; the other one is left as it is."""
     if at.forward:
         if list(at.op.inputs).count(at.tensor) > 1:
             return blocked(f"{at.op.type} reads it twice")
@@ -282,7 +282,7 @@ def _multiplies(at: At, other: int | None = None) -> Passed:
 
 
 def _contracts(at: At) -> Passed:
-    """A product of two computed matrices [..., m, k] and [..., k, n]."""
+    """Return a product of two computed matrices [..., m, k] and [..., k, n]."""
     left, right = at.op.inputs[:2]
     assert left is not None
     assert right is not None
@@ -307,18 +307,18 @@ def _contracts(at: At) -> Passed:
 
 
 def operands_that_may_carry(graph: Graph, op: Op) -> list[int]:
-    """The operands of a product that could hold its factors, where there is a choice."""
+    """Return the operands of a product that could hold its factors, where there is a choice."""
     computed = [t for t in op.inputs if t is not None and graph.constant_root(t) is None]
     return computed if op.type == "Mul" else computed[:1]
 
 
 def carried_by(at: At, operand: int) -> Passed:
-    """The same as `passed` for a product whose factors one chosen operand is to hold."""
+    """Return the same as `passed` for a product whose factors one chosen operand is to hold."""
     return _multiplies(at, operand)
 
 
 def channels_along(ids: Ids, axis: int) -> Ids | None:
-    """The channels of a tensor along the axis that a layer multiplies, or None where they lie along others too."""
+    """Return the channels of a tensor along the axis that a layer multiplies; None if they vary along others too."""
     return vector(ids, axis) if varies(ids, axis) else None
 
 

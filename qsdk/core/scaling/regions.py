@@ -54,21 +54,21 @@ class Region:
 
     @property
     def edits(self) -> list[Edit]:
-        """All edits, of the ends and on the way."""
+        """Return all edits, of the ends and on the way."""
         return [*(edit for end in self.ends for edit in end.edits), *self.between]
 
     @property
     def consumers(self) -> list[End]:
-        """The layers and norms that read a tensor of the region."""
+        """Return the layers and norms that read a tensor of the region."""
         return [end for end in self.ends if end.reads is not None]
 
     @property
     def producers(self) -> list[End]:
-        """The layers and norms that make one."""
+        """Return the layers and norms that make one."""
         return [end for end in self.ends if end.reads is None]
 
     def called(self, graph: Graph) -> str:
-        """Its ends by name: `norm -> query, key, value`."""
+        """Return its ends by name: `norm -> query, key, value`."""
         makers, readers = ([end.owner(graph) for end in ends] for ends in (self.producers, self.consumers))
         if not readers:
             return " x ".join(dict.fromkeys(makers))
@@ -76,7 +76,7 @@ class Region:
 
 
 def find_regions(graph: Graph) -> list[Region]:
-    """Every region that a layer's input lies in, or the left one of two computed tensors that are multiplied.
+    """Return every region that a layer's input lies in, or the left one of two computed tensors that are multiplied.
 
     Those of layers that are blocked come too, with the reason.
     """
@@ -119,7 +119,7 @@ def _seeds(graph: Graph) -> Iterator[_Seed]:
 
 
 def _region(graph: Graph, seed: _Seed) -> Region:
-    """The region that grows from a seed; where the first way is blocked, another operand of a product may carry."""
+    """Return the region that grows from a seed; if its first way is blocked, another operand of a product is tried."""
     pending: list[tuple[tuple[int, ...], dict[int, int]]] = [(axes, {}) for axes in seed.ways]
     blocked = None
     for _ in range(_TRIES):
@@ -252,7 +252,7 @@ class _Growing:
             self.join(other, ids, -place.power if other in step.inverse else place.power)
 
     def beside(self, at: At, op_id: int, constant: int, place: Place) -> Passed:
-        """An elementwise op with one stored operand."""
+        """Return an elementwise op with one stored operand."""
         op = at.op
         data = next(t for t in op.inputs if t is not None and t != constant)
         rank = max(len(at.shape(data)), len(at.shape(constant)))

@@ -19,13 +19,13 @@ def clips_at_six(graph: Graph) -> dict[str, int]:
 
 
 def as_relu(graph: Graph, sites: Container[str]) -> Graph:
-    """The graph with a Relu in the place of each Clip whose result has one of these sites."""
+    """Return the graph with a Relu in the place of each Clip whose result has one of these sites."""
     clips = {op for site, op in clips_at_six(graph).items() if site in sites}
     ops = [replace(op, type="Relu", inputs=op.inputs[:1]) if i in clips else op for i, op in enumerate(graph.ops)]
     return replace(graph, ops=ops)
 
 
 def passed_by(regions: list[Region], clips: Mapping[str, int], graph: Graph) -> set[str]:
-    """The sites of the Clips that regions which can be scaled go through."""
+    """Return the sites of the Clips that regions which can be scaled go through."""
     within = {tensor for region in regions if not region.blocked for tensor in region.places}
     return {site for site, op in clips.items() if graph.ops[op].outputs[0] in within}

@@ -39,11 +39,11 @@ class Scalings:
         self.factors[number] = np.clip(self.factors[number] * by, 1 / _LARGEST, _LARGEST)
 
     def stored(self, root: int) -> FloatArray:
-        """A stored tensor as the model has it now: without these factors until they are written."""
+        """Return a stored tensor as the model has it now: without these factors until they are written."""
         return np.asarray(self._stored[self.graph.tensors[root].name], np.float32)
 
     def value(self, root: int) -> FloatArray:
-        """A stored tensor, scaled."""
+        """Return a stored tensor, scaled."""
         found = self.stored(root)
         if not self.touched(root):
             return found
@@ -57,13 +57,13 @@ class Scalings:
         return found
 
     def multiplier_shape(self, root: int) -> tuple[int, ...]:
-        """The shape of `multiplier`, with the tensor's rank."""
+        """Return the shape of `multiplier`, with the tensor's rank."""
         rank = len(self.graph.tensors[root].shape or ())
         shape = np.broadcast_shapes(*(edit.ids.shape for _, edit in self._edits.get(root, ())))
         return (1,) * (rank - len(shape)) + shape
 
     def touched(self, root: int) -> bool:
-        """Whether a stored tensor changes."""
+        """Return whether a stored tensor changes."""
         return any(bool((self.factors[number] != 1).any()) for number, _ in self._edits.get(root, ()))
 
     def of_activation(self, tensor: int, axis: int) -> Factors:
@@ -91,7 +91,7 @@ class Scalings:
         return found
 
     def changed(self) -> Iterator[int]:
-        """The stored tensors that change."""
+        """Return the stored tensors that change."""
         return (root for root in self._edits if self.touched(root))
 
 
@@ -100,7 +100,7 @@ def _float32(values: npt.NDArray[np.floating]) -> FloatArray:
 
 
 def widest(magnitudes: npt.NDArray[np.floating], ids: Ids, channels: int) -> Factors:
-    """The largest magnitude of each channel in a tensor with this map."""
+    """Return the largest magnitude of each channel in a tensor with this map."""
     others = tuple(axis for axis, size in enumerate(ids.shape) if size == 1 and magnitudes.shape[axis] > 1)
     reduced = magnitudes.max(axis=others, keepdims=True) if others else magnitudes
     found = np.zeros(channels)
@@ -109,19 +109,19 @@ def widest(magnitudes: npt.NDArray[np.floating], ids: Ids, channels: int) -> Fac
 
 
 def balanced(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors:
-    """`shrinking^alpha / growing^(1 - alpha)`, 1 where either is 0."""
+    """Return `shrinking^alpha / growing^(1 - alpha)`, 1 where either is 0."""
     alive = (shrinking > 0) & (growing > 0)
     one = np.where(alive, shrinking, 1.0) ** alpha
     return np.where(alive, one / np.where(alive, growing, 1.0) ** (1 - alpha), 1.0)
 
 
 def centred(factors: Factors) -> Factors:
-    """The same factors around 1: only what they do to the balance between channels matters."""
+    """Return the same factors around 1: only what they do to the balance between channels matters."""
     found: Factors = factors / np.exp(np.log(factors).mean())
     return found
 
 
 def spread(ranges: Factors) -> float:
-    """How far the largest range lies above the (geometric) mean one; 1 where all are equal."""
+    """Return how far the largest range lies above the (geometric) mean one; 1 where all are equal."""
     alive = ranges[ranges > 0]
     return float(alive.max() / np.exp(np.log(alive).mean())) if alive.size else 1.0

@@ -45,19 +45,19 @@ class Seen:
         self.graph: Graph = scalings.graph
 
     def layers(self, region: Region) -> list[tuple[End, SeenLayer]]:
-        """The layers that read a region's tensors and were looked at."""
+        """Return the layers that read a region's tensors and were looked at."""
         found = ((end, seen_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
         return [(end, layer) for end, layer in found if layer is not None and layer.tensor in self.looks]
 
     def shrinking(self, number: int, *, mean: bool = False) -> Factors:
-        """The largest (or mean) magnitude of each channel of what is divided by the factors."""
+        """Return the largest (or mean) magnitude of each channel of what is divided by the factors."""
         region = self.scalings.regions[number]
         read = [end.reads for end in region.consumers if end.reads is not None]
         tensors = read or [t for t, place in region.places.items() if place.power == -1 and t in self.looks]
         return self._of_activations(number, tensors, mean=mean)
 
     def growing(self, number: int) -> Factors:
-        """The largest magnitude of each channel of what is multiplied by them: weights, or the partner in a product."""
+        """Return the largest magnitude per channel of what the factors multiply: weights, or the other operand."""
         region = self.scalings.regions[number]
         partners = [t for t, place in region.places.items() if place.power == 1 and t in self.looks]
         found = self._of_activations(number, partners)
@@ -81,7 +81,7 @@ class Seen:
         return found
 
     def error(self, number: int, factors: Factors) -> float:
-        """The mean relative error of the outputs of what reads a region, with these factors on top of those so far."""
+        """Return the mean relative error of the outputs of a region's readers, with these factors applied on top."""
         region = self.scalings.regions[number]
         whole = factors * self.scalings.factors[number]
         errors = []

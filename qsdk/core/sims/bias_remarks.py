@@ -1,14 +1,14 @@
-"""What int32 does to the biases of a sim: derived from its state, so that it holds after every verb."""
+"""Remarks on what int32 does to the biases of a sim, derived from its state, so that they hold after every verb."""
 
 from collections.abc import Mapping
 
 from qsdk.core.numerics.bias import bias_remark
 from qsdk.core.report import Report
-from qsdk.core.sims.state import SimState, Stored
+from qsdk.core.sims.state import SimState, StoredReader
 
 
-def bias_remarks(state: SimState, stored: Stored) -> dict[str, str]:
-    """Site -> remark, for every bias that int32 clips or rounds to 0, or that made its weight's scale larger.
+def bias_remarks(state: SimState, stored: StoredReader) -> dict[str, str]:
+    """Return a remark by site for each bias that int32 clips or rounds to 0, or that widened its weight's scale.
 
     Args:
         state: of the sim; biases without an encoding yet are left out.
@@ -25,7 +25,7 @@ def bias_remarks(state: SimState, stored: Stored) -> dict[str, str]:
 
 
 def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:
-    """A coverage report whose reasons hold the remarks."""
+    """Return a coverage report with the remarks added to the reasons."""
     rows = [
         {**row, "reason": f"{row['reason']}; {remarks[row['site']]}"} if row["site"] in remarks else row
         for row in coverage.rows
@@ -34,14 +34,14 @@ def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:
 
 
 def with_left_float(report: Report, coarse: Mapping[str, str]) -> Report:
-    """A report of calibration in which the sites that it leaves float have no range, but the reason as `note`."""
+    """Return a report of calibration in which sites left float have no range, but the reason as `note`."""
     rows = [row for row in report.rows if row["site"] not in coarse]
     rows += [{"site": site, "dtype": "float32", "note": reason} for site, reason in coarse.items()]
     return Report(report.title, rows, {**report.summary, "left_float": len(coarse)})
 
 
 def with_notes(report: Report, remarks: Mapping[str, str]) -> Report:
-    """A report of calibration or export with the remarks as `note`, in the row of the site or in one of its own."""
+    """Return a report of calibration or export with the remarks as `note`, in the site's row or in a new one."""
     known = {row["site"] for row in report.rows}
     rows = [{**row, "note": remarks[row["site"]]} if row["site"] in remarks else row for row in report.rows]
     rows += [{"site": site, "dtype": "int32", "note": remark} for site, remark in remarks.items() if site not in known]

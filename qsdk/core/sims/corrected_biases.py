@@ -1,4 +1,4 @@
-"""Biases that layer solvers have shifted, and what they were: a correction is made anew, never on top of another."""
+"""Biases that layer solvers have shifted, and their original values: a correction is never added to another one."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,36 +14,36 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.state import SimState
 
 Array = npt.NDArray[Any]
-#: site -> what a bias was, and what it was shifted to
+#: site -> the original bias, and the shifted one
 OriginalBiases = dict[str, tuple[Array, Array]]
 
 
 class HasBiases(Protocol):
-    """A sim of either door, as far as its biases go."""
+    """The part of a sim, of either side, that concerns its biases."""
 
     original_biases: OriginalBiases
     plan: Plan
     graph: Graph
 
     def snapshot(self) -> SimState:
-        """Gives the state as it is."""
+        """Return the present state."""
         ...
 
     def stored_floats(self, sites: Collection[str]) -> Mapping[str, Array]:
-        """Reads the stored tensors at sites."""
+        """Return the stored tensors at sites."""
         ...
 
     def store_floats(self, values: Mapping[str, Array]) -> None:
-        """Writes them."""
+        """Store other values at sites."""
         ...
 
 
 @contextmanager
 def noting_shifts(sim: HasBiases) -> Iterator[dict[str, Array]]:
-    """Remember what the biases were that the block shifts.
+    """Record the original values of the biases that the block shifts.
 
-    Gives a dict for the block to fill: site of a bias -> what the float model's bias moves by when its weight becomes a
-    rounded one for good, so that the float model's mean stays what it was.
+    Yields a dict for the block to fill: site of a bias -> how far the float model's bias must move where its weight is
+    replaced by the rounded one for good, so that the mean of the float model's output stays the same.
     """
     rounded: dict[str, Array] = {}
     sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
@@ -59,14 +59,14 @@ def noting_shifts(sim: HasBiases) -> Iterator[dict[str, Array]]:
 
 @contextmanager
 def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
-    """Inside, all biases are those of the float model.
+    """Restore the biases of the float model for the duration of the block.
 
-    Afterwards those are shifted again whose layer is what it was: the bias, and the encoding of the weight. If the
-    block raises, all are.
+    Afterwards the shift is applied again to each bias that is unchanged and whose weight still has its encoding; to all
+    of them if the block raises.
 
     Args:
-        sim: of either door.
-        rounds: whether the block freezes the weights that it rounds, so that a frozen one is another one.
+        sim: of either side.
+        rounds: whether the block freezes the weights that it rounds, so that a newly frozen weight counts as changed.
     """
     exact = float_biases(sim)
     if not exact:
@@ -82,13 +82,13 @@ def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
         raise
     after, now = sim.snapshot(), sim.stored_floats(list(exact))
     weights = {found.layer.bias: found.layer.site for found in graph_layers(sim.graph, sim.plan, frozen=())[0]}
-    same = {site for site, weight in weights.items() if _known_alike(before, after, weight, rounds)}
+    same = {site for site, weight in weights.items() if _is_unchanged(before, after, weight, rounds)}
     sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
 
 
 @contextmanager
 def shifts_put_back_on_error(sim: HasBiases) -> Iterator[dict[str, Array]]:
-    """Give the biases that are shifted now, by site, and store them again if the block raises."""
+    """Yield the shifted biases by site, and store them again if the block raises."""
     shifted = {site: sim.original_biases[site][1] for site in float_biases(sim)}
     try:
         yield shifted
@@ -98,28 +98,28 @@ def shifts_put_back_on_error(sim: HasBiases) -> Iterator[dict[str, Array]]:
         raise
 
 
-def _known_alike(before: SimState, after: SimState, weight: str, rounds: bool) -> bool:
-    """Whether a weight has the encoding it had, and is as frozen where that tells a weight that was rounded."""
+def _is_unchanged(before: SimState, after: SimState, weight: str, rounds: bool) -> bool:
+    """Return whether a weight has the same encoding as before and, with `rounds`, is as frozen as before."""
     old, new = before.encoding(weight), after.encoding(weight)
     return old == new and (not rounds or old is None or new is None or old.frozen == new.frozen)
 
 
 def rounded_for_good(sim: HasBiases) -> set[str]:
-    """The weights that are frozen beside a bias that was shifted with them: their float values are gone."""
+    """Return the weights that are frozen beside a bias that was shifted with them: their float values are lost."""
     shifted, state = float_biases(sim), sim.snapshot()
     layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
     return {layer.site for layer in layers if layer.bias in shifted and state.own[layer.site].frozen}
 
 
 def take_back_shifts(sim: HasBiases) -> None:
-    """Give every bias that was shifted, and has not changed otherwise since, the value that it had before."""
+    """Restore the original value of every bias that was shifted and has not changed otherwise since."""
     shifted = _still_shifted(sim, sim.stored_floats(list(sim.original_biases)))
     sim.store_floats({site: original for site, (original, _) in shifted.items()})
     sim.original_biases.clear()
 
 
 def float_biases(sim: HasBiases) -> dict[str, Array]:
-    """The biases of the float model, of the sites where other ones are stored since they were shifted."""
+    """Return the original biases of the float model at the sites where shifted ones are stored."""
     now = sim.stored_floats(list(sim.original_biases))
     return {site: original for site, (original, _) in _still_shifted(sim, now).items()}
 
@@ -129,13 +129,13 @@ def _still_shifted(sim: HasBiases, now: Mapping[str, Array]) -> OriginalBiases:
     return {site: pair for site, pair in pairs if site in now and np.array_equal(now[site], pair[1])}
 
 
-def plain_biases(sim: HasBiases) -> dict[str, list[float]]:
-    """What the biases were that are shifted now, as lists of numbers for a file."""
+def biases_to_json(sim: HasBiases) -> dict[str, list[float]]:
+    """Return the original values of the shifted biases as lists of numbers, for a file."""
     return {site: original.tolist() for site, original in float_biases(sim).items()}
 
 
 def read_biases(given: Any, sim: HasBiases, where: str) -> OriginalBiases:
-    """What `plain_biases` wrote into the file `where`, for a sim that has the shifted biases.
+    """Return the biases that `biases_to_json` wrote into the file `where`, for a sim that has the shifted ones.
 
     Raises:
         FileFormatError: it is damaged.

@@ -1,4 +1,4 @@
-"""Frozen values: stored tensors that no verb changes, neither by rounding nor by scaling, correcting or training."""
+"""Frozen values: stored tensors that no verb changes, be it by rounding, scaling, correcting or training."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +14,18 @@ STORED = ("weight", "bias")  # kinds of sites whose tensor the model stores
 
 
 class HoldsValues(Protocol):
-    """A sim of either door, as far as its stored tensors go."""
+    """The part of a sim, of either side, that concerns its stored tensors."""
 
     frozen_values: frozenset[str]
 
     def stored_floats(self, sites: Collection[str]) -> Mapping[str, npt.NDArray[Any]]:
-        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        """Return the float values of the stored tensors at these sites, by site, where there are any."""
         ...
 
 
 @contextmanager
-def values_stay(sim: HoldsValues) -> Iterator[None]:
-    """Refuse a block that has changed a frozen value, once it has ended.
+def require_frozen_values(sim: HoldsValues) -> Iterator[None]:
+    """Raise an error after a block that has changed a frozen value.
 
     Raises:
         ConfigError: names the first of them.
@@ -42,7 +42,7 @@ def values_stay(sim: HoldsValues) -> Iterator[None]:
 
 
 def read_frozen_values(given: Any, plan: Plan, where: str) -> frozenset[str]:
-    """Read the sites of frozen values from a file, which may be older than they are.
+    """Return the sites of frozen values from a file, which may have been written before they existed.
 
     Raises:
         FileFormatError: they are no sites of this plan.

@@ -1,4 +1,4 @@
-"""Loading encodings into a sim: every entry is held against the plan, and all that differs is listed."""
+"""Loading encodings into a sim: every entry is compared with the plan, and all differences are listed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
 from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
-from qsdk.core.sims.state import SimState, encoding_of, matched_homes, owns_encoding
+from qsdk.core.sims.state import SimState, encoding_of, matched_owners, owns_encoding
 
 _STATES = ("missing", "unexpected", "different")
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What became of one site: `loaded`, or `missing`, `unexpected` or `different` and why."""
+class LoadResult:
+    """The result for one site: `loaded`, or `missing`, `unexpected` or `different` and why."""
 
     site: str
     state: str
@@ -29,16 +29,16 @@ class Finding:
 def with_loaded(
     state: SimState, file: StoredEncodings, where: str, *, freeze: bool | str, strict: bool
 ) -> tuple[SimState, Report]:
-    """Put the encodings of a file in place of the sim's own.
+    """Replace the sim's encodings by those of a file.
 
     Args:
         state: of the sim.
-        file: what it says.
+        file: its content.
         where: its name, for messages.
         freeze: True freezes all that is loaded; `weights`, `activations`, a pattern or a site freeze those; False
             leaves the flags of the file.
-        strict: refuse a file that does not fit the plan site by site; otherwise load what fits and leave the rest as
-            it is: no quantizer is ever disabled.
+        strict: raise an error for a file that does not fit the plan site by site; otherwise load what fits and leave
+            the rest unchanged: no quantizer is ever disabled.
 
     Returns:
         The new state; rows `site`, `state` (loaded, missing, unexpected or different) and `detail`.
@@ -48,54 +48,54 @@ def with_loaded(
         ConfigError: `freeze` matches nothing.
     """
     chosen = _frozen_sites(state.plan, freeze)
-    own, findings = dict(state.own), []
+    own, results = dict(state.own), []
     for site, decision in state.plan.decisions.items():
         if not owns_encoding(decision):
             continue
-        finding, encoding = _checked(state, decision, file)
-        findings.append(finding)
+        result, encoding = _check(state, decision, file)
+        results.append(result)
         if encoding is not None:
             own[site] = replace(encoding, frozen=True) if site in chosen else encoding
-    findings += _shared(state.plan, file, own, {f.site for f in findings if f.state == "loaded"})
-    findings += _casts(state.plan, file)
-    findings += _unexpected(state.plan, file)
-    if strict and any(finding.state in _STATES for finding in findings):
-        raise FileFormatError(_listed(findings, where))
-    rows = [vars(finding) for finding in findings]
-    counts = {name: sum(f.state == name for f in findings) for name in ("loaded", *_STATES)}
+    results += _shared(state.plan, file, own, {f.site for f in results if f.state == "loaded"})
+    results += _casts(state.plan, file)
+    results += _unexpected(state.plan, file)
+    if strict and any(result.state in _STATES for result in results):
+        raise FileFormatError(_mismatch_message(results, where))
+    rows = [vars(result) for result in results]
+    counts = {name: sum(f.state == name for f in results) for name in ("loaded", *_STATES)}
     return replace(state, own=own), Report("Loaded encodings", rows, {"file": where, **counts})
 
 
 def _frozen_sites(plan: Plan, freeze: bool | str) -> set[str]:
     if isinstance(freeze, str):
-        return set(matched_homes(plan, freeze, "freeze"))
+        return set(matched_owners(plan, freeze, "freeze"))
     if not isinstance(freeze, bool):
         raise ConfigError(f'freeze={freeze!r} is unknown; choose False, True, "weights", "activations" or a pattern')
     return {site for site, decision in plan.decisions.items() if freeze and owns_encoding(decision)}
 
 
-def _checked(state: SimState, decision: Decision, file: StoredEncodings) -> tuple[Finding, Encoding | None]:
+def _check(state: SimState, decision: Decision, file: StoredEncodings) -> tuple[LoadResult, Encoding | None]:
     site, casts = decision.site, file.casts or {}
     given = file.encodings.get(site)
     if given is None and site in casts:
         assert decision.spec is not None
-        return Finding(site, "different", f"{casts[site]} in the file, {_wanted(decision.spec)} in the plan"), None
+        return LoadResult(site, "different", f"{casts[site]} in the file, {_wanted(decision.spec)} in the plan"), None
     if given is None and site in file.misfits:
-        return Finding(site, "different", file.misfits[site]), None
+        return LoadResult(site, "different", file.misfits[site]), None
     if given is None:
-        return Finding(site, "missing"), None
-    fitting, why = _fitted(decision, given)
+        return LoadResult(site, "missing"), None
+    fitting, why = _fit_to_plan(decision, given)
     if fitting is None:
-        return Finding(site, "different", why), None
+        return LoadResult(site, "different", why), None
     present = state.own.get(site)
     stays = present is not None and present.frozen
     if stays and present != fitting:
-        return Finding(site, "different", "frozen in the sim with another encoding; call sim.unfreeze first"), None
-    return Finding(site, "loaded"), replace(fitting, frozen=fitting.frozen or stays)
+        return LoadResult(site, "different", "frozen in the sim with another encoding; call sim.unfreeze first"), None
+    return LoadResult(site, "loaded"), replace(fitting, frozen=fitting.frozen or stays)
 
 
-def _fitted(decision: Decision, given: Encoding) -> tuple[Encoding | None, str]:
-    """The encoding in the plan's own layout, or why it does not fit."""
+def _fit_to_plan(decision: Decision, given: Encoding) -> tuple[Encoding | None, str]:
+    """Return the encoding in the plan's own layout, or why it does not fit."""
     spec = decision.spec
     assert spec is not None
     rank = len(decision.shape) if decision.shape is not None else None
@@ -147,8 +147,8 @@ def _wanted(spec: Spec) -> str:
     return f"{spec.dtype} {spec.granularity}" if spec.dtype.is_quantized else spec.dtype.name
 
 
-def _shared(plan: Plan, file: StoredEncodings, own: dict[str, Encoding], loaded: set[str]) -> Iterator[Finding]:
-    """Hold the entries of tied sites and derived biases against what they follow from."""
+def _shared(plan: Plan, file: StoredEncodings, own: dict[str, Encoding], loaded: set[str]) -> Iterator[LoadResult]:
+    """Compare the entries of tied sites and derived biases with the encodings that they follow from."""
     for site, decision in plan.decisions.items():
         given = file.encodings.get(site)
         if given is None or not decision.quantized or owns_encoding(decision):
@@ -156,61 +156,63 @@ def _shared(plan: Plan, file: StoredEncodings, own: dict[str, Encoding], loaded:
         parts = decision.bias_of or (decision.encoding_site,)
         if not loaded.issuperset(parts):
             continue  # those are listed
-        fitting, why = _fitted(decision, given)
+        fitting, why = _fit_to_plan(decision, given)
         if fitting is not None and fitting == encoding_of(decision, own):
-            yield Finding(site, "loaded", f"follows from {' and '.join(parts)}")
+            yield LoadResult(site, "loaded", f"follows from {' and '.join(parts)}")
         elif fitting is not None:
-            yield Finding(site, "different", f"it follows from {' and '.join(parts)} here, whose entries say otherwise")
+            yield LoadResult(
+                site, "different", f"it follows from {' and '.join(parts)} here, whose entries say otherwise"
+            )
         else:
-            yield Finding(site, "different", why)
+            yield LoadResult(site, "different", why)
 
 
-def _casts(plan: Plan, file: StoredEncodings) -> Iterator[Finding]:
+def _casts(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
     for site, dtype in casts_of(plan).items():
         if site in file.encodings:
-            yield Finding(site, "different", f"{_text(file.encodings[site])} in the file, {dtype} in the plan")
+            yield LoadResult(site, "different", f"{_text(file.encodings[site])} in the file, {dtype} in the plan")
         elif file.casts is not None:
             yield _cast(site, dtype, file.casts.get(site))
 
 
-def _cast(site: str, wanted: DType, given: DType | None) -> Finding:
+def _cast(site: str, wanted: DType, given: DType | None) -> LoadResult:
     if given is None:
-        return Finding(site, "missing")
+        return LoadResult(site, "missing")
     same = given == wanted
-    return Finding(
+    return LoadResult(
         site, "loaded" if same else "different", "" if same else f"{given} in the file, {wanted} in the plan"
     )
 
 
-def _unexpected(plan: Plan, file: StoredEncodings) -> Iterator[Finding]:
+def _unexpected(plan: Plan, file: StoredEncodings) -> Iterator[LoadResult]:
     known = list(plan.decisions)
     for name, why in file.misfits.items():
         decision = plan.decisions.get(name)
         if decision is None or decision.spec is None:
-            yield Finding(name, "unexpected", why)
+            yield LoadResult(name, "unexpected", why)
         elif not owns_encoding(decision):
-            yield Finding(name, "different", why)
+            yield LoadResult(name, "different", why)
     for site in (*file.encodings, *(file.casts or ())):
         decision = plan.decisions.get(site)
         if decision is None:
             near = get_close_matches(site, known, n=2, cutoff=0.5)
-            yield Finding(
+            yield LoadResult(
                 site, "unexpected", f"the nearest here: {', '.join(near)}" if near else "nothing here is like it"
             )
         elif decision.spec is None:
-            yield Finding(site, "unexpected", f"float32 in the plan: {decision.reason}")
+            yield LoadResult(site, "unexpected", f"float32 in the plan: {decision.reason}")
         elif decision.quantized and not owns_encoding(decision) and site in (file.casts or ()):
-            yield Finding(
+            yield LoadResult(
                 site, "different", f"{(file.casts or {})[site]} in the file, {_wanted(decision.spec)} in the plan"
             )
 
 
-def _listed(findings: Iterable[Finding], where: str) -> str:
-    """One error for everything that does not fit."""
-    groups: dict[str, list[Finding]] = {name: [] for name in _STATES}
-    for finding in findings:
-        if finding.state in groups:
-            groups[finding.state].append(finding)
+def _mismatch_message(results: Iterable[LoadResult], where: str) -> str:
+    """Return one message for everything that does not fit."""
+    groups: dict[str, list[LoadResult]] = {name: [] for name in _STATES}
+    for result in results:
+        if result.state in groups:
+            groups[result.state].append(result)
     titles = {"missing": "not in the file", "unexpected": "unexpected", "different": "different"}
     lines = []
     for name, found in groups.items():

@@ -1,4 +1,4 @@
-"""How a sim was calibrated, so that it can be calibrated again in the same way."""
+"""The options of the last calibration, so that it can be repeated in the same way."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,13 +22,13 @@ class Methods:
     percentile: float = PERCENTILE
 
 
-def plain_methods(methods: Methods) -> dict[str, Any]:
-    """Give them as plain values for JSON."""
+def methods_to_json(methods: Methods) -> dict[str, Any]:
+    """Return the methods as plain values for JSON."""
     return asdict(methods)
 
 
 def read_methods(given: Any, where: str) -> Methods:
-    """Read what `plain_methods` gave; the file `where` may be older than they are.
+    """Return the methods that `methods_to_json` wrote; the file `where` may be older than this entry.
 
     Raises:
         FileFormatError: they are damaged.

@@ -1,4 +1,4 @@
-"""Plans as JSON: every decision in full, and where two plans differ."""
+"""Plans as JSON: every decision in full, and the differences between two plans."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,20 +9,20 @@ from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor
 from qsdk.core.planning.plan import Decision, Plan
 
 _TUPLES = ("bias_of", "shape")
-#: what says why, and not what
+#: fields that explain a decision and are no part of it
 _WORDS = ("reason", "rule", "shape")
 
 
-def plain_plan(plan: Plan) -> dict[str, Any]:
-    """Give a plan as plain values for JSON."""
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain values for JSON."""
     return {
-        "decisions": [_plain_decision(decision) for decision in plan.decisions.values()],
-        "inside": [_plain_decision(decision) for decision in plan.inside],
+        "decisions": [_decision_to_json(decision) for decision in plan.decisions.values()],
+        "inside": [_decision_to_json(decision) for decision in plan.inside],
     }
 
 
 def read_plan(data: Mapping[str, Any]) -> Plan:
-    """Read what `plain_plan` gave.
+    """Return the plan that `plan_to_json` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: the data is something else.
@@ -32,7 +32,7 @@ def read_plan(data: Mapping[str, Any]) -> Plan:
 
 
 def different_sites(left: Plan, right: Plan) -> list[str]:
-    """The sites that two plans decide differently, or that only one of them has."""
+    """Return the sites that two plans decide differently, or that only one of them has."""
     names = dict.fromkeys((*left.decisions, *right.decisions))
     return [name for name in names if _facts(left.decisions.get(name)) != _facts(right.decisions.get(name))]
 
@@ -41,11 +41,11 @@ def _facts(decision: Decision | None) -> dict[str, Any] | None:
     return None if decision is None else {name: value for name, value in vars(decision).items() if name not in _WORDS}
 
 
-def _plain_decision(decision: Decision) -> dict[str, Any]:
-    return {**vars(decision), "spec": None if decision.spec is None else _plain_spec(decision.spec)}
+def _decision_to_json(decision: Decision) -> dict[str, Any]:
+    return {**vars(decision), "spec": None if decision.spec is None else _spec_to_json(decision.spec)}
 
 
-def _plain_spec(spec: Spec) -> dict[str, Any]:
+def _spec_to_json(spec: Spec) -> dict[str, Any]:
     where = {"axis": axis_of(spec.granularity), "block_size": block_size_of(spec.granularity)}
     facts = {name: value for name, value in vars(spec).items() if name != "granularity"}
     scale_dtype = None if spec.scale_dtype is None else spec.scale_dtype.name
@@ -60,7 +60,7 @@ def _read_decision(entry: Mapping[str, Any]) -> Decision:
 
 
 def _read_spec(entry: Mapping[str, Any]) -> Spec:
-    # what an older file does not say was not there to choose
+    # an older file lacks the options that did not exist yet
     given = {field.name: entry[field.name] for field in fields(Spec) if field.name in entry}
     if entry.get("power_of_two"):
         given["scale_bits"] = 1

@@ -1,4 +1,4 @@
-"""Planning again: what a sim keeps of its encodings when its config changes, and the verb `set_precision`."""
+"""Planning again: the encodings that a sim keeps when its config changes, and the verb `set_precision`."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -21,27 +21,27 @@ from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.report import Report
 from qsdk.core.sims.methods import Methods
-from qsdk.core.sims.state import SimState, Stored, encoding_of, matched_sites, owns_encoding
+from qsdk.core.sims.state import SimState, StoredReader, encoding_of, matched_sites, owns_encoding
 from qsdk.core.site import matches, nearest_owners, owner_of
 
-Choices = Mapping[str, WeightType]
+ChosenDtypes = Mapping[str, WeightType]
 
 
 def replanned(
     state: SimState,
     graph: Graph,
     config: QuantConfig,
-    stored: Stored,
+    stored: StoredReader,
     *,
     methods: Methods,
     extra_owners: Iterable[str] = (),
     coarse: Mapping[str, str] | None = None,
 ) -> SimState:
-    """Plan again with another config, without data.
+    """Return the state after planning again with another config, without data.
 
-    A site whose spec and ties stay keeps its encoding, frozen or not. Another one derives it from the range that its
-    old encoding covers (a weight from its values, by the method of the last calibration), and stays uncalibrated if
-    there was none.
+    A site whose spec and ties are unchanged keeps its encoding, frozen or not. The others derive theirs from the range
+    that the old encoding covers (weights from their values, by the method of the last calibration), and stay
+    uncalibrated if there was none.
 
     Args:
         state: of the sim.
@@ -50,7 +50,7 @@ def replanned(
         stored: reads the stored tensors.
         methods: of the last calibration.
         extra_owners: owners that rules may name although they have no site.
-        coarse: site -> why a calibration leaves it float; None for what calibrations have left so before.
+        coarse: site -> why a calibration leaves it float; None for the sites that earlier calibrations left float.
 
     Raises:
         ConfigError: a rule matches no owner, or the sim has no config to change.
@@ -63,17 +63,17 @@ def replanned(
 
 
 def require_config(config: QuantConfig | None) -> QuantConfig:
-    """Give the config of a sim that has one.
+    """Return the config of a sim that has one.
 
     Raises:
-        ConfigError: it was opened from a Q/DQ file, whose plan is what the file says.
+        ConfigError: it was opened from a Q/DQ file, whose plan is that of the file.
     """
     if config is None:
         raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
     return config
 
 
-def _carried_over(state: SimState, plan: Plan, stored: Stored, methods: Methods) -> dict[str, Encoding]:
+def _carried_over(state: SimState, plan: Plan, stored: StoredReader, methods: Methods) -> dict[str, Encoding]:
     if not state.own:
         return {}
     found, from_values = {}, []
@@ -84,28 +84,28 @@ def _carried_over(state: SimState, plan: Plan, stored: Stored, methods: Methods)
     for site, decision in plan.decisions.items():
         if not owns_encoding(decision):
             continue
-        kept = _kept(state, decision, members[site])
+        kept = _unchanged_encoding(state, decision, members[site])
         if kept is not None:
             found[site] = kept
         elif decision.kind == "weight":
             from_values.append(site)
         else:
-            derived = _derived(state, decision, members[site])
+            derived = _derive_encoding(state, decision, members[site])
             found |= {} if derived is None else {site: derived}
     values = stored([site for site in from_values if _was_ready(state, site)])
-    found |= {site: _of_values(plan.decisions[site], value, methods) for site, value in values.items()}
+    found |= {site: _encode_values(plan.decisions[site], value, methods) for site, value in values.items()}
     _make_room_for_biases(state, plan, found, stored)
     return {site: found[site] for site in plan.decisions if site in found}
 
 
 def _was_ready(state: SimState, site: str) -> bool:
-    """Whether a weight had an encoding, or needed none."""
+    """Return whether a weight had an encoding, or needed none."""
     before = state.plan.decisions.get(site)
     return before is None or not before.quantized or state.encoding(site) is not None
 
 
-def _kept(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
-    """The encoding that all members of a class had already, if their spec stays as well."""
+def _unchanged_encoding(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
+    """Return the encoding that all members of a class already had, if their spec is unchanged as well."""
     before = [state.plan.decisions.get(member.site) for member in members]
     if any(old is None or old.spec != home.spec or old.bias_of for old in before):
         return None
@@ -116,15 +116,15 @@ def _kept(state: SimState, home: Decision, members: list[Decision]) -> Encoding 
     return replace(first, frozen=all(encoding is not None and encoding.frozen for encoding in encodings))
 
 
-def _derived(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
-    """An encoding of the new spec for the range that the members' old encodings covered; None if one had none."""
+def _derive_encoding(state: SimState, home: Decision, members: list[Decision]) -> Encoding | None:
+    """Return an encoding of the new spec for the range that the old encodings covered; None if one was missing."""
     spec = home.spec
     assert spec is not None
     if spec.fixed_range is not None:
         low, high = (np.array([end], np.float32) for end in spec.fixed_range)
         return encoding_from_range(Range(low, high), spec)
     before = [state.encoding(member.site) for member in members]
-    known = [_covered(encoding) for encoding in before if encoding is not None]
+    known = [_covered_range(encoding) for encoding in before if encoding is not None]
     if len(known) < len(members) or not isinstance(spec.granularity, PerTensor):
         return None
     merged = known[0]
@@ -133,13 +133,13 @@ def _derived(state: SimState, home: Decision, members: list[Decision]) -> Encodi
     return encoding_from_range(merged, spec)
 
 
-def _covered(encoding: Encoding) -> Range:
+def _covered_range(encoding: Encoding) -> Range:
     low, high = encoding.low.min(keepdims=True).reshape(1), encoding.high.max(keepdims=True).reshape(1)
     largest = np.finfo(np.float32).max  # the end of a grid may lie just beyond float32
     return Range(low.clip(-largest, largest), high.clip(-largest, largest))
 
 
-def _of_values(decision: Decision, values: npt.NDArray[Any], methods: Methods) -> Encoding:
+def _encode_values(decision: Decision, values: npt.NDArray[Any], methods: Methods) -> Encoding:
     assert decision.spec is not None
     chosen = estimator(methods.weight_method or "min_max", methods.percentile)
     try:
@@ -148,7 +148,7 @@ def _of_values(decision: Decision, values: npt.NDArray[Any], methods: Methods) -
         raise DataError(f"the stored tensor at {decision.site}: {error}; load a checkpoint that is finite") from error
 
 
-def _make_room_for_biases(state: SimState, plan: Plan, found: dict[str, Encoding], stored: Stored) -> None:
+def _make_room_for_biases(state: SimState, plan: Plan, found: dict[str, Encoding], stored: StoredReader) -> None:
     """Widen the new weight scales under which a bias would not fit int32."""
     factors = {d.site: d.bias_of for d in plan.decisions.values() if d.bias_of and all(s in found for s in d.bias_of)}
     touched = [site for site, parts in factors.items() if any(found[part] is not state.own.get(part) for part in parts)]
@@ -169,40 +169,40 @@ def precision_config(
     dtype: DType | str | None,
     keywords: Mapping[str, WeightType | str | None],
     folded: Collection[str],
-) -> tuple[QuantConfig, Choices]:
-    """The config with one more rule, and what the rule chooses for weights, activations and biases.
+) -> tuple[QuantConfig, ChosenDtypes]:
+    """Return the config with one more rule, and the dtypes that the rule chooses for weights, activations and biases.
 
     Args:
         plan: of the sim.
         config: of the sim.
         match: a pattern of owners or a site.
-        dtype: for what it fits: a float dtype for weights, activations and biases; a signed one of 8 bits or fewer for
-            weights; an unsigned one for activations; float8 and float4 for both. At a site: for that site.
+        dtype: applies to whatever it suits: a float dtype to weights, activations and biases; a signed one of 8 bits
+            or fewer to weights; an unsigned one to activations; float8 and float4 to both. At a site: to that site.
         keywords: `weight`, `activation` and `bias`, where no dtype is given.
         folded: the owners of folded BatchNorms.
 
     Raises:
-        ConfigError: nothing asked for, a dtype that could mean two things, or a match that names a folded BatchNorm.
+        ConfigError: no dtype, an ambiguous one, or a match that names a folded BatchNorm.
     """
-    said = f"set_precision({match!r})"
+    call = f"set_precision({match!r})"
     given: dict[str, WeightType] = {}
     for name, value in keywords.items():
         if value is not None:
             given[name] = weight_type_named(value) if name == "weight" else dtype_named(value)
     if (dtype is None) == (not given):
-        raise ConfigError(f"{said} takes either a dtype or weight=, activation= and bias=; give one of them")
+        raise ConfigError(f"{call} takes either a dtype or weight=, activation= and bias=; give one of them")
     site = plan.decisions.get(match)
     if dtype is not None:
-        given = {**_meant(said, dtype_named(dtype), site)}
-    if site is not None and set(given) != {_choice(site)}:
-        raise ConfigError(f"{said}: {site.site} is one {site.kind}; give a dtype, or {_choice(site)}=")
-    _require_unfolded(said, plan, match, folded)
+        given = {**_dtypes_by_choice(call, dtype_named(dtype), site)}
+    if site is not None and set(given) != {_option_name(site)}:
+        raise ConfigError(f"{call}: {site.site} is one {site.kind}; give a dtype, or {_option_name(site)}=")
+    _require_unfolded(call, plan, match, folded)
     return require_config(config).override(match, **given), given  # type: ignore[arg-type]
 
 
-def _meant(said: str, dtype: DType, site: Decision | None) -> dict[str, DType]:
+def _dtypes_by_choice(call: str, dtype: DType, site: Decision | None) -> dict[str, DType]:
     if site is not None:
-        return {_choice(site): dtype}
+        return {_option_name(site): dtype}
     if dtype.kind == "float":
         return {"weight": dtype, "activation": dtype, "bias": dtype}
     if dtype.kind == "minifloat":
@@ -212,31 +212,31 @@ def _meant(said: str, dtype: DType, site: Decision | None) -> dict[str, DType]:
     if dtype.is_integer and dtype.bits <= 8:
         return {"weight": dtype}
     raise ConfigError(
-        f"{said}: {dtype} could be meant for weights, activations or biases; say weight=, activation= or bias="
+        f"{call}: {dtype} could be meant for weights, activations or biases; say weight=, activation= or bias="
     )
 
 
-def _choice(decision: Decision) -> str:
+def _option_name(decision: Decision) -> str:
     return decision.kind if decision.kind in ("weight", "bias") else "activation"
 
 
-def _require_unfolded(said: str, plan: Plan, match: str, folded: Collection[str]) -> None:
-    """Refuse a match that means BatchNorms of which some were folded."""
+def _require_unfolded(call: str, plan: Plan, match: str, folded: Collection[str]) -> None:
+    """Raise an error for a match that means only BatchNorms that were folded."""
     gone = [owner for owner in folded if matches(match, owner)]
     others = [d for d in matched_sites(plan, match) if d.op_type != "BatchNormalization"]
     if gone and not others:
         raise ConfigError(
-            f"{said} names {', '.join(gone)}, a BatchNorm that was folded into its neighbour at quantize time; "
+            f"{call} names {', '.join(gone)}, a BatchNorm that was folded into its neighbour at quantize time; "
             "quantize with fold_batch_norm=False, or with a rule for it in the config, such as "
             f"config.skip({match!r}, dtype=float16)"
         )
 
 
-def precision_report(before: SimState, after: SimState, match: str, chosen: Choices) -> Report:
-    """List the sites whose dtype, granularity or encoding changed; refuse a change that reached nothing.
+def precision_report(before: SimState, after: SimState, match: str, chosen: ChosenDtypes) -> Report:
+    """Return the sites whose dtype, granularity or encoding changed.
 
     Raises:
-        ConfigError: no site that matches has the dtype that was asked for; says why.
+        ConfigError: no matching site has the dtype that was asked for, and why.
     """
     rule = str(require_config(after.config).rules[-1])
     _require_effect(before.plan, after.plan, match, chosen, rule)
@@ -253,19 +253,19 @@ def precision_report(before: SimState, after: SimState, match: str, chosen: Choi
     return Report("Precision", rows, {"match": match, "changed": len(rows), "uncalibrated": uncalibrated})
 
 
-def _require_effect(before: Plan, after: Plan, match: str, chosen: Choices, rule: str) -> None:
+def _require_effect(before: Plan, after: Plan, match: str, chosen: ChosenDtypes, rule: str) -> None:
     meant = matched_sites(after, match)
     reached = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
-    if any(_dtype_of(d) == _element(chosen.get(_choice(d))) for d in (*meant, *reached)):
+    if any(_dtype_of(d) == _element(chosen.get(_option_name(d))) for d in (*meant, *reached)):
         return
     wanted = ", ".join(f"{name}={dtype}" for name, dtype in chosen.items())
-    refused = next((d for d in meant if _choice(d) in chosen), None)
+    refused = next((d for d in meant if _option_name(d) in chosen), None)
     if refused is not None:
         raise ConfigError(
             f"set_precision({match!r}, {wanted}): {refused.site} stays {_dtype_of(refused)}: {refused.reason}"
         )
-    kinds = sorted({_choice(d) for d in meant})
-    having = [owner_of(d.site) for d in after.decisions.values() if _choice(d) in chosen]
+    kinds = sorted({_option_name(d) for d in meant})
+    having = [owner_of(d.site) for d in after.decisions.values() if _option_name(d) in chosen]
     near = ", ".join(nearest_owners(match, having) or list(dict.fromkeys(having))[:3])
     raise ConfigError(
         f"set_precision({match!r}, {wanted}) reaches nothing: what matches has only "

@@ -1,4 +1,4 @@
-"""Saved sims: one zip file with a manifest, the plan, the encodings and what each door adds. It holds no code."""
+"""Saved sims: one zip file with a manifest, the plan, the encodings and what each side adds. It contains no code."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.planning.plan import casts_of
-from qsdk.core.read_files import require_readable, require_unpacked, said_by
-from qsdk.core.sims.plan_json import plain_plan, read_plan
+from qsdk.core.read_files import first_line_of, require_modest_size, require_readable
+from qsdk.core.sims.plan_json import plan_to_json, read_plan
 from qsdk.core.sims.state import SimState
 
 FORMAT = "qsdk.sim"
@@ -29,13 +29,13 @@ Part = Callable[[IO[bytes]], Any]
 
 @dataclass(frozen=True)
 class SimFile:
-    """A saved sim that was read.
+    """The content of a saved sim.
 
     Attributes:
-        door: `torch` or `onnx`.
+        door: the side of the sim, `torch` or `onnx`.
         state: config, plan and encodings.
-        facts: what the door noted.
-        parts: name -> content of what the door added, except weights.
+        facts: further plain values of that side.
+        parts: name -> content of the files that that side added, except weights.
         path: of the file.
     """
 
@@ -46,7 +46,7 @@ class SimFile:
     path: Path
 
     def unpack(self, name: str, target: Path) -> None:
-        """Write the content of a part to a file, without holding it.
+        """Write the content of a part to a file, without reading it into memory.
 
         Raises:
             FileFormatError: the part is missing or damaged.
@@ -63,7 +63,7 @@ class SimFile:
 def write_sim(
     path: str | os.PathLike[str], door: str, state: SimState, facts: Mapping[str, Any], parts: Mapping[str, Part]
 ) -> None:
-    """Write a sim's state and what its door adds; nothing is ever half-written.
+    """Write the state of a sim and the parts that its side adds, all or nothing.
 
     Raises:
         ConfigError: the config holds patterns, which are Python.
@@ -73,7 +73,7 @@ def write_sim(
     manifest = {"format": FORMAT, "version": VERSION, "door": door, "config": config, "facts": dict(facts)}
     texts = {
         _MANIFEST: json.dumps(manifest, indent=1),
-        _PLAN: json.dumps(plain_plan(state.plan)),
+        _PLAN: json.dumps(plan_to_json(state.plan)),
         _ENCODINGS: qsdk_format.dumps(state.own, {"tool": "qsdk"}, casts_of(state.plan)),
     }
 
@@ -89,7 +89,7 @@ def write_sim(
 
 
 def read_sim(path: str | os.PathLike[str]) -> SimFile:
-    """Read what `write_sim` wrote.
+    """Return the sim that `write_sim` wrote.
 
     Raises:
         FileFormatError: the file is missing, truncated, foreign or of a later version.
@@ -98,7 +98,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
     size = require_readable(path, "check the path, or write one with qsdk.save(sim, path)").stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
-            require_unpacked(archive, size, where)
+            require_modest_size(archive, size, where)
             contents = {name: archive.read(name) for name in archive.namelist() if name != WEIGHTS}
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise FileFormatError(
@@ -118,7 +118,7 @@ def read_sim(path: str | os.PathLike[str]) -> SimFile:
         raise
     except (QsdkError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise FileFormatError(
-            f"{where} is damaged ({said_by(error)}); write it again with qsdk.save(sim, path)"
+            f"{where} is damaged ({first_line_of(error)}); write it again with qsdk.save(sim, path)"
         ) from error
 
 

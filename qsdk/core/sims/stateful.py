@@ -1,4 +1,4 @@
-"""What a sim of either door can do: tell its encodings and reasons, freeze, change precision, plan again."""
+"""The methods that sims of both sides share: report encodings and reasons, freeze, change precision, plan again."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -26,13 +26,13 @@ from qsdk.core.sims.state import SimState, matched_values, put_back_on_error, wi
 
 
 class StatefulSim(ABC):
-    """A sim that gives its state and takes another one.
+    """A sim whose state can be taken and restored.
 
     Attributes:
-        plan: what was decided for every site.
+        plan: the decision for every site.
         graph: that it was planned from.
-        methods: how it was calibrated the last time; the defaults where it was not.
-        original_biases: what biases were that layer solvers have shifted.
+        methods: of the last calibration; the defaults before it.
+        original_biases: original values of the biases that layer solvers have shifted.
         frozen_values: sites of stored tensors that no verb changes.
     """
 
@@ -44,31 +44,31 @@ class StatefulSim(ABC):
 
     @abstractmethod
     def ready(self) -> dict[str, bool]:
-        """Quantized site -> whether there is an encoding to quantize with."""
+        """Return, for each quantized site, whether it has an encoding."""
 
     @abstractmethod
     def encodings_where_ready(self) -> dict[str, Encoding]:
-        """Site -> encoding, without the sites that have none yet."""
+        """Return the encodings by site, without the sites that have none yet."""
 
     @abstractmethod
     def snapshot(self, *, weights: bool = False) -> SimState:
-        """The state as it is: config, plan and encodings, and with `weights` the stored tensors as well."""
+        """Return the present config, plan and encodings, and with `weights` the stored tensors."""
 
     @abstractmethod
     def restore(self, state: SimState) -> None:
-        """Be again what a snapshot says."""
+        """Go back to the state of a snapshot."""
 
     @abstractmethod
     def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
-        """The state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
+        """Return the state that another config leads to, without data; see `qsdk.core.sims.replan.replanned`."""
 
     @abstractmethod
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
-        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        """Return the float values of the stored tensors at these sites, by site, where there are any."""
 
     @abstractmethod
     def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give the stored tensors at sites other values of the same shape: the counterpart of `stored_floats`.
+        """Store other values of the same shape at sites: the counterpart of `stored_floats`.
 
         Raises:
             ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
@@ -76,21 +76,21 @@ class StatefulSim(ABC):
 
     @abstractmethod
     def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
-        """The stored tensor that the graph calls so, with or without a site; None where there is none."""
+        """Return the stored tensor of that name in the graph, with or without a site; None where there is none."""
 
     @property
     @abstractmethod
     def folded_norms(self) -> dict[str, FoldedNorm]:
-        """Owner of a layer -> what the BatchNorm said that was folded into it, as far as it is still true."""
+        """Return, by the owner of a layer, the BatchNorm that was folded into it, as long as it is still valid."""
 
     @property
     @abstractmethod
     def folded(self) -> Collection[str]:
-        """The owners of the BatchNorms that were folded."""
+        """Return the owners of the BatchNorms that were folded."""
 
     @property
     def encodings(self) -> dict[str, Encoding]:
-        """Site -> encoding for every quantized site: own, shared and derived.
+        """Return the encoding of every quantized site: own, shared or derived.
 
         Raises:
             CalibrationError: lists the sites that have none.
@@ -102,11 +102,11 @@ class StatefulSim(ABC):
         return self.encodings_where_ready()
 
     def bias_remarks(self) -> dict[str, str]:
-        """Site -> what its int32 grid does to a bias beyond rounding it: clipped, rounded to 0, or room made for it."""
+        """Return what int32 does to biases beyond rounding, by site: clipped, rounded to 0, or room made for them."""
         return bias_remarks(self.snapshot(), self.stored_floats)
 
     def explain(self, site: str) -> str:
-        """Say which rule decided a site and why.
+        """Return a sentence that says which rule decided a site and why.
 
         Raises:
             ConfigError: there is no such site.
@@ -114,15 +114,15 @@ class StatefulSim(ABC):
         return explanation(self.plan, site)
 
     def freeze(self, match: str = "*", *, values: bool = False) -> int:
-        """Freeze the encodings of all sites that match: neither calibrated, trained nor searched; gives their number.
+        """Freeze the encodings of all matching sites and return their number. No verb changes a frozen encoding.
 
-        What layer solvers round, they leave where the encoding is frozen. Training goes on to change the weights.
+        Layer solvers do not round weights whose encoding is frozen. Training still changes their float values.
 
         Args:
             match: a pattern of owners or sites, a site, `weights` or `activations`; sites that share an encoding
                 freeze it for all.
-            values: freeze the values of weights and biases that match as well, float ones too: they are not trained,
-                and a verb that cannot leave them is refused. Gives their number too.
+            values: also freeze the values of matching weights and biases, float ones too: they are not trained, and a
+                verb that would change them raises an error. They count in the result.
 
         Raises:
             ConfigError: nothing matches, or only sites without an encoding of their own; with `values`, none of a
@@ -142,7 +142,7 @@ class StatefulSim(ABC):
         return count + len(stored)
 
     def unfreeze(self, match: str = "*") -> int:
-        """Take `freeze` back for all sites that match, values too; gives the number of encodings and frozen values.
+        """Undo `freeze` for all matching sites, values too; return the number of encodings and frozen values.
 
         Raises:
             ConfigError: nothing matches, or only sites without an encoding of their own.
@@ -164,24 +164,24 @@ class StatefulSim(ABC):
         activation: DType | str | None = None,
         bias: DType | str | None = None,
     ) -> Report:
-        """Change the dtype of all sites that match, as one more rule of the config would.
+        """Change the dtype of all matching sites, as one more rule of the config would.
 
-        Sites whose spec stays keep their encodings; the others derive theirs from the range that the old one covered
-        (weights from their values), so that the sim can be used at once.
+        Sites with an unchanged spec keep their encodings; the others derive theirs from the range that the old one
+        covered (weights from their values), so that the sim can be used at once.
 
         Args:
             match: a pattern of owners or sites, or a site.
-            dtype: for what it fits: a float dtype for weights, activations and biases; a signed one of 8 bits or fewer
-                for weights; an unsigned one for activations; float8 and float4 for both. At a site: for that site.
+            dtype: applies to whatever it suits: a float dtype to weights, activations and biases; a signed one of 8
+                bits or fewer to weights; an unsigned one to activations; float8 and float4 to both. At a site: to it.
             weight: dtype of weights.
             activation: dtype of activations, inputs and outputs.
             bias: int32 or a float dtype.
 
         Returns:
-            Rows `site`, `before`, `after`, `encoding` (found, uncalibrated or none) of what changed.
+            Rows `site`, `before`, `after`, `encoding` (found, uncalibrated or none) of the changed sites.
 
         Raises:
-            ConfigError: nothing matches or changes, or a dtype that could mean two things; the sim stays as it was.
+            ConfigError: nothing matches or changes, or the dtype is ambiguous; the sim is unchanged.
         """
         keywords = {"weight": weight, "activation": activation, "bias": bias}
         before = self.snapshot()
@@ -193,13 +193,13 @@ class StatefulSim(ABC):
         return report
 
     def leave_coarse_float(self, report: Report, ranges: Mapping[str, Range]) -> Report:
-        """Leave float what no grid of its range serves, for what reads it: a divisor near 0, an angle of many turns.
+        """Make those sites float that no grid of their range can serve: a divisor near 0, an angle of many turns.
 
-        A sim that was opened from a Q/DQ file keeps what that file quantizes.
+        A sim that was opened from a Q/DQ file is unchanged.
 
         Args:
             report: of the calibration that has just set the encodings.
-            ranges: site -> what was seen there.
+            ranges: site -> observed range.
 
         Returns:
             The report, with the reason as the note of each of these sites.
@@ -216,9 +216,9 @@ class StatefulSim(ABC):
         return with_left_float(report, coarse)
 
     def replan(self, config: QuantConfig) -> None:
-        """Plan again with another config; sites whose spec stays keep their encodings, the others derive theirs.
+        """Plan again with another config. Sites with an unchanged spec keep their encodings, the others derive theirs.
 
-        A bias that was shifted for the rounding of its weight is what it was where the weight gets another encoding.
+        A bias that was shifted for the rounding of its weight is restored where the weight gets another encoding.
 
         Raises:
             ConfigError: a rule matches nothing; the sim stays as it was.
@@ -229,10 +229,10 @@ class StatefulSim(ABC):
 
 
 def require_sim(given: Any) -> None:
-    """Refuse what is given in the place of a sim.
+    """Raise an error for anything but a sim.
 
     Raises:
-        ConfigError: says what it is, and where a sim comes from.
+        ConfigError: names the type, and how to make a sim.
     """
     if isinstance(given, StatefulSim):
         return

@@ -10,7 +10,7 @@ from torch import nn
 from torch_models import sim_of
 
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8
-from qsdk.core.config.rules import Matcher, Place, make_rule
+from qsdk.core.config.rules import Place, RuleMatcher, make_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import float16, int4, int8, int16
@@ -102,7 +102,7 @@ def test_a_site_inside_a_supergroup_stands_for_its_output():
 
 
 def test_call_marks_may_be_left_out_of_a_site():
-    matcher = Matcher([make_rule("block.relu:output", {"activation": "uint16"})])
+    matcher = RuleMatcher([make_rule("block.relu:output", {"activation": "uint16"})])
     assert matcher.matching(Place(("block.relu",), sites=("block@1.relu:output",))) == (0,)
     assert matcher.matching(Place(("block.relu",), sites=("block.relu:weight",))) == ()
 

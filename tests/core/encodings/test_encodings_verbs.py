@@ -20,7 +20,7 @@ from qsdk.core.config.config import w4a8, w4a16, w8a8
 from qsdk.core.encodings.provenance import network_hash
 from qsdk.core.encodings.qsdk_format import loads
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
-from qsdk.core.numerics.two_level_scales import TwoLevel, lowered
+from qsdk.core.numerics.two_level_scales import TwoLevel, block_scales
 from qsdk.verbs.files import convert_encodings, load_encodings, save_encodings
 from qsdk.verbs.quantize import calibrate, export, quantize
 
@@ -144,7 +144,7 @@ def test_two_level_scales_go_out_as_such_and_come_back(tmp_path):
     for site in ("mm1:weight", "mm2:weight"):
         channel = own[site].scale.max(0, keepdims=True) / np.float32(16)
         levels = np.rint(own[site].scale / channel).clip(1, 16).astype(np.int32)
-        own[site] = replace(own[site], scale=lowered(TwoLevel(channel, levels)))
+        own[site] = replace(own[site], scale=block_scales(TwoLevel(channel, levels)))
     sim.restore(replace(state, own=own))
     for version in ("1.0.0", "2.0.0", "2.1.0"):
         report = save_encodings(sim, tmp_path / "e.json", version=version)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsdk.core.numerics.bias import bias_remark, with_room_for
-from qsdk.core.numerics.block_scales import shortened
+from qsdk.core.numerics.block_scales import round_up_to_digits
 from qsdk.core.numerics.dtypes import int8, int32, uint8
 from qsdk.core.numerics.encoding import Encoding
 
@@ -27,7 +27,7 @@ def test_every_bias_fits_half_of_int32_after_making_room(bias, input_scale, per_
     if (np.abs(bias) < 2.0**29 * source.scale * 1e-7).all():
         assert roomy == weight
     widened = roomy.scale[roomy.scale != weight.scale]
-    assert scale_bits is None or (shortened(widened, scale_bits) == widened).all()
+    assert scale_bits is None or (round_up_to_digits(widened, scale_bits) == widened).all()
 
 
 def test_a_bias_behind_a_channel_of_zeros_survives_its_int32_grid():

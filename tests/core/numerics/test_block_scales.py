@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qsdk import quantize, w8a8
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.block_scales import confined, float8_scales, scale_dtype_of, shared_exponents
+from qsdk.core.numerics.block_scales import float8_scales, restrict_block_scales, scale_dtype_of, shared_exponents
 from qsdk.core.numerics.dtypes import (
     DTYPES,
     DType,
@@ -29,7 +29,7 @@ from qsdk.core.numerics.dtypes import (
 )
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
-from qsdk.core.numerics.two_level_scales import two_level
+from qsdk.core.numerics.two_level_scales import split_block_scales
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
 from torch_bridge.quantizers.fake_quant import fake_quantize_minifloat
 
@@ -102,8 +102,8 @@ def test_behaviour_66_levels_and_channel_scales_of_the_reference():
         (1, [[1], [0.0694375]], [[16, 2, 1], [2, 16, 1]]),
     ):
         spec = Spec(int4, PerBlock(axis, 4), scale_dtype=uint4)
-        found = confined(scale, spec)
-        parts = two_level(Encoding(int4, found, 0, axis, 4))
+        found = restrict_block_scales(scale, spec)
+        parts = split_block_scales(Encoding(int4, found, 0, axis, 4))
         assert parts is not None
         np.testing.assert_allclose(parts.channel_scale, factors, rtol=1e-6)
         assert parts.levels.tolist() == levels
@@ -112,8 +112,8 @@ def test_behaviour_66_levels_and_channel_scales_of_the_reference():
 
 def test_behaviour_67_levels_of_8_bit_weights_reach_256():
     scale = np.float32([[25.6, 11.111], [256, 25.555]])
-    found = confined(scale, Spec(int8, PerBlock(1, 4), scale_dtype=uint8))
-    parts = two_level(Encoding(int8, found, 0, 1, 4))
+    found = restrict_block_scales(scale, Spec(int8, PerBlock(1, 4), scale_dtype=uint8))
+    parts = split_block_scales(Encoding(int8, found, 0, 1, 4))
     assert parts is not None
     np.testing.assert_allclose(parts.channel_scale, [[0.1], [1]], rtol=1e-6)
     assert parts.levels.tolist() == [[256, 111], [256, 26]]
@@ -132,7 +132,7 @@ def test_the_levels_of_a_config_follow_the_bits_of_the_weight():
 def test_scales_without_factors_are_told_at_once():
     scale = np.abs(normal(4096, 128)) + 1
     start = time.process_time()
-    assert two_level(Encoding(int8, scale, 0, 1, 32)) is None
+    assert split_block_scales(Encoding(int8, scale, 0, 1, 32)) is None
     assert time.process_time() - start < 10  # a search that looks at every scale takes minutes
 
 
@@ -140,11 +140,11 @@ def test_scales_without_factors_are_told_at_once():
 def test_two_level_scales_are_found_again_and_stay_where_they_are(seed: int, axis: int, size: int):
     spec = Spec(int4, PerBlock(axis, size), scale_dtype=uint4)
     encoding = of_values(normal(9, 12, seed=seed) * 10.0 ** (seed % 7 - 3), spec)
-    parts = two_level(encoding)
+    parts = split_block_scales(encoding)
     assert parts is not None
     assert (parts.levels.max(axis=axis) == 16).all()
     assert scale_dtype_of(encoding) == uint4
-    assert confined(encoding.scale, spec).tobytes() == encoding.scale.tobytes()
+    assert restrict_block_scales(encoding.scale, spec).tobytes() == encoding.scale.tobytes()
 
 
 @given(st.integers(0, 1000), st.floats(2.0**-30, 2.0**30, width=32))
@@ -155,7 +155,7 @@ def test_float8_scales_are_found_again_and_stay_where_they_are(seed: int, size: 
     assert factors.codes.dtype == ml_dtypes.float8_e4m3fn
     assert factors.codes.astype(np.float32).max() == 448
     assert factors.product().tobytes() == encoding.scale.tobytes()
-    assert confined(encoding.scale, NVFP4).tobytes() == encoding.scale.tobytes()
+    assert restrict_block_scales(encoding.scale, NVFP4).tobytes() == encoding.scale.tobytes()
 
 
 def test_nvfp4_scales_are_those_of_the_format():
@@ -173,7 +173,7 @@ def test_nvfp4_scales_are_those_of_the_format():
 def test_short_scales_of_two_levels_have_a_short_outer_one(spec: Spec, bits: int):
     short = Spec(spec.dtype, spec.granularity, scale_bits=bits, scale_dtype=spec.scale_dtype)
     encoding = of_values(normal(4, 64), short)
-    outer = {uint4: lambda: two_level(encoding).channel_scale, float8e4m3fn: lambda: None}[spec.scale_dtype]()
+    outer = {uint4: lambda: split_block_scales(encoding).channel_scale, float8e4m3fn: lambda: None}[spec.scale_dtype]()
     if outer is not None:
         mantissa = np.frexp(outer)[0].astype(np.float64) * 2**bits
         assert (mantissa == np.rint(mantissa)).all()
@@ -223,4 +223,4 @@ def test_what_no_scale_type_serves_is_refused(options, message: str):
 def test_blocks_of_another_type_are_left_as_they_are():
     scale = normal(4, 4) ** 2 + 0.1
     for spec in (Spec(int4, BLOCKS), Spec(int8, PerTensor()), Spec(bfloat16)):
-        assert confined(scale, spec) is scale
+        assert restrict_block_scales(scale, spec) is scale

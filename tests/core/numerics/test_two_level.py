@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from qsdk.core.numerics.dtypes import int4
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.two_level_scales import TwoLevel, lowered, two_level
+from qsdk.core.numerics.two_level_scales import TwoLevel, block_scales, split_block_scales
 
 
 def blocked(scale, axis=1, block=32) -> Encoding:
@@ -23,28 +23,30 @@ channel_scales = st.floats(2.0**-120, 2.0**100, width=32)
 @settings(deadline=None)
 def test_factors_that_made_the_scales_are_found(levels, channels, transposed):
     made = TwoLevel(np.float32(channels[: len(levels)]).reshape(-1, 1), np.int32(levels))
-    scale = lowered(made)
+    scale = block_scales(made)
     encoding = blocked(scale.T, -2) if transposed else blocked(scale)
-    found = two_level(encoding)
+    found = split_block_scales(encoding)
     assert found is not None
     assert found.levels.dtype == np.int32
     assert 1 <= found.levels.min() <= found.levels.max() <= 16
     assert found.channel_scale.shape == ((1, len(levels)) if transposed else (len(levels), 1))
-    assert lowered(found).tobytes() == encoding.scale.tobytes()
+    assert block_scales(found).tobytes() == encoding.scale.tobytes()
 
 
 @given(levels=st.lists(st.integers(1, 16), min_size=1, max_size=6), channel=channel_scales)
 def test_factors_with_the_highest_level_come_back_as_they_were(levels, channel):
     """Calibration sets the channel's scale to a 16th of its largest block scale."""
     made = TwoLevel(np.float32([[channel]]), np.int32([[16, *levels]]))
-    found = two_level(blocked(lowered(made)))
+    found = split_block_scales(blocked(block_scales(made)))
     assert found is not None
     assert found.channel_scale.tobytes() == made.channel_scale.tobytes()
     assert np.array_equal(found.levels, made.levels)
 
 
 def test_channels_have_factors_of_their_own():
-    found = two_level(blocked([[0.3 * 16, 0.3], [np.float32(0.1) * np.float32(15), np.float32(0.1) * np.float32(2)]]))
+    found = split_block_scales(
+        blocked([[0.3 * 16, 0.3], [np.float32(0.1) * np.float32(15), np.float32(0.1) * np.float32(2)]])
+    )
     assert found is not None
     assert found.levels.tolist() == [[16, 1], [15, 2]]
     assert found.channel_scale[1, 0] == np.float32(0.1)
@@ -61,13 +63,13 @@ def test_channels_have_factors_of_their_own():
     ],
 )
 def test_what_has_no_factors(scale, axis, block):
-    assert two_level(blocked(scale, axis, block)) is None
+    assert split_block_scales(blocked(scale, axis, block)) is None
 
 
 def test_scales_near_the_smallest_float():
     """A 16th of the largest is no float any more; a smaller divisor still is."""
     tiny = np.float32(1e-45)
-    found = two_level(blocked([[tiny * 3, tiny]]))
+    found = split_block_scales(blocked([[tiny * 3, tiny]]))
     assert found is not None
-    assert lowered(found).tobytes() == np.float32([[tiny * 3, tiny]]).tobytes()
+    assert block_scales(found).tobytes() == np.float32([[tiny * 3, tiny]]).tobytes()
     assert found.levels.tolist() == [[3, 1]]

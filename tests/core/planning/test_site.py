@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from qsdk.core import site
-from qsdk.core.site import matches, nearest_owners, owner_of, port_of, said_nearest, site_name
+from qsdk.core.site import matches, nearest_in_words, nearest_owners, owner_of, port_of, site_name
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_only_owners_that_are_near_are_called_so():
     owners = ["layer1.conv1", "layer1.bn1", "layer2.conv1", "head"]
     assert nearest_owners("zzz*", owners) == []
     said = "none is like it; there are 4, such as layer1.conv1, layer1.bn1, layer2.conv1"
-    assert said_nearest("zzz*", owners) == said
-    assert said_nearest("hed", owners) == "the nearest are: head"
+    assert nearest_in_words("zzz*", owners) == said
+    assert nearest_in_words("hed", owners) == "the nearest are: head"

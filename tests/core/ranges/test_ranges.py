@@ -7,7 +7,7 @@ import pytest
 from strategies import MINIFLOATS
 
 from qsdk.core.errors import CalibrationError, ConfigError
-from qsdk.core.numerics.block_scales import shortened
+from qsdk.core.numerics.block_scales import round_up_to_digits
 from qsdk.core.numerics.dtypes import DTYPES, float16, int2, int4, int8, int16, uint4, uint8, uint16
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -201,15 +201,15 @@ def test_powers_of_two_stay_and_what_is_above_is_rounded_up(exponent: int):
 @pytest.mark.parametrize("bits", [1, 2, 5, 12, 24])
 def test_short_scales_are_the_next_ones_with_so_many_digits(bits: int):
     scale = np.float32(2.0) ** np.random.default_rng(bits).uniform(-100, 100, 2000).astype(np.float32)
-    short = shortened(scale, bits)
+    short = round_up_to_digits(scale, bits)
     mantissa, exponent = np.frexp(short.astype(np.float64))
     digits = mantissa * 2.0**bits
     assert (digits == np.rint(digits)).all()
     # one step of the last digit less would lie below
     assert ((short >= scale) & (np.ldexp(digits - 1, exponent - bits) < scale)).all()
-    assert shortened(short, bits).tolist() == short.tolist()
+    assert round_up_to_digits(short, bits).tolist() == short.tolist()
     largest = np.array([np.finfo(np.float32).max], np.float32)
-    assert np.isfinite(shortened(largest, bits)).all()
+    assert np.isfinite(round_up_to_digits(largest, bits)).all()
 
 
 @pytest.mark.parametrize("bits", [0, 25])

@@ -34,7 +34,7 @@ from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelErr
 from qsdk.core.numerics.dtypes import bfloat16, float16, float32
 from qsdk.core.patterns.terms import Pattern, op
 from qsdk.core.sims.methods import Methods
-from qsdk.core.sims.plan_json import different_sites, plain_plan, read_plan
+from qsdk.core.sims.plan_json import different_sites, plan_to_json, read_plan
 from qsdk.verbs.files import load, save
 from qsdk.verbs.layers import adaround
 from qsdk.verbs.quantize import calibrate, export, quantize
@@ -419,7 +419,7 @@ def test_what_cannot_be_saved_says_why_and_leaves_the_old_file(tmp_path):
 @both
 def test_a_plan_survives_json(door):
     sim = rich(door)
-    back = read_plan(json.loads(json.dumps(plain_plan(sim.plan))))
+    back = read_plan(json.loads(json.dumps(plan_to_json(sim.plan))))
     assert back == sim.plan
     assert different_sites(back, sim.plan) == []
     sim.set_precision("fc1", float32)

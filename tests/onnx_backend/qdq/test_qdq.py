@@ -22,7 +22,7 @@ from onnx_backend.qdq.read import places, read, read_casts
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
-from qsdk.core.numerics.block_scales import confined
+from qsdk.core.numerics.block_scales import restrict_block_scales
 from qsdk.core.numerics.dtypes import DTYPES, dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
@@ -189,7 +189,9 @@ def confined_to(scale_dtype, encoding):
         return encoding
     spec = Spec(encoding.dtype, PerBlock(encoding.axis, encoding.block_size), scale_dtype=dtype_named(scale_dtype))
     powers = np.exp2(np.rint(np.log2(encoding.scale)))
-    return replace(encoding, scale=powers if scale_dtype == "float8e8m0" else confined(encoding.scale, spec))
+    return replace(
+        encoding, scale=powers if scale_dtype == "float8e8m0" else restrict_block_scales(encoding.scale, spec)
+    )
 
 
 def linear(layout):

@@ -13,7 +13,7 @@ from qsdk.core.numerics.encoding import Encoding
 
 
 def at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str) -> StoredEncodings:
-    """Give the encodings of a file by site.
+    """Return the encodings of a file by site.
 
     Args:
         file: what it says.

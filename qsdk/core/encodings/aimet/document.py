@@ -28,7 +28,7 @@ class Checked:
 
     @property
     def is_given(self) -> bool:
-        """Whether the file has it."""
+        """Return whether the file has it."""
         return self.value is not _ABSENT
 
     @property
@@ -38,7 +38,7 @@ class Checked:
 
     @property
     def shown(self) -> str:
-        """The value in a few words."""
+        """Return the value in a few words."""
         if not self.is_given:
             return "(absent)"
         if isinstance(self.value, Mapping):
@@ -59,11 +59,11 @@ class Checked:
             yield part
 
     def parts(self) -> Iterator[tuple[str, "Checked"]]:
-        """Every key with what stands there."""
+        """Yield every key with what stands there."""
         yield from ((str(name), self.part(name)) for name in self._mapping())
 
     def items(self) -> Iterator["Checked"]:
-        """The members of a list; none where it is absent."""
+        """Yield the members of a list; none where it is absent."""
         if self.is_given and not isinstance(self.value, list):
             raise ConfigError(f"{self.where} is a list, not {self.value!r}")
         for index, value in enumerate(self.value if self.is_given else ()):
@@ -80,7 +80,7 @@ class Checked:
                 raise ConfigError(f"{self.where} has the unknown key {name!r}; {nearest_key(name, list(known))}")
 
     def flag(self, default: bool) -> bool:
-        """A boolean, or one as AIMET writes it.
+        """Return a boolean, or one as AIMET writes it.
 
         Raises:
             ConfigError: it is neither.
@@ -94,7 +94,7 @@ class Checked:
         return _FLAGS[self.value]
 
     def text(self) -> str:
-        """A string.
+        """Return a string.
 
         Raises:
             ConfigError: it is none.
@@ -104,7 +104,7 @@ class Checked:
         return self.value
 
     def number(self) -> float:
-        """A finite number.
+        """Return a finite number.
 
         Raises:
             ConfigError: it is none.

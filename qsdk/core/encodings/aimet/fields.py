@@ -42,14 +42,14 @@ class Fields:
         return self
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.entry.get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
         return value
 
     def flag(self, name: str) -> bool:
-        """A boolean, or one as 0.6.1 writes it."""
+        """Return a boolean, or one as 0.6.1 writes it."""
         value = self.entry.get(name)
         if isinstance(value, str) and value in ("True", "False"):
             return value == "True"
@@ -58,27 +58,27 @@ class Fields:
         return value
 
     def whole(self, name: str) -> int:
-        """A whole number of 32 bits."""
+        """Return a whole number of 32 bits."""
         value = self.entry.get(name)
         if type(value) is not int or not -(2**31) <= value < 2**31:
             raise self._wrong(name, "a whole number")
         return value
 
     def positive(self, name: str) -> int:
-        """A whole number from 1."""
+        """Return a whole number from 1."""
         if self.whole(name) < 1:
             raise self._wrong(name, "a whole number from 1")
         return self.whole(name)
 
     def number(self, name: str) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.entry.get(name)
         if not _is_number(value):
             raise self._wrong(name, "a finite number")
         return float(value)
 
     def flat(self, name: str) -> Array:
-        """A list of numbers."""
+        """Return a list of numbers."""
         found = numbers(self.entry.get(name), name, self.where)
         if found.ndim != 1:
             raise self._wrong(name, "a list of numbers")
@@ -104,7 +104,7 @@ class Fields:
 
 
 def numbers(value: Any, name: str, where: str) -> Array:
-    """A finite number or nested lists of them, as float64.
+    """Return a finite number or nested lists of them, as float64.
 
     Raises:
         FileFormatError: it is something else, empty, or ragged.

@@ -40,7 +40,7 @@ class AimetFile:
 
 
 def is_aimet(data: Any) -> bool:
-    """Whether JSON data has the sections of an AIMET encodings file."""
+    """Return whether JSON data has the sections of an AIMET encodings file."""
     if not isinstance(data, dict) or "format" in data:
         return False
     return any(name in data for name in _SECTIONS) or isinstance(data.get("encodings"), list)
@@ -160,7 +160,7 @@ def _from_1_0_0(entry: Any, where: str) -> Stated | DType:
 
 
 def _flat(dtype: DType, scale: Any, offset: Any, granularity: Any, where: str, block_size: int | None = None) -> Stated:
-    """An entry of the versions without axes."""
+    """Return an entry of the versions without axes."""
     if scale.shape != offset.shape or (granularity == "tensor" and scale.size != 1):
         raise FileFormatError(f"{where}: {scale.size} scales and {offset.size} offsets per {granularity}")
     zero_point = dtype.lo - offset
@@ -200,7 +200,7 @@ def _from_2(entry: Any, where: str) -> Stated | DType:
 
 
 def _placed(dtype: DType, scale: Any, zero_point: Any, axis: int | None, block_size: int | None, where: str) -> Stated:
-    """An entry with QuantizeLinear's own axis."""
+    """Return an entry with QuantizeLinear's own axis."""
     if axis is None and (scale.size != 1 or block_size is not None):
         raise FileFormatError(f"{where}: {scale.size} scales without an axis; write the file again")
     if axis is not None and block_size is None and scale.ndim != 1:

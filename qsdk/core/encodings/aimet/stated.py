@@ -38,7 +38,7 @@ class Stated:
 
 
 def completed(stated: Stated, tensor: TensorFacts | None) -> Encoding:
-    """Give the encoding that an entry means for a tensor, under the sign that the plan wants.
+    """Return the encoding that an entry means for a tensor, under the sign that the plan wants.
 
     Args:
         stated: the entry.
@@ -69,7 +69,7 @@ def completed(stated: Stated, tensor: TensorFacts | None) -> Encoding:
 
 
 def with_sign_of(encoding: Encoding, wanted: DType) -> Encoding:
-    """The same values under the codes of a dtype of the same width and the other sign, if that is all that differs."""
+    """Return the same values in the codes of a dtype of equal width and the other sign, if that is all that differs."""
     have = encoding.dtype
     full = all(d.is_integer and (d.lo, d.hi) == (DTYPES[d.name].lo, DTYPES[d.name].hi) for d in (have, wanted))
     if not full or have.bits != wanted.bits or have.signed == wanted.signed:
@@ -111,7 +111,7 @@ def in_order(values: Array, axis: int) -> Array:
 
 
 def channel_axis_of(stated: Stated) -> int:
-    """The axis of channels of scales per block, whose other axes have length 1."""
+    """Return the axis of channels of scales per block, whose other axes have length 1."""
     assert stated.axis is not None
     rank = stated.scale.ndim
     block = stated.axis % rank
@@ -179,7 +179,7 @@ def _spread(values: Array, shape: tuple[int, ...], axis: int) -> Array:
 
 
 def _axis_of_channels(encoding: Encoding, tensor: TensorFacts) -> int | None:
-    """The only axis beside that of the blocks along which scales may differ."""
+    """Return the only axis beside that of the blocks along which scales may differ."""
     assert encoding.axis is not None
     rank, block = encoding.scale.ndim, encoding.axis % encoding.scale.ndim
     if tensor.channel_axis is not None:

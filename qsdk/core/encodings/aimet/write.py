@@ -15,7 +15,7 @@ from qsdk.core.encodings.tensor_facts import TensorFacts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.two_level_scales import TwoLevel, two_level
+from qsdk.core.numerics.two_level_scales import TwoLevel, split_block_scales
 
 _LEGACY = ("0.6.1", "1.0.0")
 
@@ -98,7 +98,7 @@ def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, An
 
 
 def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[Any, str, str]:
-    """The entry, its form and what it loses; no entry for a cast that the version leaves out by design."""
+    """Return the entry, its form and what it loses; no entry for a cast that the version leaves out by design."""
     if not isinstance(found, Encoding):
         return _cast(found, version)
     loss = ["frozen"] if found.frozen else []
@@ -207,10 +207,10 @@ def _plain(values: Any) -> Any:
 
 
 def _two_levels(stated: Stated) -> TwoLevel | None:
-    """The factors of block scales; AIMET has two levels where the product has twice the bits."""
+    """Return the factors of block scales; AIMET has two levels where the product has twice the bits."""
     if stated.granularity != "block" or stated.dtype.name not in ("int4", "int8") or stated.zero_point.any():
         return None
     assert stated.axis is not None
     if stated.scale.shape[stated.axis] < 2:
         return None
-    return two_level(Encoding(stated.dtype, stated.scale, stated.zero_point, stated.axis, stated.block_size))
+    return split_block_scales(Encoding(stated.dtype, stated.scale, stated.zero_point, stated.axis, stated.block_size))

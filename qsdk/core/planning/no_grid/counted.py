@@ -1,4 +1,4 @@
-"""Numbers that become integers: positions, buckets and indices, of which a grid would change the ones it is near."""
+"""Floats that become integers: positions, buckets and indices, which a grid would move to their neighbours."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,16 @@ from qsdk.core.planning.ties import keeps_grid
 
 AN_INTEGER = "it becomes an integer, such as an index or a bucket: a grid would move it to another one"
 
-_OF_NUMBERS = frozenset(
+_ARITHMETIC = frozenset(
     {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sign", "Log", "Exp", "Sqrt", "Pow", "Reciprocal", "Cast", "Where"}
     | {"Min", "Max", "Clip", "Floor", "Ceil", "Round", "Mod", "Sum", "CumSum", "Relu"}
 )
 
 
 def becomes_integers(graph: Graph) -> Mapping[int, str]:
-    """The floating-point tensors that are cast to integers, and those that only these are made of; id -> the reason.
+    """Return the floats that are cast to integers, and those that only these depend on, each with the reason.
 
-    What a layer computes stays as it is: an integer that is made of its result reads it in float, and nothing before.
+    Results of layers are not affected: an integer computed from one reads it in float, and nothing before it changes.
     """
     found: set[int] = set()
     for op in reversed(graph.ops):
@@ -34,11 +34,11 @@ def _casts_to_integer(graph: Graph, op: Op) -> bool:
 
 
 def _counts(graph: Graph, op: Op) -> bool:
-    return op.type in _OF_NUMBERS or keeps_grid(graph, op)
+    return op.type in _ARITHMETIC or keeps_grid(graph, op)
 
 
 def _only_counts(graph: Graph, tensor: int, found: set[int]) -> bool:
-    """Whether all that reads a tensor makes integers, or such numbers, of it."""
+    """Return whether everything that reads a tensor computes integers, or such numbers, from it."""
     readers = [graph.ops[reader] for reader in graph.consumers[tensor]]
     if not readers or tensor in graph.output_set:
         return False

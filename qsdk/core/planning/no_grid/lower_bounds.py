@@ -1,4 +1,4 @@
-"""Lower bounds: how small the values of a tensor can become, as far as the ops that make it say."""
+"""Lower bounds: how small the values of a tensor can become, as far as the ops before it show."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -9,14 +9,14 @@ from qsdk.core.graph.graph import Graph, Op
 from qsdk.core.planning.ties import keeps_grid
 
 _UNKNOWN = -np.inf
-#: what never becomes 0 in exact arithmetic, and is as small as it likes
+#: bound of values that are never 0 in exact arithmetic, but may be arbitrarily small
 _ABOVE_ZERO = float(np.finfo(np.float32).smallest_subnormal)
 
 _POSITIVE = frozenset({"Exp", "Sigmoid", "Softplus", "Softmax"})
 _NOT_NEGATIVE = frozenset({"Relu", "HardSigmoid", "ThresholdedRelu", "Not"})
-#: ops that give a size: as far from 0 as what they read
+#: ops whose result is a magnitude: as far from 0 as their input
 _SIZES = frozenset({"Abs", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
-#: ops that give values between those of their first input, or more where that is not negative
+#: ops whose result lies between the values of their first input, or above them where that is not negative
 _INSIDE = frozenset(
     {"ReduceMean", "ReduceMax", "ReduceMin", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Resize", "Cast"}
 )
@@ -26,7 +26,7 @@ Bounds = Callable[[int | None], float]
 
 
 def lower_bounds(graph: Graph) -> Mapping[int, float]:
-    """Give tensor id -> a number that none of its values is below; tensors that nothing bounds are absent.
+    """Return tensor id -> a number that none of its values is below; tensors that nothing bounds are absent.
 
     A bound above 0 says that a tensor is never 0: a sum with a guard, a clip, an exponential.
     """

@@ -1,6 +1,6 @@
-"""Divisors: the tensors of which 0 has no image, because a Div, a logarithm or a negative power reads them.
+"""Divisors: tensors that must not become 0, because a Div, a logarithm or a negative power reads them.
 
-Beside them what is above 0 for the sake of a root: at 0 the root has an image, and its slope has none.
+Also the arguments of roots that a model keeps above 0: at 0 the root has a value, but its slope is infinite.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _OF_SUMS = frozenset({"Sqrt", "Abs", "Cast"})
 
 
 def divisors(graph: Graph) -> Mapping[int, str]:
-    """The tensors that ops divide by, or take a logarithm of, as far as they are computed; gives id -> the reason."""
+    """Return the computed tensors that ops divide by, or take a logarithm of, with the reason, by tensor id."""
     found: dict[int, str] = {}
     for op in graph.ops:
         for tensor, reason in _read_as_divisors(graph, op):
@@ -32,10 +32,10 @@ def divisors(graph: Graph) -> Mapping[int, str]:
 
 
 def guarded_divisors(graph: Graph) -> Mapping[int, str]:
-    """The divisors that the model keeps above 0, and what is above 0 for their sake alone; gives id -> the reason.
+    """Return the divisors that the model keeps above 0, and the tensors they depend on alone, with the reason.
 
-    The range of an activation holds 0, so a guard such as `sum + 1e-5` is lost as soon as it is quantized, and a root
-    of what is lost is 0 as well. Training needs the guard of a root too: its gradient at 0 is infinite.
+    The range of an activation contains 0, so a guard such as `sum + 1e-5` is lost as soon as it is quantized, and the
+    root of the result is 0 as well. Training needs the guard of a root too: its gradient at 0 is infinite.
     """
     low, found = lower_bounds(graph), dict[int, str]()
     for divisor, reason in {**_under_roots(graph), **divisors(graph)}.items():
@@ -57,7 +57,7 @@ def guarded_divisors(graph: Graph) -> Mapping[int, str]:
 
 
 def _under_roots(graph: Graph) -> dict[int, str]:
-    """The computed tensors that ops take a root of; gives id -> the reason."""
+    """Return the computed tensors that ops take a root of, with the reason, by tensor id."""
     found: dict[int, str] = {}
     for op in graph.ops:
         exponent = graph.value(op.inputs[1]) if op.type == "Pow" else None
@@ -69,7 +69,10 @@ def _under_roots(graph: Graph) -> dict[int, str]:
 
 
 def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
-    """The reciprocals of guarded divisors, which are as large as that of the guard where a sum is 0, moved or not."""
+    """Return the reciprocals of guarded divisors, moved or not.
+
+    Where a sum is 0, they are as large as that of the guard.
+    """
     found: set[int] = set()
     for op in graph.ops:
         one = op.type == "Div" and op.inputs[0] is not None and graph.scalar(op.inputs[0]) is not None
@@ -81,7 +84,7 @@ def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
 
 
 def _summed_up(graph: Graph, read: Iterable[int]) -> Iterator[int]:
-    """The sums, and roots of sums, that only a guard reads: where they are small, a grid would round them to 0."""
+    """Yield the sums, and roots of sums, that only a guard reads: a grid would round small ones to 0."""
     for operand in read:
         tensor: int | None = operand
         chain: list[int] = []
@@ -96,7 +99,7 @@ def _summed_up(graph: Graph, read: Iterable[int]) -> Iterator[int]:
 
 
 def _squares(graph: Graph, tensor: int | None) -> list[int]:
-    """The squares that a sum adds up, where nothing else reads them; a grid would lose those of small values."""
+    """Return the squares that a sum adds up, where nothing else reads them; a grid would lose those of small values."""
     maker = None if tensor is None else graph.producer.get(tensor)
     if tensor is None or maker is None or graph.sole_consumer(tensor) is None:
         return []
@@ -105,7 +108,7 @@ def _squares(graph: Graph, tensor: int | None) -> list[int]:
 
 
 def _makes_positive(graph: Graph, op: Op, low: Mapping[int, float]) -> bool:
-    """Whether an op's result is above 0 even if what it computes with were 0."""
+    """Return whether an op's result is above 0 even if its inputs were 0."""
     if op.type in ("Add", "Sum", "Max"):
         return any(t is not None and graph.constant_root(t) is not None and low.get(t, 0.0) > 0.0 for t in op.inputs)
     if op.type == "Clip":

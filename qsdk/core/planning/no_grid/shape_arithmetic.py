@@ -1,4 +1,4 @@
-"""Tensors made of integers and constants alone: a causal mask at run time, positions and their angles, first states."""
+"""Tensors that depend on integers and constants alone: causal masks, positions and their angles, initial states."""
 
 from collections.abc import Collection, Mapping
 
@@ -7,7 +7,7 @@ from qsdk.core.graph.graph import Graph, Op
 _SHAPE_OPS = frozenset({"Shape", "Size"})
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _PERIODIC = frozenset({"Sin", "Cos"})
-_OF_ANGLES = frozenset(
+_ANGLE_OPS = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Exp", "Neg", "Reciprocal", "Sqrt", "Cast", "Floor", "Mod", "Where", "CumSum"}
     | {
         "Concat",
@@ -27,11 +27,11 @@ _OF_ANGLES = frozenset(
 
 
 def steering_tensors(graph: Graph, masks: Collection[int]) -> Mapping[int, str]:
-    """The floating-point tensors made of shapes and integers that no quantized op computes with; gives id -> reason.
+    """Return the floats made of shapes and integers that no quantized op computes with, each with the reason.
 
-    They only become other such tensors, bools, integers or masks, or are the first state of a recurrent layer, which
+    They only become other such tensors, bools, integers or masks, or are the initial state of a recurrent layer, which
     computes in float; or they are the angles of positions, of which Sin and Cos need every digit. A table of positions
-    made of shapes is data: it is added to what is quantized.
+    made of shapes is data: it is added to quantized tensors.
     """
     steering = _only_read_by(graph, _made_of_integers(graph), masks, _RECURRENT)
     angles = _only_read_by(graph, _made_as_angles(graph), steering | frozenset(masks), _PERIODIC)
@@ -40,7 +40,7 @@ def steering_tensors(graph: Graph, masks: Collection[int]) -> Mapping[int, str]:
 
 
 def _made_of_integers(graph: Graph) -> set[int]:
-    """The tensors that are made of integers, bools, shapes and single numbers."""
+    """Return the tensors that depend on integers, bools, shapes and single numbers alone."""
     found = {index for index in range(len(graph.tensors)) if _is_counted(graph, index) or _is_number(graph, index)}
     for op in graph.ops:
         read = [t for t in op.inputs[: 1 if op.type == "CastLike" else None] if t is not None]
@@ -50,17 +50,17 @@ def _made_of_integers(graph: Graph) -> set[int]:
 
 
 def _made_as_angles(graph: Graph) -> set[int]:
-    """The tensors made of integers and stored numbers by the arithmetic of positions, not looked up in a table."""
+    """Return the tensors computed from integers and stored numbers by the arithmetic of positions, not from a table."""
     found = {index for index, facts in enumerate(graph.tensors) if _is_counted(graph, index) or facts.constant}
     for index, op in enumerate(graph.ops):
         read = [t for t in op.inputs if t is not None]
-        if op.type in _OF_ANGLES and found.issuperset(read) and not _takes_from_data(graph, index):
+        if op.type in _ANGLE_OPS and found.issuperset(read) and not _takes_from_data(graph, index):
             found.update(op.outputs)
     return found
 
 
 def _takes_from_data(graph: Graph, op_id: int) -> bool:
-    """Whether an op looks something up in a stored table, or mixes the features of one: no arithmetic of positions."""
+    """Return whether an op reads a stored table or mixes the features of one, which is no arithmetic of positions."""
     op = graph.ops[op_id]
     if op.type == "Gather":
         return op.inputs[0] is None or graph.origin(op.inputs[0]) is not None
@@ -71,7 +71,7 @@ def _takes_from_data(graph: Graph, op_id: int) -> bool:
 
 
 def _only_read_by(graph: Graph, made: Collection[int], others: Collection[int], sinks: Collection[str]) -> set[int]:
-    """Those of `made` that ops compute in floating point and that only these ops, or ops that steer, read."""
+    """Return those of `made` that are computed in floating point and read only by these ops or by steering ops."""
     found = {t for t in made if graph.tensors[t].is_float and t not in graph.output_set and t in graph.producer}
     for op in reversed(graph.ops):
         for tensor in op.outputs:
@@ -82,7 +82,7 @@ def _only_read_by(graph: Graph, made: Collection[int], others: Collection[int], 
 
 
 def _is_counted(graph: Graph, tensor: int) -> bool:
-    """Whether a tensor holds integers or bools, wherever they are from."""
+    """Return whether a tensor holds integers or bools, from any source."""
     return graph.tensors[tensor].dtype != "" and not graph.tensors[tensor].is_float
 
 
