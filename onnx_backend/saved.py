@@ -17,7 +17,7 @@ from onnx_backend.proto.model_io import serialized
 from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
-from qsdk.core.layers.folded_norms import plain_norms, read_norms
+from qsdk.core.layers.folded_norms import norms_to_json, read_norms
 from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.plan_json import plan_to_json, read_plan
 from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
@@ -34,7 +34,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "reasons": dict(notes.reasons),
         "inside": plan_to_json(Plan({}, notes.inside)),
         "remarks": list(notes.remarks),
-        "norms": plain_norms(sim.folded_norms),
+        "norms": norms_to_json(sim.folded_norms),
         "given": list(sim.given.before),
     }
 

@@ -12,7 +12,7 @@ from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.lazy_arrays import LazyArrays
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 
 
 def stored_by_name(sim: OnnxSim) -> LazyArrays:
@@ -22,7 +22,7 @@ def stored_by_name(sim: OnnxSim) -> LazyArrays:
     return LazyArrays(names, lambda name: array(stored[name]))
 
 
-def look(sim: OnnxSim, data: Iterable[Any], looks: Mapping[str, Look], *, progress: bool) -> None:
+def look(sim: OnnxSim, data: Iterable[Any], looks: Mapping[str, ChannelObserver], *, progress: bool) -> None:
     """Show the float values at these sites to the looks, in one pass over the data.
 
     Raises:

@@ -15,7 +15,7 @@ from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
 from qsdk.algorithms.problems.gather import Gathers, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
-from qsdk.core.layers.layer_walk import Layer, Step, Walk
+from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
 from qsdk.core.report import Report
 
 _ALL = Gathers()
@@ -91,7 +91,7 @@ def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: f
 
 
 def _solved(
-    step: Step, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
+    step: WalkStep, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
 ) -> list[tuple[Layer, LayerProblem, Solution, float]]:
     """Return the layers of a step with problems and solutions, from the checkpoint if it has them, and the seconds."""
     start = time.perf_counter()

@@ -13,7 +13,7 @@ from qsdk.algorithms.problems.gather import Gathers
 from qsdk.algorithms.solvers import bias
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.core.errors import ConfigError
-from qsdk.core.layers.expected_means import Expected, expected_values
+from qsdk.core.layers.expected_means import ExpectedMoments, expected_values
 from qsdk.core.layers.graph_layers import GraphLayer, graph_layers
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
@@ -191,7 +191,7 @@ def _analytic(sim: Sim) -> Report:
     return Report(_TITLE, rows, summary)
 
 
-def _means(found: GraphLayer, expected: Mapping[int, Expected]) -> Any:
+def _means(found: GraphLayer, expected: Mapping[int, ExpectedMoments]) -> Any:
     """Return the mean of a layer's input, float64 [groups, K]; None where it is unknown."""
     groups, _, k = found.layer.layout.matrix_shape
     known = expected.get(found.inputs[0])

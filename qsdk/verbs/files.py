@@ -24,7 +24,7 @@ from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import plain_norms, read_norms
+from qsdk.core.layers.folded_norms import norms_to_json, read_norms
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.read_files import read_text
@@ -244,7 +244,7 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
         return
     facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
-    facts |= {"norms": plain_norms(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
+    facts |= {"norms": norms_to_json(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
     write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
 
 

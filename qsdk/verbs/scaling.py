@@ -20,11 +20,11 @@ from qsdk.core.report import Report
 from qsdk.core.scaling import clip as clipping
 from qsdk.core.scaling import equalize as equalizing
 from qsdk.core.scaling import plans
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 from qsdk.core.scaling.regions import Region, find_regions
-from qsdk.core.scaling.relu6 import as_relu, clips_at_six, passed_by
+from qsdk.core.scaling.relu6 import as_relu, clips_at_six, clips_inside
 from qsdk.core.scaling.scalings import FloatArray, Scalings, spread
-from qsdk.core.scaling.search import Chosen, Seen, activation_aware, smoothed
+from qsdk.core.scaling.search import FactorChoice, ObservedRegions, search_awq, search_smooth_quant
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
@@ -82,7 +82,7 @@ def equalize(
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         graph, opened = _without_relu6(sim) if relu6 == "relu" else (_graph(sim), set())
-        scalings, blocked = _scalings(sim, graph, equalizing.not_equalized)
+        scalings, blocked = _scalings(sim, graph, equalizing.equalization_obstacle)
         numbers = range(len(scalings.regions))
         before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         taken = equalizing.equalize(scalings, iterations)
@@ -133,8 +133,8 @@ def smooth_quant(
         raise ConfigError(f"alpha={alpha!r}; give a number from 0 to 1, or 'auto'")
     alphas = _ALPHAS if alpha == "auto" else (float(alpha),)
 
-    def search(seen: Seen, number: int) -> Chosen:
-        return smoothed(seen, number, alphas)
+    def search(seen: ObservedRegions, number: int) -> FactorChoice:
+        return search_smooth_quant(seen, number, alphas)
 
     return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=forward, progress=progress)
 
@@ -175,8 +175,8 @@ def awq(
     if grid < 1:
         raise ConfigError(f"grid={grid}; at least one value of alpha must be tried")
 
-    def search(seen: Seen, number: int) -> Chosen:
-        return activation_aware(seen, number, grid)
+    def search(seen: ObservedRegions, number: int) -> FactorChoice:
+        return search_awq(seen, number, grid)
 
     last = _clip if clip else None
     return _searched(sim, data, "AWQ", search, plans.without_layers, last, forward=forward, progress=progress)
@@ -186,9 +186,9 @@ def _searched(
     sim: Sim,
     data: Iterable[Any],
     title: str,
-    search: Callable[[Seen, int], Chosen],
+    search: Callable[[ObservedRegions, int], FactorChoice],
     unfit: Callable[[Region], str],
-    last: Callable[[Sim, Seen], dict[str, Any]] | None = None,
+    last: Callable[[Sim, ObservedRegions], dict[str, Any]] | None = None,
     *,
     forward: Forward | None,
     progress: bool,
@@ -196,16 +196,16 @@ def _searched(
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         scalings, blocked = _scalings(sim, _graph(sim), unfit)
-        looks = plans.looks_at(scalings.regions, sim.graph)
-        _look(sim, data, looks, forward=forward, progress=progress)
-        seen = Seen(scalings, looks, plans.specs_of(sim.plan))
+        observers = plans.observers_for(scalings.regions, sim.graph)
+        _look(sim, data, observers, forward=forward, progress=progress)
+        seen = ObservedRegions(scalings, observers, plans.specs_of(sim.plan))
         rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
         passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
         facts = {"float_passes": passes} | (last(sim, seen) if last is not None else {})
         return _report(title, rows, blocked, sim, started, facts)
 
 
-def _row_of(seen: Seen, number: int, chosen: Chosen) -> dict[str, Any]:
+def _row_of(seen: ObservedRegions, number: int, chosen: FactorChoice) -> dict[str, Any]:
     before = seen.shrinking(number)
     seen.scalings.multiply(number, chosen.factors)
     return plans.row(
@@ -220,7 +220,7 @@ def _row_of(seen: Seen, number: int, chosen: Chosen) -> dict[str, Any]:
     )
 
 
-def _clip(sim: Sim, seen: Seen) -> dict[str, Any]:
+def _clip(sim: Sim, seen: ObservedRegions) -> dict[str, Any]:
     """Narrow the ranges of the weights of a calibrated sim."""
     state = sim.snapshot()
     if not state.own:
@@ -239,19 +239,21 @@ def _absorbed(
     graph = scalings.graph
     counts = [0] * len(scalings.regions)
     found: dict[int, FloatArray] = {}
-    looks: dict[int, Look] = {}
-    fit = [n for n, region in enumerate(scalings.regions) if wanted and not equalizing.absorbs(graph, region)]
+    observers: dict[int, ChannelObserver] = {}
+    fit = [
+        n for n, region in enumerate(scalings.regions) if wanted and not equalizing.absorption_obstacle(graph, region)
+    ]
     if data is not None and fit:
-        looks = plans.looks_at([scalings.regions[n] for n in fit], graph)
-        _look(sim, data, looks, forward=forward, progress=progress)
+        observers = plans.observers_for([scalings.regions[n] for n in fit], graph)
+        _look(sim, data, observers, forward=forward, progress=progress)
     for number in fit:
         region = scalings.regions[number]
-        by = equalizing.lowest(region, graph, looks, sim.folded_norms) / scalings.factors[number]
+        by = equalizing.activation_minimum(region, graph, observers, sim.folded_norms) / scalings.factors[number]
         counts[number] = int((by > 0).sum())
         if counts[number]:
             sim.folded_norms.pop(region.producers[0].owner(graph), None)  # its mean has moved
-        found.update(equalizing.shifts(graph, region, scalings, by, found))
-    return found, counts, 1 if looks else 0
+        found.update(equalizing.shifted_biases(graph, region, scalings, by, found))
+    return found, counts, 1 if observers else 0
 
 
 # --- both sides ---------------------------------------------------------------------------------------------------
@@ -272,8 +274,8 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
     """Return the graph with a Relu for every ReLU6 that factors could then pass, and the sites of these."""
     clips = clips_at_six(sim.graph)
     trial = as_relu(sim.graph, clips)
-    scalings, _ = _scalings(sim, trial, equalizing.not_equalized)
-    wanted = passed_by(scalings.regions, clips, trial)
+    scalings, _ = _scalings(sim, trial, equalizing.equalization_obstacle)
+    wanted = clips_inside(scalings.regions, clips, trial)
     if isinstance(sim, OnnxSim):
         reasons = onnx_relu6.of_calls(sim, clips, wanted)
     else:
@@ -295,13 +297,15 @@ def _open(sim: Sim, sites: set[str]) -> None:
 def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
     """Return the regions that can be scaled, with factors of 1, and those that cannot."""
     stored, own = _stored(sim), sim.snapshot().own
-    found = plans.admitted(find_regions(graph), graph, sim.plan, own, stored)
+    found = plans.block_unscalable(find_regions(graph), graph, sim.plan, own, stored)
     found = [region if region.blocked else replace(region, blocked=unfit(region)) for region in found]
     return Scalings(graph, [r for r in found if not r.blocked], stored), [r for r in found if r.blocked]
 
 
-def _look(sim: Sim, data: Iterable[Any], looks: Mapping[int, Look], *, forward: Forward | None, progress: bool) -> None:
-    by_site = {sim.graph.tensors[tensor].site or "": look for tensor, look in looks.items()}
+def _look(
+    sim: Sim, data: Iterable[Any], observers: Mapping[int, ChannelObserver], *, forward: Forward | None, progress: bool
+) -> None:
+    by_site = {sim.graph.tensors[tensor].site or "": look for tensor, look in observers.items()}
     if isinstance(sim, OnnxSim):
         require_no_forward(forward)
         onnx_floats.look(sim, data, by_site, progress=progress)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qsdk.core.lazy_arrays import LazyArrays
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.training.batch_norm_training import require_folded
@@ -32,7 +32,7 @@ def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None
 
 
 def look(
-    sim: QuantSim, data: Iterable[Any], looks: Mapping[str, Look], *, forward: Forward | None, progress: bool
+    sim: QuantSim, data: Iterable[Any], looks: Mapping[str, ChannelObserver], *, forward: Forward | None, progress: bool
 ) -> None:
     """Show the float values at these sites to the looks, in one pass over the data.
 

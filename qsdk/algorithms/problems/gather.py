@@ -16,7 +16,7 @@ from qsdk.algorithms.problems.moments import CHUNK, Moments, Sums
 from qsdk.algorithms.problems.patches import PATCHES, ROWS, gather_patches, sample_positions
 from qsdk.core.errors import DataError
 from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry
-from qsdk.core.layers.layer_walk import Layer, Step, Walk
+from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gathers:
     every_patch: bool = True
 
 
-def problems_of(step: Step, walk: Walk, gathers: Gathers, seed: int) -> list[LayerProblem]:
+def problems_of(step: WalkStep, walk: Walk, gathers: Gathers, seed: int) -> list[LayerProblem]:
     """Make the problems of a step's layers, in its order, reading its inputs once.
 
     Layers that see the same rows (all linear ones, convolutions of one geometry) share their second moments.

@@ -165,7 +165,7 @@ def sampled_gradient(outputs: Outputs, exact: Tensor, plain: Tensor, damping: fl
         x = outputs.x_quantized[:, rows]
         given = x @ weight + outputs.bias[:, None]
         missed = outputs.function(given) - outputs.function(outputs.exact[:, rows])
-        slope = x.mT @ (missed * outputs.function.passes(given)) / len(rows)
+        slope = x.mT @ (missed * outputs.function.derivative(given)) / len(rows)
         found: Tensor = (slope + ridge * (weight - exact)) * (2 / unit)
         return found
 

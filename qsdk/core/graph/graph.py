@@ -1,4 +1,4 @@
-"""The neutral graph that planning reads: ops and tensors, built by both doors. Names are labels; identity is an id."""
+"""The neutral graph that planning reads: ops and tensors, built by both sides. Names are labels; identity is an id."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: ops that hand a stored tensor on in another shape, order or type
+#: ops that return a stored tensor in another shape, order or type
 _VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
 _SHAPE_OPS = frozenset({"Shape", "Size"})
 
@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def is_float(self) -> bool:
-        """Return whether it holds floating-point values."""
+        """Return whether the tensor holds floating-point values."""
         return self.dtype in ("float32", "float16", "bfloat16", "float64")
 
 
@@ -62,12 +62,12 @@ class Graph:
 
     @cached_property
     def producer(self) -> Mapping[int, int]:
-        """Tensor id -> id of the op that makes it; constants and inputs are absent."""
+        """Return, by tensor id, the id of the op that computes it; constants and inputs are absent."""
         return {tensor: index for index, op in enumerate(self.ops) for tensor in op.outputs}
 
     @cached_property
     def consumers(self) -> Mapping[int, Sequence[int]]:
-        """Tensor id -> ids of the ops that read it, once per reading op."""
+        """Return, by tensor id, the ids of the ops that read it, once for each reading op."""
         found: dict[int, list[int]] = {index: [] for index in range(len(self.tensors))}
         for index, op in enumerate(self.ops):
             for tensor in dict.fromkeys(op.inputs):
@@ -82,7 +82,7 @@ class Graph:
 
     @cached_property
     def sites(self) -> Mapping[str, int]:
-        """Site -> tensor id, in graph order."""
+        """Return the tensor id of each site, in graph order."""
         return {tensor.site: index for index, tensor in enumerate(self.tensors) if tensor.site is not None}
 
     def sole_consumer(self, tensor: int) -> int | None:
@@ -91,12 +91,12 @@ class Graph:
         return readers[0] if len(readers) == 1 and tensor not in self.output_set else None
 
     def reads_values(self, tensor: int) -> bool:
-        """Return whether anything reads more of a tensor than its shape, or it leaves the model."""
+        """Return whether an op reads more of a tensor than its shape, or the tensor leaves the model."""
         return tensor in self.output_set or any(self.ops[i].type not in _SHAPE_OPS for i in self.consumers[tensor])
 
     @cached_property
     def _roots(self) -> Mapping[int, int]:
-        """Tensor id -> the stored tensor it is, or is a view of; one pass, however long a chain of views is."""
+        """Return, by tensor id, the stored tensor that it is, or is a view of; one pass, even for long chains."""
         found = {index: index for index, tensor in enumerate(self.tensors) if tensor.constant}
         for op in self.ops:
             source = op.inputs[0] if op.type in ("Identity", "Transpose") and op.inputs else None
@@ -121,7 +121,7 @@ class Graph:
         return current, tuple(between)
 
     def axis_at_root(self, tensor: int, axis: int) -> int:
-        """Follow an axis of a constant back through its Transpose ops to the stored tensor."""
+        """Return the axis of the stored tensor that an axis of a constant comes from, through its Transpose ops."""
         current = tensor
         while not self.tensors[current].constant:
             op = self.ops[self.producer[current]]

@@ -1,6 +1,6 @@
-"""A graph as plain values for JSON: what it takes to find its sites in another file of the same network.
+"""A graph as plain values for JSON: the facts by which its sites are found in another file of the same network.
 
-Weights are left out, and all names but those of sites.
+It holds no weights, and no names but those of sites.
 """
 
 import base64
@@ -17,18 +17,18 @@ from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph, Op, Tensor
 
 _LARGEST = 2**28  # characters
-_FEW = 16  # elements of a constant that says which part a Slice or a Gather takes
+_FEW = 16  # elements of a constant that selects the part for a Slice or a Gather
 
 
 def graph_to_plain(graph: Graph) -> dict[str, Any]:
-    """Return a graph as values for JSON, in which a tensor is known by its place in the list.
+    """Return a graph as values for JSON, in which a tensor is identified by its place in the list.
 
     Returns:
         `tensors` (dtype, whether stored, site, shape, value), `ops` (type, inputs, outputs, attributes, domain),
-        `inputs` and `outputs`; what a list leaves out at its end is absent. An op's inputs count back from its first
-        output, and its outputs on from the last one of the op before, so that equal blocks of a network read alike.
+        `inputs` and `outputs`; empty fields at the end of a list are absent. An op's inputs count back from its first
+        output, and its outputs on from the last one of the op before, so that equal blocks of a network look the same.
     """
-    # shapes tell how a weight lies; those of activations only make the text longer
+    # shapes show the layout of a weight; those of activations would only make the text longer
     stored = [graph.constant_root(index) is not None for index in range(len(graph.tensors))]
     tensors = [
         [t.dtype, int(t.constant), t.site, list(t.shape) if weight and t.shape else None, _small(t)]
@@ -48,14 +48,14 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_plain(data: Any, where: str) -> Graph:
-    """Read what `graph_to_plain` gave.
+    """Return the graph that `graph_to_plain` wrote.
 
     Args:
         data: values of JSON.
         where: name of the file, for messages.
 
     Raises:
-        FileFormatError: it is no graph: an op reads what nothing before it makes, or two tensors have one site.
+        FileFormatError: it is no graph: an op reads a tensor that nothing before it computes, or two have one site.
     """
     try:
         tensors = [_tensor(index, *fields) for index, fields in enumerate(data["tensors"])]
@@ -72,16 +72,16 @@ def graph_from_plain(data: Any, where: str) -> Graph:
 
 
 def graph_to_text(graph: Graph) -> str:
-    """Return what `graph_to_plain` gives as JSON, compressed (zlib) and in base 85: a tenth of its length."""
+    """Return the JSON of `graph_to_plain`, compressed (zlib) and in base 85: a tenth of its length."""
     text = json.dumps(graph_to_plain(graph), separators=(",", ":"))
     return base64.b85encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def graph_from_text(text: Any, where: str) -> Graph:
-    """Read what `graph_to_text` gave.
+    """Return the graph that `graph_to_text` wrote.
 
     Args:
-        text: as it stood in the file.
+        text: from the file.
         where: name of the file, for messages.
 
     Raises:
@@ -117,7 +117,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _trimmed(fields: list[Any]) -> list[Any]:
-    """Return the fields up to the last one that says something."""
+    """Return the fields up to the last one that is not empty."""
     kept = [index for index, value in enumerate(fields) if value not in (None, "", {})]
     return fields[: kept[-1] + 1]
 
@@ -136,7 +136,7 @@ def _op(before: int, kind: str, inputs: Any, outputs: Any, attributes: Any = Non
 
 
 def _problem(graph: Graph) -> str:
-    """Return why no walk over a graph would end well; "" where one does."""
+    """Return why a graph is inconsistent, or ""."""
     known = {index for index, tensor in enumerate(graph.tensors) if tensor.constant} | set(graph.inputs)
     for op in graph.ops:
         if any(tensor is not None and tensor not in known for tensor in op.inputs):

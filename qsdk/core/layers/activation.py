@@ -1,4 +1,4 @@
-"""Activation functions that are one with the layer before them: Relu, Clip and LeakyRelu."""
+"""Activation functions that are solved together with the layer before them: Relu, Clip and LeakyRelu."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from qsdk.core.graph.graph import Graph, Op
 
 @dataclass(frozen=True)
 class Activation:
-    """`clip(x, low, high)`, negative x multiplied by a slope before; it never falls where x rises.
+    """The function `clip(x, low, high)`, with negative x multiplied by a slope before. It never falls where x rises.
 
     Attributes:
         slope: of negative values.
@@ -22,19 +22,19 @@ class Activation:
     high: float = math.inf
 
     def __call__(self, x: Any) -> Any:
-        """Apply it to a NumPy or torch array of any shape."""
+        """Return the function of a NumPy or torch array of any shape."""
         if self.slope != 1:
             x = x.clip(0, None) + self.slope * x.clip(None, 0)
         return x.clip(self.low, self.high)
 
-    def passes(self, x: Any) -> Any:
-        """Return the derivative, where there is one: that of a bound and of 0 is the one on their left."""
+    def derivative(self, x: Any) -> Any:
+        """Return the derivative; at a bound and at 0, the one from the left."""
         inside = (x > self.low) & (x <= self.high)
         return inside * (1 + (self.slope - 1) * (x <= 0))
 
 
 def activation_of(graph: Graph, op: Op) -> Activation | None:
-    """Return the activation function that an op is; None where it is another one, or its bounds are not known."""
+    """Return the activation function that an op computes; None for another op or unknown bounds."""
     if op.type == "Relu":
         return Activation(low=0.0)
     if op.type == "LeakyRelu":

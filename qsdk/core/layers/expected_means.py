@@ -1,7 +1,7 @@
-"""What BatchNorms say of the values in a network, followed through the ops behind them: means without any data.
+"""Means of the values in a network without any data: those that BatchNorms set, followed through the ops behind them.
 
-A BatchNorm gives values of mean beta and standard deviation |gamma| per channel; Relu and Clip make a clipped normal of
-them. Source: Nagel et al. 2019, Data-Free Quantization, section 4.2.1 and appendix C.
+The output of a BatchNorm has mean beta and standard deviation |gamma| per channel; Relu and Clip make a clipped normal
+distribution of it. Source: Nagel et al. 2019, Data-Free Quantization, section 4.2.1 and appendix C.
 """
 
 import math
@@ -18,42 +18,42 @@ from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.site import owner_of
 
 FloatArray = npt.NDArray[np.float64]
-Stored = Callable[[str], npt.NDArray[np.float32] | None]
+StoredReader = Callable[[str], npt.NDArray[np.float32] | None]
 _KEEPS = frozenset({"Identity", "Dropout"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
-    """What a tensor's values are expected to be, per channel (axis 1).
+class ExpectedMoments:
+    """The expected moments of a tensor's values, per channel (axis 1).
 
     Attributes:
         mean: float64 [channels].
-        variance: float64 [channels] of values that are taken as normal; None where they are not, or it is not known.
+        variance: float64 [channels] of values that are assumed normal; None where they are not, or it is unknown.
     """
 
     mean: FloatArray
     variance: FloatArray | None
 
 
-def expected_values(graph: Graph, norms: Mapping[str, FoldedNorm], stored: Stored) -> dict[int, Expected]:
-    """Follow what BatchNorms say through a graph: tensor id -> what is expected there, as far as that is known.
+def expected_values(graph: Graph, norms: Mapping[str, FoldedNorm], stored: StoredReader) -> dict[int, ExpectedMoments]:
+    """Return the expected moments by tensor id, as far as the BatchNorms in a graph determine them.
 
-    Sums take their terms as independent and normal; zero padding is left out, as in the paper.
+    The terms of sums are assumed independent and normal; zero padding is ignored, as in the paper.
 
     Args:
-        graph: of either door.
-        norms: owner of a layer -> what the BatchNorm said that was folded into it.
-        stored: gives a stored tensor, or None, by its name in the graph: for BatchNorms that were not folded.
+        graph: of either side.
+        norms: owner of a layer -> the BatchNorm that was folded into it.
+        stored: returns a stored tensor, or None, by its name in the graph: for BatchNorms that were not folded.
     """
-    found: dict[int, Expected] = {}
+    found: dict[int, ExpectedMoments] = {}
     for index, op in enumerate(graph.ops):
         norm = _folded_into(graph, op, norms)
         tensor = None if norm is None else op.inputs[0] if norm.before else _result(graph, index)
         if norm is not None and tensor is not None:
-            found[tensor] = Expected(norm.mean.astype(np.float64), np.square(norm.std.astype(np.float64)))
+            found[tensor] = ExpectedMoments(norm.mean.astype(np.float64), np.square(norm.std.astype(np.float64)))
         if op.outputs and op.outputs[0] not in found:
-            made = _made(graph, op, found, stored)
+            made = _expected_output(graph, op, found, stored)
             if made is not None:
                 found[op.outputs[0]] = made
     return found
@@ -80,12 +80,12 @@ def _density(x: FloatArray) -> FloatArray:
 
 
 def _share(x: FloatArray) -> FloatArray:
-    """Return how much of a standard normal lies below."""
+    """Return the share of a standard normal distribution below x."""
     return np.asarray(np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[np.float64])(x))
 
 
 def _folded_into(graph: Graph, op: Op, norms: Mapping[str, FoldedNorm]) -> FoldedNorm | None:
-    """What the BatchNorm said that was folded into the layer that an op is."""
+    """Return the BatchNorm that was folded into the layer that an op is."""
     if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul") or op.inputs[1] is None:
         return None
     root = graph.constant_root(op.inputs[1])
@@ -94,15 +94,17 @@ def _folded_into(graph: Graph, op: Op, norms: Mapping[str, FoldedNorm]) -> Folde
 
 
 def _result(graph: Graph, index: int) -> int:
-    """What a layer gives, its bias added."""
+    """Return the tensor id of a layer's output, with its bias added."""
     following = graph.sole_consumer(graph.ops[index].outputs[0])
     if graph.ops[index].type == "MatMul" and following is not None and bias_of_add(graph, following) is not None:
         return graph.ops[following].outputs[0]
     return graph.ops[index].outputs[0]
 
 
-def _made(graph: Graph, op: Op, found: Mapping[int, Expected], stored: Stored) -> Expected | None:
-    """What is expected of what an op makes; None where that is not known."""
+def _expected_output(
+    graph: Graph, op: Op, found: Mapping[int, ExpectedMoments], stored: StoredReader
+) -> ExpectedMoments | None:
+    """Return the expected moments of an op's output; None where they are unknown."""
     if op.type == "BatchNormalization":
         gamma, beta = (None if t is None else graph.constant_root(t) for t in op.inputs[1:3])
         if gamma is None or beta is None:
@@ -110,13 +112,13 @@ def _made(graph: Graph, op: Op, found: Mapping[int, Expected], stored: Stored) -
         shift, scale = (stored(graph.tensors[root].name) for root in (beta, gamma))
         if shift is None or scale is None:
             return None
-        return Expected(shift.astype(np.float64), np.square(scale.astype(np.float64)))
+        return ExpectedMoments(shift.astype(np.float64), np.square(scale.astype(np.float64)))
     read = [None if tensor is None else found.get(tensor) for tensor in op.inputs]
     first = read[0] if read else None
     if op.type == "Add" and len(read) == 2 and first is not None and read[1] is not None:
         return _sum(first, read[1])
     if op.type == "Concat" and op.attributes.get("axis") == 1 and all(part is not None for part in read):
-        return _joined([part for part in read if part is not None])
+        return _concatenate([part for part in read if part is not None])
     if first is None:
         return None
     if op.type in ("Relu", "Clip"):
@@ -124,30 +126,30 @@ def _made(graph: Graph, op: Op, found: Mapping[int, Expected], stored: Stored) -
     if op.type in _KEEPS:
         return first
     if op.type in _POOLS and _keeps_means(graph, op):
-        return Expected(first.mean, None)
+        return ExpectedMoments(first.mean, None)
     if op.type in ("Flatten", "Reshape", "Squeeze"):
         return _flattened(graph, op, first)
     return None
 
 
-def _sum(one: Expected, other: Expected) -> Expected | None:
+def _sum(one: ExpectedMoments, other: ExpectedMoments) -> ExpectedMoments | None:
     if one.mean.shape != other.mean.shape:
         return None
     known = one.variance is not None and other.variance is not None
-    return Expected(one.mean + other.mean, one.variance + other.variance if known else None)  # type: ignore[operator]
+    return ExpectedMoments(one.mean + other.mean, one.variance + other.variance if known else None)  # type: ignore[operator]
 
 
-def _joined(parts: list[Expected]) -> Expected:
+def _concatenate(parts: list[ExpectedMoments]) -> ExpectedMoments:
     variances = [part.variance for part in parts if part.variance is not None]
     mean = np.concatenate([part.mean for part in parts])
-    return Expected(mean, np.concatenate(variances) if len(variances) == len(parts) else None)
+    return ExpectedMoments(mean, np.concatenate(variances) if len(variances) == len(parts) else None)
 
 
-def _clipped(graph: Graph, op: Op, x: Expected) -> Expected | None:
+def _clipped(graph: Graph, op: Op, x: ExpectedMoments) -> ExpectedMoments | None:
     function = activation_of(graph, op)
     if function is None or x.variance is None:
         return None
-    return Expected(clipped_normal(x.mean, np.sqrt(x.variance), function.low, function.high), None)
+    return ExpectedMoments(clipped_normal(x.mean, np.sqrt(x.variance), function.low, function.high), None)
 
 
 def _keeps_means(graph: Graph, op: Op) -> bool:
@@ -165,8 +167,8 @@ def _keeps_means(graph: Graph, op: Op) -> bool:
     return True
 
 
-def _flattened(graph: Graph, op: Op, x: Expected) -> Expected | None:
-    """[N, C, ...] to [N, C * ...]: each channel's values stand one after the other."""
+def _flattened(graph: Graph, op: Op, x: ExpectedMoments) -> ExpectedMoments | None:
+    """Return the moments after [N, C, ...] became [N, C * ...]: the values of each channel are adjacent."""
     assert op.inputs[0] is not None
     before, after = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
     channels = len(x.mean)
@@ -179,4 +181,4 @@ def _flattened(graph: Graph, op: Op, x: Expected) -> Expected | None:
         return None
     repeats = size // channels
     variance = None if x.variance is None else np.repeat(x.variance, repeats)
-    return Expected(np.repeat(x.mean, repeats), variance)
+    return ExpectedMoments(np.repeat(x.mean, repeats), variance)

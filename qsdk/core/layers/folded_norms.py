@@ -1,4 +1,4 @@
-"""What a folded BatchNorm said of the values around its layer, kept because the folded weights no longer tell it."""
+"""The statistics of a folded BatchNorm around its layer, kept because the folded weights no longer show them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class FoldedNorm:
-    """The values, per channel, that a layer gives or reads, as the BatchNorm that went into it normalised them.
+    """The mean and deviation, per channel, of a layer's output or input, as the folded BatchNorm normalised them.
 
     Attributes:
-        mean: float32 [channels]: its beta, or where it stood before the layer the running mean of its input.
+        mean: float32 [channels]: its beta, or, if it came before the layer, the running mean of its input.
         std: float32 [channels]: the magnitude of its gamma, or the root of the running variance of its input.
         before: whether these are the layer's inputs and not its outputs.
     """
@@ -27,8 +27,8 @@ class FoldedNorm:
     before: bool = False
 
 
-def plain_norms(norms: Mapping[str, FoldedNorm]) -> dict[str, Any]:
-    """As lists and numbers, for a file."""
+def norms_to_json(norms: Mapping[str, FoldedNorm]) -> dict[str, Any]:
+    """Return the norms as lists and numbers, for a file."""
     return {
         layer: {"mean": norm.mean.tolist(), "std": norm.std.tolist(), "before": norm.before}
         for layer, norm in norms.items()
@@ -36,7 +36,7 @@ def plain_norms(norms: Mapping[str, FoldedNorm]) -> dict[str, Any]:
 
 
 def read_norms(given: Any, where: str) -> dict[str, FoldedNorm]:
-    """What `plain_norms` wrote into the file `where`.
+    """Return the norms that `norms_to_json` wrote into the file `where`.
 
     Raises:
         FileFormatError: it is damaged.

@@ -1,4 +1,4 @@
-"""The layers of a graph: its linear ops with stored weights, as layer solvers see them; both doors find them here."""
+"""The layers of a graph: its linear ops with stored weights, as layer solvers see them, for both sides."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ _MULTIPLIES = frozenset({*_CONVOLUTIONS, *_RECURRENT, "Gemm", "MatMul", "Gather"
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """A layer, and where it is in the graph.
+    """A layer, and its place in the graph.
 
     Attributes:
-        layer: as a walk gives it; its geometry is that of explicit pads.
+        layer: as in a walk; its geometry is that of explicit pads.
         ops: ids of the ops that read the weight, in order; more than one where a module is called again.
-        inputs: ids of the tensors that they multiply it with (of a recurrent op, its input `X`), one for each op.
-        weights: ids of the weight as these ops see it, behind Transpose and Identity.
+        inputs: ids of the tensors that the weight is multiplied with (of a recurrent op, its input `X`), one for each
+            op.
+        weights: ids of the weight as these ops read it, behind Transpose and Identity.
     """
 
     layer: Layer
@@ -36,15 +37,15 @@ class GraphLayer:
 
 
 class _NoLayerError(Exception):
-    """Why a stored weight is no layer."""
+    """The reason why a stored weight is no layer."""
 
 
 def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[list[GraphLayer], dict[str, str]]:
-    """Find the layers of a planned graph that solvers can work on.
+    """Return the layers of a planned graph that solvers can work on, and why other weights are none.
 
     Args:
-        graph: of either door.
-        plan: made of it.
+        graph: of either side.
+        plan: of this graph.
         frozen: sites whose encodings must stay.
 
     Returns:
@@ -86,7 +87,7 @@ def _require_solvable(decision: Decision, frozen: Collection[str], ties: Mapping
 
 
 def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
-    """Stored tensor -> (op, position) of whatever reads its values, in order, behind Transpose and Identity."""
+    """Return, by stored tensor, the (op, position) of whatever reads its values behind Transpose and Identity."""
     found: dict[int, list[tuple[int, int]]] = {}
     for index, op in enumerate(graph.ops):
         for position, tensor in enumerate(op.inputs):
@@ -116,7 +117,7 @@ def _layer(
     data = [op.inputs[1 if at == 0 else 0] for op, (_, at) in zip(ops, reading, strict=True)]
     seen = [op.inputs[at] for op, (_, at) in zip(ops, reading, strict=True)]
     stored = any(tensor is None or graph.constant_root(tensor) is not None for tensor in data)
-    if stored and graph.ops[index].type != "Gather":  # stored indices tell which rows are read, too
+    if stored and graph.ops[index].type != "Gather":  # stored indices of a Gather only select rows
         raise _NoLayerError("it is multiplied with a stored tensor")
     spec, once = decision.spec, len(reading) == 1
     assert spec is not None
@@ -140,7 +141,7 @@ def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:
     if op.type in _RECURRENT:
         if position not in (1, 2):
             raise _NoLayerError(f"it is input {position} of {op.type}")
-        # [directions, gates * H, K]: each direction multiplies inputs of its own, as the groups of a convolution do
+        # [directions, gates * H, K]: each direction multiplies its own inputs, like the groups of a convolution
         return WeightLayout("conv_transpose", shape, shape[0], channel_axis=1, input_axis=0)
     if op.type == "Gather":
         if position != 0 or len(shape) != 2 or op.attributes.get("axis", 0) != 0:
@@ -166,7 +167,7 @@ def _groups(op: Op) -> int:
 
 
 def _geometry(op: Op, shape: tuple[int, ...]) -> PatchGeometry | None:
-    """Return the patches of a convolution with explicit pads; `auto_pad` depends on the input and is taken as none."""
+    """Return the patches of a convolution with explicit pads; `auto_pad` depends on the input and counts as none."""
     if op.type not in _CONVOLUTIONS:
         return None
     given: Mapping[str, Any] = op.attributes

@@ -1,7 +1,7 @@
-"""Layer problems: one linear layer as a solver sees it, the same for both doors.
+"""Layer problems: one linear layer as a solver sees it, the same for both sides.
 
 A linear layer, or a convolution seen as patches, has the weight matrix W, float inputs X and quantized inputs X~
-(one column per row of data). All a solver of W~ needs of them are second moments: with d = W~ - W and H = X~X~', the
+(one column per row of data). A solver of W~ needs only their second moments: with d = W~ - W and H = X~X~', the
 output error is `||WX - W~X~||^2 = tr(d H d') + 2 tr(d (W (X~ - X) X~')') + ||W (X - X~)||^2`.
 Arrays are duck-typed: NumPy or torch, on any device.
 """
@@ -25,12 +25,12 @@ LayerKind = Literal["linear", "conv", "conv_transpose", "embedding"]
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a stored weight becomes a matrix [groups, out_per_group, K] and back.
+    """The way in which a stored weight becomes a matrix [groups, out_per_group, K] and back.
 
     K runs over the input channels of a group and, within them, over the kernel's positions in order.
 
     Attributes:
-        kind: what the layer computes.
+        kind: type of the layer.
         shape: of the stored weight.
         groups: of a convolution.
         channel_axis: output channels of the stored weight (those of one group for `conv_transpose`).
@@ -54,7 +54,7 @@ class WeightLayout:
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """Groups, outputs per group, and K."""
+        """Return the groups, the outputs per group, and K."""
         rows = self.shape[self.channel_axis] // (self.groups if self.kind == "conv" else 1)
         return self.groups, rows, int(np.prod(self.shape)) // (self.groups * rows)
 
@@ -76,7 +76,7 @@ class WeightLayout:
         return split.reshape(self.shape)
 
     def cells(self, encoding: Encoding) -> npt.NDArray[np.int64]:
-        """Return which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
+        """Return the scale of each weight, int64 [groups, out_per_group, K]: indices into the flattened scale."""
         index = np.arange(encoding.scale.size).reshape(encoding.scale.shape)
         aligned = affine.align(index, self.shape, encoding.axis, encoding.block_size)
         return np.array(self.to_matrix(np.broadcast_to(aligned, self.shape)), np.int64)
@@ -92,7 +92,7 @@ class WeightLayout:
 
     @property
     def _moves(self) -> list[tuple[int, int]]:
-        """Axis moves, in order, that bring the split weight's group, channel and input axes to the front."""
+        """Return the axis moves, in order, that bring the split weight's group, channel and input axes to the front."""
         axes = list(range(len(self.shape) + 1))
         moves = []
         shifted = [axis + (axis >= self._grouped) for axis in (self.channel_axis, self.input_axis)]
@@ -104,7 +104,7 @@ class WeightLayout:
 
 
 def _move_axis(x: Any, source: int, target: int) -> Any:
-    # swapaxes is the one permutation that NumPy and torch spell alike
+    # swapaxes is the one permutation with the same name in NumPy and torch
     step = 1 if target > source else -1
     for axis in range(source, target, step):
         x = x.swapaxes(axis, axis + step)
@@ -113,7 +113,7 @@ def _move_axis(x: Any, source: int, target: int) -> Any:
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """Which inputs a convolution multiplies for each of its outputs; one entry per spatial dimension.
+    """The inputs that a convolution multiplies for each of its outputs; one entry per spatial dimension.
 
     Attributes:
         kernel: sizes.
@@ -121,7 +121,7 @@ class PatchGeometry:
         padding: `(before, after)`.
         dilation: steps between the kernel's elements.
         groups: of the channels.
-        mode: what stands in the padding.
+        mode: values of the padding.
         transposed: a transposed convolution.
         output_padding: of a transposed convolution.
     """
@@ -136,7 +136,7 @@ class PatchGeometry:
     output_padding: tuple[int, ...] = ()
 
     def output_size(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Spatial size of the output for a spatial input size."""
+        """Return the spatial size of the output for a spatial input size."""
         extents = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
         pads = [sum(pad) for pad in self.padding]
         if not self.transposed:
@@ -149,34 +149,34 @@ class PatchGeometry:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """A weight, how it is to be quantized, and what the data says about its inputs.
+    """A weight, how it is to be quantized, and the statistics of its inputs.
 
     Attributes:
         site: of the weight.
-        spec: what is wanted.
-        encoding: what it has now.
+        spec: of the site.
+        encoding: its present one.
         layout: how `weight` is stored.
         weight: W, float32 [groups, out_per_group, K].
-        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it, or where a solver wanted means only.
-        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K]; None where `h` is and `drifted` stands for it.
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` replaces it, or where a solver needs means only.
+        linear: `W (X~ - X) X~'`, float32 [groups, out_per_group, K]; None where `drifted` replaces it.
         drifts: `||W (X - X~)||^2` per output, [groups, out_per_group]; None likewise.
-        rows: how many rows of data the moments were made of.
-        count: how many rows they stand for: more, where a convolution's patches were sampled.
-        x_quantized: all rows of X~, float32 [groups, rows, K], where they are few; a row that stands for n is
+        rows: number of rows of data in the moments.
+        count: number of rows that they represent: more, where a convolution's patches were sampled.
+        x_quantized: all rows of X~, float32 [groups, rows, K], where they are few; a row that represents n rows is
             multiplied by the root of n.
         drifted: W (X~ - X) for these rows, float32 [groups, rows, out_per_group], multiplied likewise.
-        roots: what the rows are multiplied by, float32 [rows]; None for ones.
+        roots: factors of the rows, float32 [rows]; None for ones.
         mean: of X over the rows, float32 [groups, K]; None where it was not gathered.
         mean_quantized: of X~, likewise.
-        samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver asked for them.
-        held_back: the same problem as data tells it that was not used for the moments here, to guard against
-            solutions that fit the data and not the layer; None where nothing was held back.
-        activation: the function that is one with the layer, if there is one and it is known.
+        samples: some rows of X and X~, float32 [groups, rows, K] each, where a solver needs them.
+        held_back: the same problem with the statistics of held-back data, to guard against overfitting; None where
+            nothing was held back.
+        activation: the function right behind the layer, if there is one and it is known.
         bias: of the float model's layer, float32 [groups, out_per_group]; None where it has none.
-        without_mean: whether errors leave out what a shift of the bias takes away; see `centered`.
+        without_mean: whether errors exclude the part that a shift of the bias removes; see `centered`.
 
     Raises:
-        ModelError: the shapes do not belong together.
+        ModelError: the shapes do not match.
     """
 
     site: str
@@ -217,7 +217,7 @@ class LayerProblem:
 
     @cached_property
     def g_quantized(self) -> Any:
-        """X~X~', float32 [groups, K, K]."""
+        """Return X~X~', float32 [groups, K, K]."""
         return self.h if self.x_quantized is None else self.x_quantized.swapaxes(-1, -2) @ self.x_quantized
 
     def linear_term(self) -> Any:
@@ -235,7 +235,7 @@ class LayerProblem:
         return self.drifted.swapaxes(-1, -2) @ self.x_quantized
 
     def drift(self) -> Any:
-        """Return `||W (X - X~)||^2` per output, [groups, out_per_group]: the error that W~ = W has."""
+        """Return `||W (X - X~)||^2` per output, [groups, out_per_group]: the error of W~ = W."""
         return self._drifts
 
     @cached_property
@@ -245,7 +245,7 @@ class LayerProblem:
         return (self.drifted * self.drifted).sum(-2)
 
     def energy(self) -> Any:
-        """Return `||WX||^2` per output, [groups, out_per_group]: what errors are relative to."""
+        """Return `||WX||^2` per output, [groups, out_per_group], which errors are relative to."""
         return self._energies
 
     @cached_property
@@ -282,7 +282,7 @@ class LayerProblem:
         return (outputs * outputs).sum(-1)
 
     def _outputs(self, d: Any) -> Any:
-        """Return `d X~`, [groups, out_per_group, rows], where rows stand for second moments."""
+        """Return `d X~`, [groups, out_per_group, rows], where rows are kept in place of second moments."""
         rows: Any = self.x_quantized
         return d @ rows.swapaxes(-1, -2)
 
@@ -297,24 +297,24 @@ class LayerProblem:
         return self.quadratic(d) + 2 * (d * self.linear).sum(-1) + self.drifts
 
     def relative_error(self, quantized: Any) -> float:
-        """Return `||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where there is nothing to get wrong."""
+        """Return `||WX - W~X~||^2 / ||WX||^2` of the layer; 0 where its outputs are all 0."""
         return self.relative(self.errors(quantized))
 
     def relative(self, errors: Any) -> float:
-        """Return the sum of errors per output over the layer's energy; 0 where there is nothing to get wrong."""
+        """Return the sum of errors per output over the layer's energy; 0 where its outputs are all 0."""
         energy = float(self.energy().sum())
         return max(float(errors.sum()), 0.0) / energy if energy > 0 else 0.0
 
     def mean_error(self, quantized: Any) -> Any:
-        """Return `E[WX - W~X~]` per output, [groups, out_per_group]: what a shift of the bias takes away."""
+        """Return `E[WX - W~X~]` per output, [groups, out_per_group]: the part that a shift of the bias removes."""
         if self.mean is None or self.mean_quantized is None:
             raise ModelError(f"{self.site}: the means of its inputs were not gathered")
         return ((self.weight @ self.mean[..., None]) - quantized @ self.mean_quantized[..., None])[..., 0]
 
     def centered(self) -> "LayerProblem":
-        """Return the problem that is left when the bias takes up whatever mean error a solution has.
+        """Return the problem that remains when the bias absorbs the mean error of any solution.
 
-        Its errors are those after the shift; energies and means are what they were.
+        Its errors are those after the shift; energies and means are unchanged.
         """
         shift, mean = -self.mean_error(self.weight), self.mean_quantized
         assert mean is not None
@@ -339,15 +339,15 @@ class LayerProblem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found for a layer problem.
+    """The result of a solver for a layer problem.
 
     Attributes:
-        encoding: to use from now on.
-        weight: W~ on that encoding's grid, float32 [groups, out_per_group, K]; None where W is to stay.
+        encoding: the new one.
+        weight: W~ on that encoding's grid, float32 [groups, out_per_group, K]; None where W stays.
         error_before: relative output error with the problem's encoding and nearest rounding.
         error_after: the same with this solution.
-        note: why nothing was done, where nothing was.
-        bias_shift: what to add to the layer's bias, float32 [groups, out_per_group]; None where it stays.
+        note: why the layer is unchanged, if it is.
+        bias_shift: added to the layer's bias, float32 [groups, out_per_group]; None where it stays.
     """
 
     encoding: Encoding

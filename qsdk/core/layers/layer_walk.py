@@ -1,4 +1,4 @@
-"""Walking a model layer by layer, in float and quantized side by side: what the doors give and solvers are run on."""
+"""The protocol of layer walks: both sides provide one, in float and quantized side by side, for the solvers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Layer:
 
     Attributes:
         site: of the weight.
-        spec: what is wanted there.
-        layout: how the stored weight becomes a matrix.
+        spec: of that site.
+        layout: maps the stored weight to a matrix.
         geometry: of a convolution, None for a linear layer.
         bias: site of the bias that is added to the product, `""` where there is none.
-        activation: the function that is one with the layer, if there is one and it is known.
+        activation: the function right behind the layer, if there is one and it is known.
     """
 
     site: str
@@ -31,8 +31,8 @@ class Layer:
     activation: Activation | None = None
 
 
-class Step(Protocol):
-    """Where a walk stops: layers that read one input and are solved together.
+class WalkStep(Protocol):
+    """One stop of a walk: layers that read one input and are solved together.
 
     Attributes:
         layers: at least one.
@@ -52,13 +52,13 @@ class Step(Protocol):
 
 
 class Walk(Protocol):
-    """The layers of a sim in the order they run; each step sees the solutions that were written before it.
+    """The layers of a sim in the order in which they run; each step sees the solutions that were written before it.
 
     Attributes:
-        layers: all that the walk will come by.
+        layers: all layers of the walk.
         left: weight site -> why it is no layer here ("float: ...", "its encoding is frozen").
-        batches: how many batches there are.
-        float_seconds: what the float model has taken so far, so that costs can be told in float passes.
+        batches: number of batches.
+        float_seconds: time spent in the float model so far, so that costs can be given in float passes.
     """
 
     @property
@@ -67,18 +67,18 @@ class Walk(Protocol):
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Weight sites that cannot be solved, and why."""
+        """Return the weight sites that cannot be solved, and why."""
 
     @property
     def batches(self) -> int:
-        """Return how many batches the data has."""
+        """Return the number of batches in the data."""
 
     @property
     def float_seconds(self) -> float:
-        """Seconds spent in the float model so far."""
+        """Return the seconds spent in the float model so far."""
 
-    def __iter__(self) -> Iterator[Step]:
-        """Return the steps; to ask for the next one goes on with what was written."""
+    def __iter__(self) -> Iterator[WalkStep]:
+        """Yield the steps; each next step runs with the solutions that were written."""
 
     def weight(self, site: str) -> Any:
         """Return the stored weight in the float model, float32, of its stored shape."""
@@ -87,7 +87,7 @@ class Walk(Protocol):
         """Return the float model's bias of the layer with this weight, float32 [out channels]; None for none."""
 
     def encoding(self, site: str) -> Encoding:
-        """Return the encoding that a weight has now."""
+        """Return the present encoding of a weight."""
 
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
@@ -99,5 +99,5 @@ class Walk(Protocol):
             encoding: its new encoding.
             weight: its new values, of the stored shape and on the encoding's grid; the encoding is then frozen, since
                 any other grid would round them again.
-            bias_shift: what the layer's bias is to be above that of the float model, [out channels].
+            bias_shift: the layer's new bias less that of the float model, [out channels].
         """

@@ -1,4 +1,4 @@
-"""Looks: what one float pass shows of the channels of tensors, and a bounded sample of the inputs of layers."""
+"""Channel observers: statistics of the channels of tensors in one float pass, and a sample of the inputs of layers."""
 
 from dataclasses import dataclass, field
 
@@ -10,17 +10,17 @@ ROWS = 512  # of a layer's input that are kept
 
 
 @dataclass
-class Look:
-    """What was seen of a tensor.
+class ChannelObserver:
+    """The statistics of one tensor.
 
     Attributes:
-        axes: those along which its channels lie; statistics have one value per index of them, flattened.
-        row_axis: along which a layer multiplies it, to keep rows of; None to keep none.
+        axes: those that its channels lie along; statistics have one value for each index of them, flattened.
+        row_axis: the axis that a layer multiplies, whose rows are sampled; None for no sample.
         low: smallest value.
         high: largest value.
         rows: float32 [at most 512, size along the axis], evenly spaced.
         total: sum of the magnitudes, and of the squares, float64 [2, n].
-        count: how many elements each of them has had.
+        count: number of elements of each channel.
     """
 
     axes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Look:
         self.count = 0.0
 
     def add(self, x: FloatArray) -> None:
-        """Take in the values of one batch."""
+        """Add the values of one batch."""
         if x.size == 0:
             return
         kept = {axis % x.ndim for axis in self.axes}
@@ -71,6 +71,6 @@ class Look:
 
 
 def _thinned(rows: FloatArray) -> FloatArray:
-    """At most `ROWS` rows, evenly spaced; an odd step does not walk along one position of even rows of text."""
+    """Return at most `ROWS` rows, evenly spaced. An odd step visits every position of rows of text of even length."""
     step = -(-len(rows) // ROWS)
     return np.ascontiguousarray(rows[:: step + (step > 1 and step % 2 == 0)], np.float32)

@@ -1,6 +1,6 @@
-"""Which channel of a scaling each element of a tensor belongs to, and how ops carry that on.
+"""Channel maps: the channel of a scaling that each element of a tensor belongs to, and how ops change the map.
 
-A tensor's map is an int64 array of the tensor's rank that broadcasts to its shape: the id of the channel at each
+The map of a tensor is an int64 array of the same rank that broadcasts to its shape: the id of the channel at each
 element, with size 1 along every axis on which the channel does not depend.
 """
 
@@ -30,9 +30,9 @@ def varies(ids: Ids, axis: int) -> bool:
     return bool(ids.shape[axis] != 1)
 
 
-def reshaped(ids: Ids, before: Shape, after: Shape) -> Ids | None:
-    """Return the map behind a Reshape, or None where it cannot be told from the shapes."""
-    parts = _aligned(before, after)
+def reshape(ids: Ids, before: Shape, after: Shape) -> Ids | None:
+    """Return the map behind a Reshape, or None where the shapes do not determine it."""
+    parts = _align(before, after)
     if parts is None:
         return None
     spread = list(ids.shape)
@@ -76,7 +76,7 @@ def _compact(ids: Ids) -> Ids:
     return ids
 
 
-def _aligned(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
+def _align(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
     """Return the smallest runs of axes, from the left and from the right, that hold the same elements."""
     left, old, new = _runs(before, after)
     right, old_end, new_end = _runs(before[old:][::-1], after[new:][::-1])
@@ -87,7 +87,7 @@ def _aligned(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] |
 
 
 def _runs(before: Shape, after: Shape) -> tuple[list[tuple[list[int], list[int]]], int, int]:
-    """Runs from the left as far as the sizes are sure to agree, and where they end on either side."""
+    """Return the runs from the left where the sizes certainly agree, and where they end on either side."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = first = second = 0
     while i < len(before) or j < len(after):

@@ -1,4 +1,4 @@
-"""Clipping weights: narrower ranges where a block's part of the output gets closer by them (Lin et al. 2024, AWQ)."""
+"""Clipping weights: narrower ranges where they bring a block's part of the output closer (Lin et al. 2024, AWQ)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
 from qsdk.core.scaling.edits import input_axis, is_linear
-from qsdk.core.scaling.layers import SeenLayer, seen_layer
+from qsdk.core.scaling.layers import ObservedLayer, observed_layer
 from qsdk.core.scaling.scalings import FloatArray
-from qsdk.core.scaling.search import Seen
+from qsdk.core.scaling.search import ObservedRegions
 from qsdk.core.sims.state import SimState, owns_encoding
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """A weight's encoding with narrower ranges.
+class ClippedWeight:
+    """The encoding of a weight with narrower ranges.
 
     Attributes:
-        encoding: to use from now on.
+        encoding: the new one.
         error_before: relative error of its layer's output with the full range.
         error_after: the same with this encoding.
     """
@@ -36,33 +36,33 @@ _STEPS, _LEAST = 20, 0.5  # shares of the range that are tried, and the smallest
 Array = npt.NDArray[np.floating]
 
 
-def clip_all(seen: Seen, state: SimState, stored: Callable[[str], Array]) -> dict[str, Clipped]:
-    """Site -> narrower encoding, for every weight of a layer of its own that gets better by it.
+def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Array]) -> dict[str, ClippedWeight]:
+    """Return a narrower encoding by site, for each weight of a layer that improves by it.
 
     Args:
-        seen: the factors and what was seen of the model; its stored tensors have them by now.
+        seen: the factors, which the stored tensors contain by now, and the observed activations.
         state: of the sim, calibrated with these factors.
-        stored: gives the values at the site of a bias.
+        stored: returns the values at the site of a bias.
     """
     graph, found = seen.graph, {}
     for index in range(len(graph.ops)):
-        layer = seen_layer(graph, index, seen.specs) if is_linear(graph, index) else None
-        if layer is None or layer.tensor not in seen.looks:
+        layer = observed_layer(graph, index, seen.specs) if is_linear(graph, index) else None
+        if layer is None or layer.tensor not in seen.observers:
             continue
         site = graph.tensors[layer.root].site or ""
         decision, now = state.plan.decisions.get(site), state.own.get(site)
         if decision is None or now is None or now.frozen or not owns_encoding(decision) or site in found:
             continue
-        rows = seen.looks[layer.tensor].rows
-        scaled = rows * seen.scalings.of_activation(layer.tensor, input_axis(graph, index))
-        better = clipped(layer, seen.scalings.stored(layer.root), np.asarray(scaled, np.float32))
+        rows = seen.observers[layer.tensor].rows
+        scaled = rows * seen.scalings.activation_factors(layer.tensor, input_axis(graph, index))
+        better = clip(layer, seen.scalings.stored(layer.root), np.asarray(scaled, np.float32))
         if better is not None and better.error_after < better.error_before:
             found[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
     return found
 
 
 def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array]) -> Encoding:
-    """Return the encoding, wide enough for int32 biases on it."""
+    """Return the encoding, wide enough for the int32 biases that depend on it."""
     for bias, decision in state.plan.decisions.items():
         if decision.bias_of is not None and decision.bias_of[1] == site and decision.bias_of[0] in state.own:
             spec = state.plan.decisions[site].spec
@@ -71,8 +71,8 @@ def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[
     return encoding
 
 
-def clipped(layer: SeenLayer, weight: FloatArray, rows: FloatArray) -> Clipped | None:
-    """Return the encoding whose ranges give the least error of each block's part of the output.
+def clip(layer: ObservedLayer, weight: FloatArray, rows: FloatArray) -> ClippedWeight | None:
+    """Return the encoding whose ranges have the least error of each block's part of the output.
 
     Args:
         layer: a plain one, with a quantized weight.
@@ -98,25 +98,25 @@ def clipped(layer: SeenLayer, weight: FloatArray, rows: FloatArray) -> Clipped |
     energy = float(np.einsum("oi,ij,oj->", _matrix(layer, weight), second, _matrix(layer, weight), optimize=True))
     plain, chosen = (_encoding(observed, spec, share) for share in (np.ones_like(best), best))
     first, last = (_whole(layer, weight, encoding, second) / max(energy, 1e-30) for encoding in (plain, chosen))
-    return Clipped(chosen, first, last) if last < first else Clipped(plain, first, first)
+    return ClippedWeight(chosen, first, last) if last < first else ClippedWeight(plain, first, first)
 
 
 def _encoding(observed: Range, spec: Spec, share: FloatArray) -> Encoding:
     return encoding_from_range(Range(observed.low * share, observed.high * share), spec)
 
 
-def _matrix(layer: SeenLayer, weight: Array) -> Array:
+def _matrix(layer: ObservedLayer, weight: Array) -> Array:
     """Return the weight as [out, in]."""
     return weight if layer.channel_axis == 0 else weight.T
 
 
-def _whole(layer: SeenLayer, weight: FloatArray, encoding: Encoding, second: Array) -> float:
+def _whole(layer: ObservedLayer, weight: FloatArray, encoding: Encoding, second: Array) -> float:
     off = _matrix(layer, encoding.fake_quantize(weight) - weight).astype(np.float64)
     return float(((off @ second) * off).sum())
 
 
-def _errors(layer: SeenLayer, spec: Spec, weight: FloatArray, encoding: Encoding, second: Array) -> Array:
-    """Return the error of what each scale has a part in, of the scales' shape."""
+def _errors(layer: ObservedLayer, spec: Spec, weight: FloatArray, encoding: Encoding, second: Array) -> Array:
+    """Return the error of the outputs that each scale affects, of the scales' shape."""
     off = _matrix(layer, encoding.fake_quantize(weight) - weight).astype(np.float64)
     granularity = spec.granularity
     if isinstance(granularity, PerBlock) and granularity.axis % 2 == layer.input_axis:

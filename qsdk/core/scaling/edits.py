@@ -1,4 +1,4 @@
-"""What a region of scaled tensors does to the stored tensors of the ops at its ends."""
+"""Edits: the changes that scaling a region makes to the stored tensors of the ops at its ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.operands import StoredOperand, operands_of
 from qsdk.core.scaling.channels import Ids, along, broadcast_back
-from qsdk.core.scaling.propagation import At, channels_along, passed
+from qsdk.core.scaling.propagation import KnownTensor, channels_along, propagate
 from qsdk.core.site import owner_of
 
 LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -29,8 +29,8 @@ class Edit:
     Attributes:
         root: id of the stored tensor.
         ids: its map; it broadcasts to the tensor's shape.
-        power: +1 where it takes factors in, -1 where it gives them back.
-        role: what a layer multiplies with is its `weight`; all else is a `vector`.
+        power: +1 where it is multiplied by the factors, -1 where it is divided.
+        role: `weight` for the weight of a layer, else `vector`.
     """
 
     root: int
@@ -46,7 +46,7 @@ class End:
     Attributes:
         op: its id.
         edits: of its stored tensors.
-        reads: the tensor of the region that it reads; None for an op that makes one.
+        reads: the tensor of the region that it reads; None for an op that computes one.
         linear: whether it multiplies a stored weight, or looks it up.
     """
 
@@ -63,7 +63,7 @@ class End:
 
 
 def is_linear(graph: Graph, op_id: int) -> bool:
-    """Return whether an op multiplies its first input with a stored weight."""
+    """Return whether an op multiplies its first input by a stored weight."""
     op = graph.ops[op_id]
     stands = op.domain in ("", "ai.onnx") and op.type in LINEAR
     weight = op.inputs[1] if stands else None
@@ -79,18 +79,18 @@ def input_axis(graph: Graph, op_id: int) -> int:
     return 1 if graph.ops[op_id].type.startswith("Conv") else -1
 
 
-def producing(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | None:
+def producer_edit(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | None:
     """Return the edit by which the op that makes a tensor divides it, or why it cannot; None without stored tensors."""
     op = graph.ops[op_id]
     if is_linear(graph, op_id):
         channels = channels_along(ids, input_axis(graph, op_id))
         if channels is None or (op.type == "Gemm" and op.attributes.get("transA", 0)):
             return f"the channels of {op.type} are not those of the factors"
-        return _linear(graph, op_id, channels, -power, makes=True)
+        return _linear(graph, op_id, channels, -power, is_producer=True)
     if op.type in _NORMS and op.domain in ("", "ai.onnx"):
-        places, axis = _NORMS[op.type]
+        members, axis = _NORMS[op.type]
         channels = channels_along(ids, axis)
-        stored = [op.inputs[place] for place in places if len(op.inputs) > place]
+        stored = [op.inputs[place] for place in members if len(op.inputs) > place]
         if channels is None or not stored or stored[0] is None:
             return f"{op.type} has no parameter for each channel"
         found = [_vector(graph, tensor, along(channels, -1, 1), -power) for tensor in stored if tensor is not None]
@@ -108,14 +108,14 @@ def producing(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str | Non
     return None
 
 
-def consuming(graph: Graph, op_id: int, tensor: int, ids: Ids, power: int) -> End | str | None:
+def consumer_edit(graph: Graph, op_id: int, tensor: int, ids: Ids, power: int) -> End | str | None:
     """Return the edit by which a reader of a tensor multiplies it, or why it cannot; None without stored tensors."""
     op = graph.ops[op_id]
     if is_linear(graph, op_id):
         channels = channels_along(ids, input_axis(graph, op_id))
         if channels is None or op.inputs[0] != tensor or op.attributes.get("transA", 0):
             return f"{op.type} multiplies other channels than those of the factors"
-        return _linear(graph, op_id, channels, power, makes=False, reads=tensor)
+        return _linear(graph, op_id, channels, power, is_producer=False, reads=tensor)
     if op.type == "BatchNormalization" and op.domain in ("", "ai.onnx"):
         channels = channels_along(ids, 1)
         gamma, mean = op.inputs[_GAMMA], op.inputs[_MEAN]
@@ -141,7 +141,7 @@ def stored_operand(graph: Graph, op_id: int) -> int | None:
     return stored[0] if len(stored) == 1 else None
 
 
-def shifting(graph: Graph, constant: int, ids: Ids, power: int) -> Edit | str:
+def addend_edit(graph: Graph, constant: int, ids: Ids, power: int) -> Edit | str:
     """Return the edit of a stored operand of an Add, whose result has the map `ids`."""
     own = broadcast_back(ids, graph.tensors[constant].shape or ())
     return (
@@ -153,40 +153,42 @@ def _holds(graph: Graph, constant: int, ids: Ids) -> bool:
     return broadcast_back(ids, graph.tensors[constant].shape or ()) is not None
 
 
-def _linear(graph: Graph, op_id: int, channels: Ids, power: int, *, makes: bool, reads: int | None = None) -> End | str:
+def _linear(
+    graph: Graph, op_id: int, channels: Ids, power: int, *, is_producer: bool, reads: int | None = None
+) -> End | str:
     found: list[Edit | str] = []
     for operand in operands_of(graph, op_id):
         if operand.role == "weight":
-            ids = _of_weight(graph, op_id, operand, channels, makes=makes)
+            ids = _weight_map(graph, op_id, operand, channels, is_producer=is_producer)
             if ids is None:
                 return f"the channels of {graph.ops[op_id].type} are not those of the factors"
-            found.append(_sole(graph, operand.tensor, Edit(operand.root, ids, power, "weight")))
-        elif makes:
-            found.append(shifting(graph, operand.tensor, along(channels, -1, 2), -power))
+            found.append(_if_exclusive(graph, operand.tensor, Edit(operand.root, ids, power, "weight")))
+        elif is_producer:
+            found.append(addend_edit(graph, operand.tensor, along(channels, -1, 2), -power))
     return _end(op_id, found, reads=reads, linear=True)
 
 
-def _of_weight(graph: Graph, op_id: int, operand: StoredOperand, channels: Ids, *, makes: bool) -> Ids | None:
-    """Return the map of a weight from the channels of what its layer makes, or reads."""
+def _weight_map(graph: Graph, op_id: int, operand: StoredOperand, channels: Ids, *, is_producer: bool) -> Ids | None:
+    """Return the map of a weight from the channels of its layer's output, or input."""
     shape = tuple(n for n in graph.tensors[operand.root].shape or () if isinstance(n, int))
     groups = graph.ops[op_id].attributes.get("group", 1)
-    axis = operand.channel_axis if makes else operand.input_axis
+    axis = operand.channel_axis if is_producer else operand.input_axis
     if axis is None or operand.channel_axis is None or operand.input_axis is None:
         return None
-    if shape[axis] == channels.size:  # all channels stand in a row
+    if shape[axis] == channels.size:  # one axis holds all channels
         if groups == 1 or (axis == 0):
             return along(channels, axis, len(shape))
         return None
     if groups * shape[axis] != channels.size or len(shape) < 3:
         return None
-    # axis 1 has the channels of one group, and axis 0 tells the group
+    # axis 1 has the channels of one group, and axis 0 runs over the groups
     per_group = channels.reshape(groups, shape[axis])
     rows = np.repeat(per_group, shape[0] // groups, axis=0)
     return rows.reshape(*rows.shape, *[1] * (len(shape) - 2))
 
 
 def _vector(graph: Graph, tensor: int, ids: Ids, power: int) -> Edit | str:
-    """Return the edit of a stored vector, read as it is or through views."""
+    """Return the edit of a stored vector, read directly or through views."""
     own = broadcast_back(ids, graph.tensors[tensor].shape or ())
     origin = graph.origin(tensor)
     if own is None or origin is None:
@@ -194,19 +196,19 @@ def _vector(graph: Graph, tensor: int, ids: Ids, power: int) -> Edit | str:
     root, between = origin
     current = tensor
     for op_id in between:
-        step = passed(At(graph, graph.ops[op_id], current, own, _no_new))
+        step = propagate(KnownTensor(graph, graph.ops[op_id], current, own, _no_new))
         current = graph.ops[op_id].inputs[0] or 0
         if step.blocked:
             return step.blocked
         own = step.tensors[current]
-    return _sole(graph, tensor, Edit(root, own, power))
+    return _if_exclusive(graph, tensor, Edit(root, own, power))
 
 
 def _no_new(shape: tuple[int, ...]) -> Ids:
     raise AssertionError("a view of a stored tensor has no channels of its own")
 
 
-def _sole(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
+def _if_exclusive(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
     """Return an edit, or why the tensor cannot be changed: something else reads it as well."""
     name, current = graph.tensors[edit.root].name, edit.root
     if graph.tensors[edit.root].dtype != "float32":

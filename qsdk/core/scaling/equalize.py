@@ -8,31 +8,31 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import End
 from qsdk.core.scaling.regions import Region
-from qsdk.core.scaling.scalings import Factors, FloatArray, Scalings, balanced, widest
+from qsdk.core.scaling.scalings import Factors, FloatArray, Scalings, balance, widest
 
 _CONVERGED = 1e-3  # of the logarithm of a factor
-#: ops between a layer and its readers that hand a shift of a channel on as it is, where nothing is below it
+#: ops between a layer and its readers that pass on the shift of a channel unchanged, if no value is below it
 _SHIFT = frozenset(
     {"Relu", "Identity", "Dropout", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "MaxPool"}
 )
 
 
-def not_equalized(region: Region) -> str:
-    """Return why a region is nothing to equalize, `""` where it is: ranges of weights are needed on both sides."""
+def equalization_obstacle(region: Region) -> str:
+    """Return why a region cannot be equalized, or "": weights with ranges are needed on both sides."""
     if not region.producers or not all(end.linear for end in region.ends):
         return "not every op at its ends multiplies a weight"
     return ""
 
 
 def equalize(scalings: Scalings, iterations: int) -> int:
-    """Equalize the ranges of weights over chains of layers until nothing moves; gives the iterations that it took.
+    """Equalize the ranges of weights over chains of layers until nothing changes; return the number of iterations.
 
-    Each region takes `sqrt(r1 / r2)`; where a depthwise layer lies between two regions, turn about converges to the
-    cube roots that the paper gives for the three layers.
+    Each region takes `sqrt(r1 / r2)`. Where a depthwise layer lies between two regions, alternating between them
+    converges to the cube roots that the paper has for three layers.
     """
     weights = {edit.root for region in scalings.regions for edit in region.edits if edit.role == "weight"}
     maxima = {root: _maxima(scalings, root) for root in weights}
@@ -40,7 +40,7 @@ def equalize(scalings: Scalings, iterations: int) -> int:
         largest = 0.0
         for number in range(len(scalings.regions)):
             shrinking, growing = ranges(scalings, number, maxima)
-            step = balanced(shrinking, growing)
+            step = balance(shrinking, growing)
             scalings.multiply(number, step)
             largest = max(largest, float(np.abs(np.log(step)).max(initial=0.0)))
         if largest < _CONVERGED:
@@ -49,7 +49,7 @@ def equalize(scalings: Scalings, iterations: int) -> int:
 
 
 def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None = None) -> tuple[Factors, Factors]:
-    """Return the largest weight of each channel on the side that gives factors, and on the side that takes them in."""
+    """Return the largest weight of each channel, on the side that is divided and on the side that is multiplied."""
     region = scalings.regions[number]
     found = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
     for edit in region.edits:
@@ -61,7 +61,7 @@ def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None
 
 
 def _maxima(scalings: Scalings, root: int) -> FloatArray:
-    """Return the largest magnitudes of a weight as it was, along the axes that no factor depends on (a kernel's)."""
+    """Return the largest magnitudes of an unscaled weight, along the axes that no factor depends on (a kernel's)."""
     magnitudes = np.abs(scalings.stored(root))
     flat = tuple(axis for axis, size in enumerate(scalings.multiplier_shape(root)) if size == 1)
     return np.asarray(magnitudes.max(axis=flat, keepdims=True))
@@ -71,7 +71,7 @@ def _maxima(scalings: Scalings, root: int) -> FloatArray:
 
 
 def bias_of(graph: Graph, op_id: int) -> int | None:
-    """Return the stored bias that a linear op adds, itself or by the Add behind it; None where there is none."""
+    """Return the stored bias of a linear op, its own or that of the Add behind it; None where there is none."""
     found = next((o.root for o in operands_of(graph, op_id) if o.role == "bias"), None)
     reader = graph.sole_consumer(graph.ops[op_id].outputs[0])
     if found is not None or reader is None:
@@ -80,12 +80,12 @@ def bias_of(graph: Graph, op_id: int) -> int | None:
     return None if added is None else graph.constant_root(added)
 
 
-def absorbs(graph: Graph, region: Region) -> str:
-    """Return why the biases of a region's producer cannot move to its readers exactly, `""` where they can."""
+def absorption_obstacle(graph: Graph, region: Region) -> str:
+    """Return why the biases of a region's producer cannot move to its readers exactly, or "" where they can."""
     makers = {end.op for end in region.producers}
     if len(makers) != 1 or any(bias_of(graph, end.op) is None for end in region.ends):
         return "not one producer with a bias, read by layers with a bias"
-    between = {graph.producer[tensor] for tensor in region.places} - makers
+    between = {graph.producer[tensor] for tensor in region.members} - makers
     adds = {op for op in between if bias_of_add(graph, op) is not None}
     if any(graph.ops[op].type not in _SHIFT for op in between - adds):
         return "something else than a ReLU lies between"
@@ -101,17 +101,17 @@ def _pads_itself(attributes: object) -> bool:
     return value not in ("NOTSET", b"NOTSET", "VALID", b"VALID")
 
 
-def shifts(
+def shifted_biases(
     graph: Graph, region: Region, scalings: Scalings, by: Factors, moved: Mapping[int, FloatArray]
 ) -> dict[int, FloatArray]:
-    """New values of the biases where the activations of a region are lowered by `by` in each channel.
+    """Return the new biases if the activations of a region are lowered by `by` in each channel.
 
     Args:
         graph: of the model.
-        region: one that `absorbs`.
+        region: one whose biases can move.
         scalings: the factors so far; the biases are those of the scaled model.
         by: float64, one value per channel.
-        moved: biases that were moved already.
+        moved: biases that have moved already.
     """
     found = dict(moved)
     for end in region.ends:
@@ -130,17 +130,19 @@ def shifts(
     return found
 
 
-def lowest(region: Region, graph: Graph, looks: Mapping[int, Look], norms: Mapping[str, FoldedNorm]) -> Factors:
-    """What a region's activations do not fall below, per channel, and 0 at least.
+def activation_minimum(
+    region: Region, graph: Graph, observers: Mapping[int, ChannelObserver], norms: Mapping[str, FoldedNorm]
+) -> Factors:
+    """Return the lower bound of a region's activations per channel, 0 at least.
 
-    It is the smallest value that was seen; where nothing was looked at, it is the mean less three standard deviations
-    that the BatchNorm told which was folded into the producer, as in the paper: true but for one value in 700.
+    It is the smallest observed value. Without observations it is the mean less three standard deviations of the
+    BatchNorm that was folded into the producer, as in the paper: about one value in 700 is lower.
     """
     found = np.full(region.channels, np.inf)
     for end in region.consumers:
         assert end.reads is not None
-        if end.reads in looks:
-            np.minimum.at(found, region.places[end.reads].ids.reshape(-1), looks[end.reads].low)
+        if end.reads in observers:
+            np.minimum.at(found, region.members[end.reads].ids.reshape(-1), observers[end.reads].low)
     if not np.isfinite(found).all():
         end = region.producers[0]
         norm = norms.get(end.owner(graph))

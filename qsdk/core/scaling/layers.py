@@ -1,4 +1,4 @@
-"""Layers as a search for factors sees them: what quantization does to their outputs, from a sample of their inputs."""
+"""Layers in a search for factors: the effect of quantization on their outputs, from a sample of their inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 from qsdk.core.scaling.edits import input_axis
 from qsdk.core.scaling.scalings import FloatArray
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)
-class SeenLayer:
+class ObservedLayer:
     """A layer and its input.
 
     Attributes:
@@ -27,9 +27,9 @@ class SeenLayer:
         tensor: id of its input.
         channel_axis: output channels of the stored weight.
         input_axis: input channels of the stored weight.
-        weight_spec: how its weight is quantized; None where it is not.
-        input_spec: how its input is.
-        plain: whether it multiplies rows with one matrix (a convolution with a kernel or groups does not).
+        weight_spec: of its weight; None where it stays float.
+        input_spec: of its input, likewise.
+        plain: whether it multiplies rows by one matrix (a convolution with a kernel or groups does not).
     """
 
     op: int
@@ -42,13 +42,13 @@ class SeenLayer:
     plain: bool
 
 
-def seen_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> SeenLayer | None:
+def observed_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> ObservedLayer | None:
     """Return a linear op as a layer; None where its weight is no matrix or kernel of its own.
 
     Args:
         graph: of the model.
         op_id: of a linear op.
-        specs: site -> what it is quantized to, for every site that is.
+        specs: site -> its spec, for every quantized site.
     """
     op = graph.ops[op_id]
     tensor = op.inputs[0]
@@ -59,32 +59,34 @@ def seen_layer(graph: Graph, op_id: int, specs: Mapping[str, Spec]) -> SeenLayer
     kernel = len(shape) > 2 and any(size != 1 for size in shape[2:])
     plain = not kernel and op.attributes.get("group", 1) == 1 and (len(shape) == 2 or input_axis(graph, op_id) == 1)
     weight, fed = graph.tensors[operand.root].site or "", graph.tensors[tensor].site or ""
-    return SeenLayer(
+    return ObservedLayer(
         op_id, operand.root, tensor, operand.channel_axis, operand.input_axis, specs.get(weight), specs.get(fed), plain
     )
 
 
-def output_error(layer: SeenLayer, weight: FloatArray, look: Look, rows_by: Array, weight_by: Array) -> float:
+def output_error(
+    layer: ObservedLayer, weight: FloatArray, observer: ChannelObserver, rows_by: Array, weight_by: Array
+) -> float:
     """Return the relative error of a layer's output, its input divided by factors and its weight multiplied.
 
-    Both are quantized as they are in the sim, by the range that they then have. For a layer with a kernel or with
-    groups, products of different inputs are taken to be independent.
+    Both are quantized as in the sim, with their new ranges. For a layer with a kernel or with groups, products of
+    different inputs are assumed to be independent.
 
     Args:
-        layer: whose error it is.
+        layer: the layer.
         weight: as it is stored.
-        look: at its input.
-        rows_by: what the input is divided by, one value per position along its channel axis.
-        weight_by: what the weight is multiplied with; it broadcasts to its shape.
+        observer: statistics of its input.
+        rows_by: divisors of the input, one value per position along its channel axis.
+        weight_by: factors of the weight; they broadcast to its shape.
     """
     scaled = np.asarray(weight * weight_by, np.float32)
     quantized = scaled
     if layer.weight_spec is not None:
         quantized = _nearest(scaled, range_of(scaled, layer.weight_spec), layer.weight_spec)
-    rows = np.asarray(look.rows / rows_by, np.float32)
+    rows = np.asarray(observer.rows / rows_by, np.float32)
     fed = rows
     if layer.input_spec is not None and layer.input_spec.dtype.is_quantized:
-        low, high = (np.asarray(end / rows_by, np.float32) for end in (look.low, look.high))
+        low, high = (np.asarray(end / rows_by, np.float32) for end in (observer.low, observer.high))
         fed = _nearest(rows, Range(low.min(keepdims=True), high.max(keepdims=True)), layer.input_spec)
     if layer.plain:
         exact, found = (_times(layer, x, w) for x, w in ((rows, scaled), (fed, quantized)))
@@ -92,11 +94,11 @@ def output_error(layer: SeenLayer, weight: FloatArray, look: Look, rows_by: Arra
     return _independent(layer, scaled, quantized - scaled, rows, fed - rows)
 
 
-def _independent(layer: SeenLayer, weight: Array, weight_off: Array, rows: Array, rows_off: Array) -> float:
-    """Return the same where only the squares of what is multiplied are looked at."""
+def _independent(layer: ObservedLayer, weight: Array, weight_off: Array, rows: Array, rows_off: Array) -> float:
+    """Return the same error from the squares of the operands alone."""
     power, noise = (np.square(x).mean(axis=0) for x in (rows, rows_off))
     axis, kernel = layer.input_axis, tuple(range(2, weight.ndim))
-    if weight.shape[axis] != power.size:  # groups: axis 0 tells which one
+    if weight.shape[axis] != power.size:  # groups: axis 0 runs over them
         groups = power.size // weight.shape[axis]
         power, noise = (np.repeat(x.reshape(groups, -1), weight.shape[0] // groups, axis=0) for x in (power, noise))
     elif axis == 0:
@@ -106,8 +108,8 @@ def _independent(layer: SeenLayer, weight: Array, weight_off: Array, rows: Array
     return float((off * power + squares * noise).sum()) / max(energy, 1e-30)
 
 
-def _times(layer: SeenLayer, rows: Array, weight: Array) -> Array:
-    """Rows [n, in] times the weight as [in, out]."""
+def _times(layer: ObservedLayer, rows: Array, weight: Array) -> Array:
+    """Return rows [n, in] times the weight as [in, out]."""
     matrix = np.moveaxis(weight, (layer.input_axis, layer.channel_axis), (0, 1)).reshape(rows.shape[1], -1)
     found: Array = rows @ matrix
     return found

@@ -1,6 +1,6 @@
-"""How ops without stored tensors hand factors on: `op(x / s) = op(x) / s`, from any of their tensors to the rest.
+"""Propagation of factors through ops without stored tensors: `op(x / s) = op(x) / s`, in both directions.
 
-Every relation here is exact for positive factors. What is not listed blocks.
+Every relation here is exact for positive factors. An op that is not listed blocks the region.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,21 +10,21 @@ from types import MappingProxyType
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
-from qsdk.core.scaling.channels import Ids, broadcast_back, broadcast_on, reshaped, varies, vector
+from qsdk.core.scaling.channels import Ids, broadcast_back, broadcast_on, reshape, varies, vector
 
 NewIds = Callable[[tuple[int, ...]], Ids]
 
 
 @dataclass(frozen=True)
-class At:
-    """A tensor that an op shares with the region, as the relation is told of it.
+class KnownTensor:
+    """A tensor of an op whose channels are known, as the relations of the op take it.
 
     Attributes:
         graph: of the model.
         op: the op.
-        tensor: whose channels are known.
+        tensor: the one whose channels are known.
         ids: its map.
-        new: makes ids of channels that were not known before.
+        new: returns ids for new channels.
     """
 
     graph: Graph
@@ -46,7 +46,7 @@ class At:
 
     @property
     def forward(self) -> bool:
-        """Return whether the known tensor goes into the op."""
+        """Return whether the known tensor is an input of the op."""
         return self.tensor not in self.op.outputs
 
     def shape(self, tensor: int) -> tuple[int | str | None, ...]:
@@ -55,13 +55,13 @@ class At:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """Where a factor goes on.
+class Propagation:
+    """The tensors that factors are propagated to.
 
     Attributes:
         tensors: tensor -> its map.
-        inverse: of these tensors, the ones that take the inverse factor.
-        blocked: why it goes nowhere, `""` where it does.
+        inverse: of these tensors, the ones with the inverse factor.
+        blocked: why propagation is impossible, or "".
     """
 
     tensors: Mapping[int, Ids] = field(default_factory=dict)
@@ -69,30 +69,30 @@ class Passed:
     blocked: str = ""
 
 
-def blocked(reason: str) -> Passed:
-    """Return a factor that ends here."""
-    return Passed(blocked=reason)
+def blocked(reason: str) -> Propagation:
+    """Return the result that propagation is impossible, with the reason."""
+    return Propagation(blocked=reason)
 
 
-def passed(at: At) -> Passed:
-    """Return where the factors of one tensor of an op go on."""
+def propagate(at: KnownTensor) -> Propagation:
+    """Return the tensors of an op that have the factors of one of its tensors."""
     relation = _RELATIONS.get(at.op.type) if at.op.domain in ("", "ai.onnx") else None
     if relation is None:
         return blocked(f"{at.op.type} does not commute with a scaling of its channels")
     return relation(at)
 
 
-def _other(at: At, ids: Ids | None) -> Passed:
+def _other(at: KnownTensor, ids: Ids | None) -> Propagation:
     if ids is None:
         return blocked(f"the channels cannot be followed through {at.op.type} {at.op.name}".rstrip())
-    return Passed({at.made if at.forward else at.fed: ids})
+    return Propagation({at.made if at.forward else at.fed: ids})
 
 
-def _unary(at: At) -> Passed:
+def _unary(at: KnownTensor) -> Propagation:
     return _other(at, at.ids)
 
 
-def _clip(at: At) -> Passed:
+def _clip(at: KnownTensor) -> Propagation:
     bounds = [at.graph.scalar(bound) if bound is not None else None for bound in (*at.op.inputs[1:], None, None)[:2]]
     named = [bound is not None for bound in (*at.op.inputs[1:], None, None)[:2]]
     low = bounds[0] if named[0] else -np.inf
@@ -103,7 +103,7 @@ def _clip(at: At) -> Passed:
     return blocked(f"a Clip at {shown} would cut at another value in each channel (relu6='relu' takes a ReLU6 away)")
 
 
-def _pads(at: At) -> Passed:
+def _pads(at: KnownTensor) -> Propagation:
     mode = at.op.attributes.get("mode", "constant")
     mode = mode.decode() if isinstance(mode, bytes) else mode
     value = at.op.inputs[2] if len(at.op.inputs) > 2 else None
@@ -112,8 +112,8 @@ def _pads(at: At) -> Passed:
     return _spatial(at)
 
 
-def _spatial(at: At) -> Passed:
-    """Return an op that mixes elements along axes on which the channel does not depend, and keeps the rank."""
+def _spatial(at: KnownTensor) -> Propagation:
+    """Propagate through an op that mixes elements along axes without channels, and keeps the rank."""
     before, after = at.shape(at.fed), at.shape(at.made)
     changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b or i >= 2]
     if len(before) != len(after) or any(varies(at.ids, i) for i in changed):
@@ -121,7 +121,7 @@ def _spatial(at: At) -> Passed:
     return _unary(at)
 
 
-def _reduces(at: At) -> Passed:
+def _reduces(at: KnownTensor) -> Propagation:
     rank = len(at.shape(at.fed))
     axes = at.op.attributes.get("axes")
     if axes is None and len(at.op.inputs) > 1 and at.op.inputs[1] is not None:
@@ -136,8 +136,8 @@ def _reduces(at: At) -> Passed:
     return _removing(at, gone, kept=kept)
 
 
-def _removing(at: At, gone: list[int], *, kept: bool) -> Passed:
-    """Axes on which the channel must not depend are reduced, or dropped."""
+def _removing(at: KnownTensor, gone: list[int], *, kept: bool) -> Propagation:
+    """Propagate through an op that reduces or drops axes, on which the channel must not depend."""
     ids = at.ids
     if at.forward:
         if any(varies(ids, axis) for axis in gone):
@@ -148,24 +148,24 @@ def _removing(at: At, gone: list[int], *, kept: bool) -> Passed:
     return _other(at, np.expand_dims(ids, tuple(gone)))
 
 
-def _reshapes(at: At) -> Passed:
+def _reshapes(at: KnownTensor) -> Propagation:
     source, target = (at.fed, at.made) if at.forward else (at.made, at.fed)
-    return _other(at, reshaped(at.ids, at.shape(source), at.shape(target)))
+    return _other(at, reshape(at.ids, at.shape(source), at.shape(target)))
 
 
-def _transposes(at: At) -> Passed:
+def _transposes(at: KnownTensor) -> Propagation:
     order = list(at.op.attributes.get("perm") or reversed(range(at.ids.ndim)))
     return _other(at, at.ids.transpose(order if at.forward else np.argsort(order)))
 
 
-def _expands(at: At) -> Passed:
+def _expands(at: KnownTensor) -> Propagation:
     if at.forward:
         return _other(at, broadcast_on(at.ids, len(at.shape(at.made))))
     return _other(at, broadcast_back(at.ids, at.shape(at.fed)))
 
 
-def _gathers(at: At) -> Passed:
-    """Return a selection along an axis on which the channel does not depend."""
+def _gathers(at: KnownTensor) -> Propagation:
+    """Propagate through a selection along an axis on which the channel does not depend."""
     where = at.op.inputs[1]
     rank = 0 if where is None else len(at.shape(where))
     axis = at.op.attributes.get("axis", 0) % len(at.shape(at.fed))
@@ -179,13 +179,13 @@ def _gathers(at: At) -> Passed:
     return _other(at, at.ids.reshape((*at.ids.shape[:axis], *[1] * rank, *at.ids.shape[axis + 1 :])))
 
 
-def _concatenates(at: At) -> Passed:
+def _concatenates(at: KnownTensor) -> Propagation:
     inputs = [tensor for tensor in at.op.inputs if tensor is not None]
     rank = at.ids.ndim
     axis = at.op.attributes.get("axis", 0) % rank
     sizes = [at.shape(tensor)[axis] if len(at.shape(tensor)) == rank else None for tensor in inputs]
     if at.forward and not varies(at.ids, axis) and at.shape(at.tensor)[axis] != 1:
-        return Passed(dict.fromkeys([*inputs, at.made], at.ids))
+        return Propagation(dict.fromkeys([*inputs, at.made], at.ids))
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) < len(sizes):
         return _other(at, None)
@@ -195,18 +195,18 @@ def _concatenates(at: At) -> Passed:
         parts = [at.ids if t == at.tensor else at.new(s) for t, s in zip(inputs, shape, strict=True)]
         whole = np.concatenate(parts, axis)
     if not varies(whole, axis):
-        return Passed(dict.fromkeys([*inputs, at.made], whole))
+        return Propagation(dict.fromkeys([*inputs, at.made], whole))
     ends = np.cumsum([0, *known])
     cut = {t: whole.take(range(a, b), axis) for t, a, b in zip(inputs, ends, ends[1:], strict=False)}
-    return Passed({at.made: whole, **cut})
+    return Propagation({at.made: whole, **cut})
 
 
-def _splits(at: At) -> Passed:
+def _splits(at: KnownTensor) -> Propagation:
     axis = at.op.attributes.get("axis", 0) % at.ids.ndim
     outputs = list(at.op.outputs)
     whole = at.ids
     if not varies(whole, axis) and (at.forward or at.shape(at.tensor)[axis] != 1):
-        return Passed(dict.fromkeys([at.fed, *outputs], whole))
+        return Propagation(dict.fromkeys([at.fed, *outputs], whole))
     sizes = [at.shape(tensor)[axis] for tensor in outputs]
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) < len(sizes):
@@ -217,11 +217,11 @@ def _splits(at: At) -> Passed:
         whole = np.concatenate(parts, axis)
     ends = np.cumsum([0, *known])
     cut = {t: whole.take(range(a, b), axis) for t, a, b in zip(outputs, ends, ends[1:], strict=False)}
-    return Passed({at.fed: whole, **cut})
+    return Propagation({at.fed: whole, **cut})
 
 
-def _slices(at: At) -> Passed:
-    """Return a Slice with stored bounds; what it leaves out has channels of its own."""
+def _slices(at: KnownTensor) -> Propagation:
+    """Propagate through a Slice with stored bounds; the elements that it drops get new channels."""
     values = [at.graph.value(tensor) for tensor in at.op.inputs[1:]]
     if len(values) < 2 or any(value is None for value in values):
         return _other(at, None)
@@ -249,8 +249,8 @@ def _slices(at: At) -> Passed:
     return _other(at, ids)
 
 
-def _adds(at: At) -> Passed:
-    """Return all operands and the sum have the same factors."""
+def _adds(at: KnownTensor) -> Propagation:
+    """Propagate through a sum: all operands and the result have the same factors."""
     rank = len(at.shape(at.made))
     whole = at.ids if not at.forward else broadcast_on(at.ids, rank)
     found = {at.made: whole}
@@ -261,28 +261,28 @@ def _adds(at: At) -> Passed:
         if ids is None:
             return blocked(f"an operand of {at.op.type} has one value for several channels")
         found[tensor] = ids
-    return Passed(found)
+    return Propagation(found)
 
 
-def _multiplies(at: At, other: int | None = None) -> Passed:
-    """Return a product has the factors of one operand; the other one is left as it is."""
+def _multiplies(at: KnownTensor, other: int | None = None) -> Propagation:
+    """Propagate through a product: the result has the factors of one operand, and the other is not scaled."""
     if at.forward:
         if list(at.op.inputs).count(at.tensor) > 1:
             return blocked(f"{at.op.type} reads it twice")
         if at.op.type == "Div" and at.tensor != at.fed:
             return blocked("it divides another tensor")
-        return Passed({at.made: broadcast_on(at.ids, len(at.shape(at.made)))})
+        return Propagation({at.made: broadcast_on(at.ids, len(at.shape(at.made)))})
     carrier = at.fed if other is None else other
     ids = broadcast_back(at.ids, at.shape(carrier))
     return (
         blocked(f"an operand of {at.op.type} has one value for several channels")
         if ids is None
-        else Passed({carrier: ids})
+        else Propagation({carrier: ids})
     )
 
 
-def _contracts(at: At) -> Passed:
-    """Return a product of two computed matrices [..., m, k] and [..., k, n]."""
+def _contracts(at: KnownTensor) -> Propagation:
+    """Propagate through a product of two computed matrices [..., m, k] and [..., k, n]."""
     left, right = at.op.inputs[:2]
     assert left is not None
     assert right is not None
@@ -295,25 +295,25 @@ def _contracts(at: At) -> Passed:
             return blocked("the channels of a product of two tensors are not those of one of them")
         source = right if varies(ids, -1) else left
         back = broadcast_back(ids, at.shape(source))
-        return _other(at, None) if back is None else Passed({source: back})
+        return _other(at, None) if back is None else Propagation({source: back})
     inner = -1 if at.tensor == left else -2
     if not varies(ids, inner):
-        return Passed({at.made: ids})
+        return Propagation({at.made: ids})
     if varies(ids, -3 - inner):
         return _other(at, None)
     partner = right if at.tensor == left else left
     turned = broadcast_back(ids.swapaxes(-1, -2), at.shape(partner))
-    return _other(at, None) if turned is None else Passed({partner: turned}, frozenset({partner}))
+    return _other(at, None) if turned is None else Propagation({partner: turned}, frozenset({partner}))
 
 
 def operands_that_may_carry(graph: Graph, op: Op) -> list[int]:
-    """Return the operands of a product that could hold its factors, where there is a choice."""
+    """Return the operands of a product that could have its factors, where there is a choice."""
     computed = [t for t in op.inputs if t is not None and graph.constant_root(t) is None]
     return computed if op.type == "Mul" else computed[:1]
 
 
-def carried_by(at: At, operand: int) -> Passed:
-    """Return the same as `passed` for a product whose factors one chosen operand is to hold."""
+def propagate_to_operand(at: KnownTensor, operand: int) -> Propagation:
+    """Return the same as `propagate`, for a product whose factors one chosen operand is to have."""
     return _multiplies(at, operand)
 
 
@@ -322,7 +322,7 @@ def channels_along(ids: Ids, axis: int) -> Ids | None:
     return vector(ids, axis) if varies(ids, axis) else None
 
 
-_RELATIONS: Mapping[str, Callable[[At], Passed]] = MappingProxyType(
+_RELATIONS: Mapping[str, Callable[[KnownTensor], Propagation]] = MappingProxyType(
     dict.fromkeys(("Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg", "Abs", "Cast"), _unary)
     | dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "Resize"), _spatial)
     | dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"), _reduces)

@@ -1,8 +1,8 @@
-"""Regions: activations that can be divided by factors of their channels without changing what the model computes.
+"""Regions: activations that can be divided by factors per channel without changing the result of the model.
 
-From the input of a layer the factors are followed both ways: up to the ops whose stored tensors give them (a layer, a
-norm), down to the layers whose weights take them back, through all that commutes with them on the way. A region is
-scaled as a whole or not at all.
+From the input of a layer the factors are followed both ways: up to the ops whose stored tensors are divided (a layer, a
+norm), down to the layers whose weights are multiplied, through all ops between that commute with the factors. A region
+is scaled as a whole or not at all.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +12,35 @@ import numpy as np
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.scaling.channels import Ids
-from qsdk.core.scaling.edits import Edit, End, consuming, input_axis, is_linear, producing, shifting, stored_operand
-from qsdk.core.scaling.propagation import At, Passed, carried_by, operands_that_may_carry, passed
+from qsdk.core.scaling.edits import (
+    Edit,
+    End,
+    addend_edit,
+    consumer_edit,
+    input_axis,
+    is_linear,
+    producer_edit,
+    stored_operand,
+)
+from qsdk.core.scaling.propagation import (
+    KnownTensor,
+    Propagation,
+    operands_that_may_carry,
+    propagate,
+    propagate_to_operand,
+)
 
 _TRIES = 16  # of the operands of products
 _SHAPES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
-class Place:
+class ScaledTensor:
     """A tensor of a region.
 
     Attributes:
         ids: its map.
-        power: -1 where it is divided by the factors, +1 where it is multiplied (the partner in a product of two).
+        power: -1 where it is divided by the factors, +1 where it is multiplied (the other operand of a product).
     """
 
     ids: Ids
@@ -37,16 +52,16 @@ class Region:
     """Tensors with common factors.
 
     Attributes:
-        channels: how many factors there are.
-        places: tensor id -> how it is scaled.
-        ends: the ops that give the factors and take them back, in the order of the graph.
-        between: edits of stored tensors that are added on the way.
-        blocked: why it cannot be scaled, `""` where it can.
-        seed: the tensor that it was found from.
+        channels: number of factors.
+        members: tensor id -> how it is scaled.
+        ends: the ops whose stored tensors change, in the order of the graph.
+        between: edits of stored tensors that are added inside the region.
+        blocked: why it cannot be scaled, or "".
+        seed: the tensor that the search started from.
     """
 
     channels: int
-    places: Mapping[int, Place]
+    members: Mapping[int, ScaledTensor]
     ends: Sequence[End] = ()
     between: Sequence[Edit] = ()
     blocked: str = ""
@@ -54,7 +69,7 @@ class Region:
 
     @property
     def edits(self) -> list[Edit]:
-        """Return all edits, of the ends and on the way."""
+        """Return all edits, those of the ends and those inside."""
         return [*(edit for end in self.ends for edit in end.edits), *self.between]
 
     @property
@@ -64,11 +79,11 @@ class Region:
 
     @property
     def producers(self) -> list[End]:
-        """Return the layers and norms that make one."""
+        """Return the layers and norms that compute a tensor of the region."""
         return [end for end in self.ends if end.reads is None]
 
-    def called(self, graph: Graph) -> str:
-        """Return its ends by name: `norm -> query, key, value`."""
+    def label(self, graph: Graph) -> str:
+        """Return a name made of its ends: `norm -> query, key, value`."""
         makers, readers = ([end.owner(graph) for end in ends] for ends in (self.producers, self.consumers))
         if not readers:
             return " x ".join(dict.fromkeys(makers))
@@ -76,9 +91,9 @@ class Region:
 
 
 def find_regions(graph: Graph) -> list[Region]:
-    """Return every region that a layer's input lies in, or the left one of two computed tensors that are multiplied.
+    """Return the regions around the inputs of layers, and around left operands of products of computed tensors.
 
-    Those of layers that are blocked come too, with the reason.
+    Blocked regions of layers are included, with the reason.
     """
     found: list[Region] = []
     seen: set[int] = set()
@@ -88,7 +103,7 @@ def find_regions(graph: Graph) -> list[Region]:
         region = replace(_region(graph, seed), seed=seed.tensor)
         if not region.blocked or seed.of_layer:
             found.append(region)
-        seen |= {seed.tensor} if region.blocked else set(region.places)
+        seen |= {seed.tensor} if region.blocked else set(region.members)
     return found
 
 
@@ -98,7 +113,7 @@ class _Seed:
 
     Attributes:
         tensor: its id.
-        ways: along which axes its channels may lie, the best way first.
+        ways: the axes that its channels may lie along, the best way first.
         of_layer: whether a layer reads it.
     """
 
@@ -127,7 +142,7 @@ def _region(graph: Graph, seed: _Seed) -> Region:
             break
         axes, chosen = pending.pop(0)
         growing = _Growing(graph, chosen)
-        region = growing.grown(seed.tensor, axes)
+        region = growing.grow(seed.tensor, axes)
         if not region.blocked:
             return region
         blocked = blocked or region
@@ -139,19 +154,19 @@ def _region(graph: Graph, seed: _Seed) -> Region:
 
 
 class _Growing:
-    """A region while it is followed."""
+    """A region while it is searched."""
 
     def __init__(self, graph: Graph, chosen: Mapping[int, int]) -> None:
         self.graph, self.chosen = graph, chosen
         self.open: dict[int, list[int]] = {}  # products whose carrier could be another one
-        self.places: dict[int, Place] = {}
+        self.members: dict[int, ScaledTensor] = {}
         self.ends: dict[tuple[int, int], End] = {}
         self.between: dict[int, Edit] = {}
         self.queue: list[int] = []
         self.same: list[int] = []  # union-find over ids
         self.reason = ""
 
-    def grown(self, seed: int, axes: Sequence[int]) -> Region:
+    def grow(self, seed: int, axes: Sequence[int]) -> Region:
         shape = self.graph.tensors[seed].shape or ()
         along = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}
         sizes = [size if axis in along else 1 for axis, size in enumerate(shape)]
@@ -173,7 +188,7 @@ class _Growing:
         return np.arange(start, start + count, dtype=np.int64).reshape(shape)
 
     def join(self, tensor: int, ids: Ids, power: int) -> None:
-        """Take a tensor in."""
+        """Add a tensor to the region."""
         facts = self.graph.tensors[tensor]
         shape = facts.shape
         if facts.dtype != "float32" or shape is None or len(shape) != ids.ndim:
@@ -182,13 +197,13 @@ class _Growing:
             self.block("the channels of a tensor in between cannot be told")
         elif tensor in self.graph.output_set:
             self.block("it leaves the model")
-        elif tensor not in self.places:
-            self.places[tensor] = Place(ids, power)
+        elif tensor not in self.members:
+            self.members[tensor] = ScaledTensor(ids, power)
             self.queue.append(tensor)
-        elif self.places[tensor].power != power:
+        elif self.members[tensor].power != power:
             self.block("it meets its own inverse")
         else:
-            self.unite(self.places[tensor].ids, ids)
+            self.unite(self.members[tensor].ids, ids)
 
     def unite(self, one: Ids, other: Ids) -> None:
         a, b = np.broadcast_arrays(one, other)
@@ -206,84 +221,84 @@ class _Growing:
         self.reason = self.reason or reason
 
     def up(self, tensor: int) -> None:
-        """Go on at the op that makes a tensor."""
+        """Continue at the op that computes a tensor."""
         op_id = self.graph.producer.get(tensor)
         if op_id is None:
             self.block("it is an input of the model" if tensor in self.graph.inputs else "it is stored as it is")
             return
-        place = self.places[tensor]
-        end = producing(self.graph, op_id, place.ids, -place.power)
+        member = self.members[tensor]
+        end = producer_edit(self.graph, op_id, member.ids, -member.power)
         if end is None:
-            self.on(tensor, op_id, up=True)
+            self.through(tensor, op_id, up=True)
         elif isinstance(end, str):
             self.block(f"{self.label(op_id)}: {end}")
         else:
             self.ends[op_id, tensor] = end
 
     def down(self, tensor: int, op_id: int) -> None:
-        """Go on at an op that reads a tensor."""
+        """Continue at an op that reads a tensor."""
         if self.graph.ops[op_id].type in _SHAPES:
             return
-        place = self.places[tensor]
-        end = consuming(self.graph, op_id, tensor, place.ids, -place.power)
+        member = self.members[tensor]
+        end = consumer_edit(self.graph, op_id, tensor, member.ids, -member.power)
         if end is None:
-            self.on(tensor, op_id, up=False)
+            self.through(tensor, op_id, up=False)
         elif isinstance(end, str):
             self.block(f"{self.label(op_id)}: {end}")
         else:
             self.ends[op_id, tensor] = end
 
-    def on(self, tensor: int, op_id: int, *, up: bool) -> None:
-        """Go through an op without stored tensors, or with one that is added or is one number."""
-        op, place = self.graph.ops[op_id], self.places[tensor]
-        at = At(self.graph, op, tensor, place.ids, self.new)
+    def through(self, tensor: int, op_id: int, *, up: bool) -> None:
+        """Continue through an op without stored tensors, or with one that is added or is a single number."""
+        op, member = self.graph.ops[op_id], self.members[tensor]
+        at = KnownTensor(self.graph, op, tensor, member.ids, self.new)
         constant = stored_operand(self.graph, op_id)
         if constant is not None:
-            step = self.beside(at, op_id, constant, place)
+            step = self.past_stored_operand(at, op_id, constant, member)
         elif up and op.type == "Mul":
             carriers = operands_that_may_carry(self.graph, op)
             self.open.setdefault(op_id, carriers)
-            step = carried_by(at, self.chosen.get(op_id, carriers[0]))
+            step = propagate_to_operand(at, self.chosen.get(op_id, carriers[0]))
         else:
-            step = passed(at)
+            step = propagate(at)
         if step.blocked:
             self.block(f"{self.label(op_id)}: {step.blocked}")
         for other, ids in step.tensors.items():
-            self.join(other, ids, -place.power if other in step.inverse else place.power)
+            self.join(other, ids, -member.power if other in step.inverse else member.power)
 
-    def beside(self, at: At, op_id: int, constant: int, place: Place) -> Passed:
-        """Return an elementwise op with one stored operand."""
+    def past_stored_operand(self, at: KnownTensor, op_id: int, constant: int, member: ScaledTensor) -> Propagation:
+        """Return the tensors behind an elementwise op with one stored operand."""
         op = at.op
         data = next(t for t in op.inputs if t is not None and t != constant)
         rank = max(len(at.shape(data)), len(at.shape(constant)))
         if op.type in ("Mul", "Div"):
             if (self.graph.tensors[constant].shape or ()) not in ((), (1,)) or (op.type == "Div" and data != at.fed):
-                return passed(replace(at, op=replace(op, type=f"{op.type} by a stored tensor")))
+                return propagate(replace(at, op=replace(op, type=f"{op.type} by a stored tensor")))
         else:
             whole = at.ids.reshape((1,) * (rank - at.ids.ndim) + at.ids.shape)
-            edit = shifting(self.graph, constant, whole, -place.power)
+            edit = addend_edit(self.graph, constant, whole, -member.power)
             if isinstance(edit, str):
-                return Passed(blocked=edit)
+                return Propagation(blocked=edit)
             self.between[op_id] = edit
         if rank != len(at.shape(data)):
-            return Passed(blocked=f"{op.type} adds axes")
-        return Passed({at.made if at.forward else data: at.ids})
+            return Propagation(blocked=f"{op.type} adds axes")
+        return Propagation({at.made if at.forward else data: at.ids})
 
     def label(self, op_id: int) -> str:
         return self.graph.tensors[self.graph.ops[op_id].outputs[0]].site or self.graph.ops[op_id].name
 
     def region(self) -> Region:
         if self.reason:
-            return Region(0, self.places, tuple(self.ends.values()), blocked=self.reason)
+            return Region(0, self.members, tuple(self.ends.values()), blocked=self.reason)
         roots = np.array([self.root(i) for i in range(len(self.same))], np.int64)
-        used = np.unique(np.concatenate([roots[place.ids].ravel() for place in self.places.values()]))
+        used = np.unique(np.concatenate([roots[member.ids].ravel() for member in self.members.values()]))
         number = np.full(len(roots), -1, np.int64)
         number[used] = np.arange(used.size)
         numbers = number[roots]
-        places = {t: Place(numbers[place.ids], place.power) for t, place in self.places.items()}
+        members = {t: ScaledTensor(numbers[member.ids], member.power) for t, member in self.members.items()}
         ends = tuple(
             replace(end, edits=tuple(replace(edit, ids=numbers[edit.ids]) for edit in end.edits))
             for _, end in sorted(self.ends.items())
         )
         between = tuple(replace(edit, ids=numbers[edit.ids]) for edit in self.between.values())
-        return Region(used.size, places, ends, between)
+        return Region(used.size, members, ends, between)

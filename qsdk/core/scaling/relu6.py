@@ -1,4 +1,4 @@
-"""ReLU6: a Clip from 0 to 6 cuts every channel at the same value, so factors do not pass it; a ReLU lets them."""
+"""ReLU6: a Clip from 0 to 6 cuts every channel at the same value, so factors do not pass it as they pass a ReLU."""
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from qsdk.core.scaling.regions import Region
 
 
 def clips_at_six(graph: Graph) -> dict[str, int]:
-    """Site of the result -> id of the op, for every Clip from 0 to 6."""
+    """Return, by the site of its result, the id of the op of each Clip from 0 to 6."""
     found = {}
     for index, op in enumerate(graph.ops):
         site = graph.tensors[op.outputs[0]].site if op.outputs else None
@@ -19,13 +19,13 @@ def clips_at_six(graph: Graph) -> dict[str, int]:
 
 
 def as_relu(graph: Graph, sites: Container[str]) -> Graph:
-    """Return the graph with a Relu in the place of each Clip whose result has one of these sites."""
+    """Return the graph with a Relu in place of each Clip whose result has one of these sites."""
     clips = {op for site, op in clips_at_six(graph).items() if site in sites}
     ops = [replace(op, type="Relu", inputs=op.inputs[:1]) if i in clips else op for i, op in enumerate(graph.ops)]
     return replace(graph, ops=ops)
 
 
-def passed_by(regions: list[Region], clips: Mapping[str, int], graph: Graph) -> set[str]:
-    """Return the sites of the Clips that regions which can be scaled go through."""
-    within = {tensor for region in regions if not region.blocked for tensor in region.places}
+def clips_inside(regions: list[Region], clips: Mapping[str, int], graph: Graph) -> set[str]:
+    """Return the sites of the Clips inside regions that can be scaled."""
+    within = {tensor for region in regions if not region.blocked for tensor in region.members}
     return {site for site, op in clips.items() if graph.ops[op].outputs[0] in within}

@@ -1,4 +1,4 @@
-"""The factors of all regions of a model together, and what they make of its stored tensors."""
+"""The factors of all regions of a model together, and the stored tensors that result from them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from qsdk.core.scaling.regions import Region
 
 FloatArray = npt.NDArray[np.float32]
 Factors = npt.NDArray[np.float64]
-_LARGEST = 1e6  # of a factor: beyond it float32 has no room for the products
+_LARGEST = 1e6  # factor: beyond it products may overflow float32
 
 
 class Scalings:
-    """Factors per region, all 1 at first. Stored tensors are computed when they are asked for, never kept.
+    """The factors of each region, all 1 at first. Stored tensors are computed on demand and never kept.
 
     Attributes:
         graph: of the model.
@@ -35,22 +35,22 @@ class Scalings:
                 self._edits.setdefault(edit.root, []).append((number, edit))
 
     def multiply(self, number: int, by: Factors) -> None:
-        """Scale a region once more."""
+        """Multiply the factors of a region."""
         self.factors[number] = np.clip(self.factors[number] * by, 1 / _LARGEST, _LARGEST)
 
     def stored(self, root: int) -> FloatArray:
-        """Return a stored tensor as the model has it now: without these factors until they are written."""
+        """Return a stored tensor as it is in the model now, unscaled until the factors are written."""
         return np.asarray(self._stored[self.graph.tensors[root].name], np.float32)
 
     def value(self, root: int) -> FloatArray:
         """Return a stored tensor, scaled."""
         found = self.stored(root)
-        if not self.touched(root):
+        if not self.is_changed(root):
             return found
         return np.asarray(found * self.multiplier(root), np.float32)
 
     def multiplier(self, root: int) -> Factors:
-        """What a stored tensor is multiplied with; it broadcasts to its shape."""
+        """Return the product of all factors of a stored tensor; it broadcasts to its shape."""
         found = np.ones(())
         for number, edit in self._edits.get(root, ()):
             found = found * self.factors[number][edit.ids] ** edit.power
@@ -62,21 +62,21 @@ class Scalings:
         shape = np.broadcast_shapes(*(edit.ids.shape for _, edit in self._edits.get(root, ())))
         return (1,) * (rank - len(shape)) + shape
 
-    def touched(self, root: int) -> bool:
+    def is_changed(self, root: int) -> bool:
         """Return whether a stored tensor changes."""
         return any(bool((self.factors[number] != 1).any()) for number, _ in self._edits.get(root, ()))
 
-    def of_activation(self, tensor: int, axis: int) -> Factors:
-        """What an activation is multiplied with along an axis; 1 where it is in no region."""
+    def activation_factors(self, tensor: int, axis: int) -> Factors:
+        """Return the factors of an activation along an axis; 1 where it is in no region."""
         found = np.ones(1)
         for region, factors in zip(self.regions, self.factors, strict=True):
-            place = region.places.get(tensor)
+            place = region.members.get(tensor)
             if place is not None:
                 found = found * factors[np.moveaxis(place.ids, axis, -1).reshape(-1)] ** place.power
         return found
 
     def norms(self, norms: Mapping[str, FoldedNorm]) -> dict[str, FoldedNorm]:
-        """What folded BatchNorms say of layers that are scaled, true again."""
+        """Return the folded BatchNorms of scaled layers, adjusted to the factors."""
         found: dict[str, FoldedNorm] = {}
         for region, factors in zip(self.regions, self.factors, strict=True):
             for end in region.ends:
@@ -85,14 +85,14 @@ class Scalings:
                 if norm is None or norm.before is not (end.reads is not None):
                     continue
                 tensor = self.graph.ops[end.op].outputs[0] if end.reads is None else end.reads
-                place = region.places[tensor]
+                place = region.members[tensor]
                 by = factors[place.ids.reshape(-1)] ** place.power
                 found[owner] = replace(norm, mean=_float32(norm.mean * by), std=_float32(norm.std * by))
         return found
 
     def changed(self) -> Iterator[int]:
         """Return the stored tensors that change."""
-        return (root for root in self._edits if self.touched(root))
+        return (root for root in self._edits if self.is_changed(root))
 
 
 def _float32(values: npt.NDArray[np.floating]) -> FloatArray:
@@ -108,20 +108,20 @@ def widest(magnitudes: npt.NDArray[np.floating], ids: Ids, channels: int) -> Fac
     return found
 
 
-def balanced(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors:
+def balance(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors:
     """Return `shrinking^alpha / growing^(1 - alpha)`, 1 where either is 0."""
     alive = (shrinking > 0) & (growing > 0)
     one = np.where(alive, shrinking, 1.0) ** alpha
     return np.where(alive, one / np.where(alive, growing, 1.0) ** (1 - alpha), 1.0)
 
 
-def centred(factors: Factors) -> Factors:
-    """Return the same factors around 1: only what they do to the balance between channels matters."""
+def center(factors: Factors) -> Factors:
+    """Return the same factors around 1: only the balance between channels matters."""
     found: Factors = factors / np.exp(np.log(factors).mean())
     return found
 
 
 def spread(ranges: Factors) -> float:
-    """Return how far the largest range lies above the (geometric) mean one; 1 where all are equal."""
+    """Return the largest range over the geometric mean of the ranges; 1 where all are equal."""
     alive = ranges[ranges > 0]
     return float(alive.max() / np.exp(np.log(alive).mean())) if alive.size else 1.0

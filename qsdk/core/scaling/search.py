@@ -1,4 +1,4 @@
-"""Factors by what activations look like: SmoothQuant (Xiao et al. 2023) and AWQ (Lin et al. 2024)."""
+"""Factors from the statistics of activations: SmoothQuant (Xiao et al. 2023) and AWQ (Lin et al. 2024)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ import numpy as np
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import Spec
-from qsdk.core.scaling.channel_observer import Look
+from qsdk.core.scaling.channel_observer import ChannelObserver
 from qsdk.core.scaling.edits import End
-from qsdk.core.scaling.layers import SeenLayer, output_error, seen_layer
+from qsdk.core.scaling.layers import ObservedLayer, observed_layer, output_error
 from qsdk.core.scaling.regions import Region
-from qsdk.core.scaling.scalings import Factors, Scalings, balanced, centred, widest
+from qsdk.core.scaling.scalings import Factors, Scalings, balance, center, widest
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a search found for one region.
+class FactorChoice:
+    """The result of a search for one region.
 
     Attributes:
         factors: float64, one per channel.
@@ -31,35 +31,35 @@ class Chosen:
     error_after: float
 
 
-class Seen:
-    """Regions with what was seen of them.
+class ObservedRegions:
+    """Regions with the statistics of their tensors.
 
     Attributes:
         scalings: the factors so far.
-        looks: tensor id -> look, as the tensors were before any scaling.
-        specs: site -> what it is quantized to.
+        observers: tensor id -> statistics before any scaling.
+        specs: site -> its spec.
     """
 
-    def __init__(self, scalings: Scalings, looks: Mapping[int, Look], specs: Mapping[str, Spec]) -> None:
-        self.scalings, self.looks, self.specs = scalings, looks, specs
+    def __init__(self, scalings: Scalings, observers: Mapping[int, ChannelObserver], specs: Mapping[str, Spec]) -> None:
+        self.scalings, self.observers, self.specs = scalings, observers, specs
         self.graph: Graph = scalings.graph
 
-    def layers(self, region: Region) -> list[tuple[End, SeenLayer]]:
-        """Return the layers that read a region's tensors and were looked at."""
-        found = ((end, seen_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
-        return [(end, layer) for end, layer in found if layer is not None and layer.tensor in self.looks]
+    def layers(self, region: Region) -> list[tuple[End, ObservedLayer]]:
+        """Return the layers that read a region's tensors and were observed."""
+        found = ((end, observed_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
+        return [(end, layer) for end, layer in found if layer is not None and layer.tensor in self.observers]
 
     def shrinking(self, number: int, *, mean: bool = False) -> Factors:
-        """Return the largest (or mean) magnitude of each channel of what is divided by the factors."""
+        """Return the largest (or mean) magnitude per channel of what the factors divide."""
         region = self.scalings.regions[number]
         read = [end.reads for end in region.consumers if end.reads is not None]
-        tensors = read or [t for t, place in region.places.items() if place.power == -1 and t in self.looks]
+        tensors = read or [t for t, place in region.members.items() if place.power == -1 and t in self.observers]
         return self._of_activations(number, tensors, mean=mean)
 
     def growing(self, number: int) -> Factors:
         """Return the largest magnitude per channel of what the factors multiply: weights, or the other operand."""
         region = self.scalings.regions[number]
-        partners = [t for t, place in region.places.items() if place.power == 1 and t in self.looks]
+        partners = [t for t, place in region.members.items() if place.power == 1 and t in self.observers]
         found = self._of_activations(number, partners)
         for end in region.consumers:
             for edit in end.edits:
@@ -71,7 +71,7 @@ class Seen:
     def _of_activations(self, number: int, tensors: Sequence[int], *, mean: bool = False) -> Factors:
         region, found = self.scalings.regions[number], np.zeros(self.scalings.regions[number].channels)
         for tensor in tensors:
-            look, place = self.looks.get(tensor), region.places[tensor]
+            look, place = self.observers.get(tensor), region.members[tensor]
             if look is not None:
                 flat = place.ids.reshape(-1)
                 values = (look.mean_magnitude if mean else look.amax) * self.scalings.factors[number][
@@ -87,22 +87,22 @@ class Seen:
         errors = []
         for end, layer in self.layers(region):
             edit = next(edit for edit in end.edits if edit.root == layer.root)
-            place = region.places[layer.tensor]
+            place = region.members[layer.tensor]
             others = self.scalings.value(layer.root)
             by = factors[edit.ids] ** edit.power
             rows_by = whole[place.ids.reshape(-1)] ** -place.power
-            errors.append(output_error(layer, others, self.looks[layer.tensor], rows_by, by))
+            errors.append(output_error(layer, others, self.observers[layer.tensor], rows_by, by))
         if not errors:
             errors.append(self._product_error(number, whole))
         return float(np.mean(errors))
 
     def _product_error(self, number: int, factors: Factors) -> float:
-        """What rounding both sides of a product of two computed tensors adds to it, relative, up to a constant."""
+        """Return the error that quantizing both operands adds to a product of computed tensors, up to a constant."""
         region = self.scalings.regions[number]
         noise: dict[int, float] = {}
         power: dict[int, float] = {}
-        for tensor, place in region.places.items():
-            look = self.looks.get(tensor)
+        for tensor, place in region.members.items():
+            look = self.observers.get(tensor)
             spec = self.specs.get(self.graph.tensors[tensor].site or "")
             if look is None:
                 continue
@@ -116,37 +116,37 @@ class Seen:
         return float(noise[-1] / power[-1] + noise[1] / power[1])
 
 
-def smoothed(seen: Seen, number: int, alphas: Sequence[float]) -> Chosen:
-    """Factors `amax(X)^alpha / amax(W)^(1 - alpha)` of the alpha with the least error; none is better than a worse one.
+def search_smooth_quant(seen: ObservedRegions, number: int, alphas: Sequence[float]) -> FactorChoice:
+    """Return the factors `amax(X)^alpha / amax(W)^(1 - alpha)` of the alpha with the least error.
 
     Args:
         seen: the regions.
         number: of the one.
-        alphas: one is taken as it is; of several the best, or none.
+        alphas: a single one is used in any case; of several the best, or none if all are worse than no scaling.
     """
     shrinking, growing = seen.shrinking(number), seen.growing(number)
     before = seen.error(number, np.ones_like(shrinking))
     tried = []
     for alpha in alphas:
-        factors = centred(balanced(shrinking, growing, alpha))
-        tried.append(Chosen(factors, alpha, before, seen.error(number, factors)))
+        factors = center(balance(shrinking, growing, alpha))
+        tried.append(FactorChoice(factors, alpha, before, seen.error(number, factors)))
     return _best(tried, before, forced=len(alphas) == 1)
 
 
-def activation_aware(seen: Seen, number: int, grid: int) -> Chosen:
-    """Factors `mean(|X|)^alpha`, alpha from 0 to 1 in `grid` steps, by the error of the outputs."""
+def search_awq(seen: ObservedRegions, number: int, grid: int) -> FactorChoice:
+    """Return the factors `mean(|X|)^alpha`, alpha from 0 to 1 in `grid` steps, with the least output error."""
     magnitude = seen.shrinking(number, mean=True)
     before = seen.error(number, np.ones_like(magnitude))
     tried = []
     for step in range(1, grid + 1):
         alpha = step / grid
-        factors = centred(np.where(magnitude > 0, np.maximum(magnitude, 1e-4), 1.0) ** alpha)
-        tried.append(Chosen(factors, alpha, before, seen.error(number, factors)))
+        factors = center(np.where(magnitude > 0, np.maximum(magnitude, 1e-4), 1.0) ** alpha)
+        tried.append(FactorChoice(factors, alpha, before, seen.error(number, factors)))
     return _best(tried, before, forced=False)
 
 
-def _best(tried: Sequence[Chosen], before: float, *, forced: bool) -> Chosen:
+def _best(tried: Sequence[FactorChoice], before: float, *, forced: bool) -> FactorChoice:
     best = min(tried, key=lambda chosen: chosen.error_after)
     if forced or best.error_after < before:
         return best
-    return Chosen(np.ones_like(best.factors), None, before, before)
+    return FactorChoice(np.ones_like(best.factors), None, before, before)
