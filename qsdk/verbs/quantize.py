@@ -288,13 +288,13 @@ def to_integer(
     model: OnnxSource,
     out: str | os.PathLike[str],
     *,
-    target: str = "standard",
-    edges: str = "float",
+    target: Literal["standard", "onnxruntime", "portable"] = "standard",
+    edges: Literal["float", "integer"] = "float",
     rounding: Rounding = "half_even",
-    requantize: str = "integer",
-    weights: str = "auto",
-    product_bits: int = 64,
-    tables: str = "exact",
+    requantize: Literal["integer", "qlinear"] = "integer",
+    weights: Literal["auto", "signed", "unsigned"] = "auto",
+    product_bits: Literal[64, 32] = 64,
+    tables: Literal["exact", "interpolated"] = "exact",
     allow_float: Sequence[str] = (),
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
@@ -302,26 +302,21 @@ def to_integer(
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
-    The result is run once. ONNX Runtime and the NumPy integer reference must agree bit for bit, where the result
-    computes on integers alone. In the report, `max_lsb` of a row is the largest difference of that operation from the
-    Q/DQ model on the same inputs (`operations_max_lsb` is the largest of all, with float edges). `max_lsb` of the
-    summary is that of the outputs, where the rounding noise of a whole network has compounded.
+    The result is run once: ONNX Runtime and the NumPy integer reference must agree bit for bit. In the report, `max_lsb`
+    of a row is the largest difference of that operation from the Q/DQ model on the same inputs (`operations_max_lsb` is
+    the largest of all). `max_lsb` of the summary is that of the outputs, with the rounding noise of the whole network.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
         out: where to write.
-        target: `standard` writes standard operators on integers; choose `onnxruntime` for speed there: it writes that
-            runtime's quantized kernels (QLinearConv, QGemm, ...), which requantize with constant float scales;
-            `portable` uses int32 alone, for the same integers on every runtime.
-        edges: `float` keeps float32 inputs and outputs, behind one Q/DQ node each; `integer` is for callers that
-            quantize themselves: the encodings of the edges are in the metadata.
-        rounding: of requantization: `half_even` (as QuantizeLinear), or what a chip does: `half_up`, `half_away`,
-            `gemmlowp`.
+        target: `standard` operators on integers; `onnxruntime` for speed in that runtime, by its quantized kernels, which
+            requantize with constant float scales; `portable` for the same integers on every runtime, in int32.
+        edges: `float` keeps float32 inputs and outputs; `integer` is for callers that quantize themselves.
+        rounding: of requantization: `half_even` (as QuantizeLinear), or as a chip does it.
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
         weights: of kernels: `unsigned` is exact on every processor, `signed` faster; `auto`: signed where it is exact.
         product_bits: 64, or 32 for hardware without 64-bit products (rows then state the resulting error).
-        tables: of functions of 16-bit codes: `exact`, or `interpolated` where tables of 128 KiB are too large; it is
-            off by at most one code.
+        tables: of functions of 16-bit codes: `exact` (128 KiB), or `interpolated`: small, and off by at most one code.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, of which the first is used for measuring, and for sizes that are needed. None for random
