@@ -302,15 +302,16 @@ def to_integer(
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
-    The result is run once: ONNX Runtime and the NumPy integer reference must agree bit for bit. In the report, `max_lsb`
-    of a row is the largest difference of that operation from the Q/DQ model on the same inputs (`operations_max_lsb` is
-    the largest of all). `max_lsb` of the summary is that of the outputs, with the rounding noise of the whole network.
+    The result is run once: ONNX Runtime and the NumPy integer reference must agree bit for bit. In the report,
+    `max_lsb` of a row is the largest difference of that operation from the Q/DQ model on the same inputs
+    (`operations_max_lsb` is the largest of all). `max_lsb` of the summary is that of the outputs, with the rounding
+    noise of the whole network.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
         out: where to write.
-        target: `standard` operators on integers; `onnxruntime` for speed in that runtime, by its quantized kernels, which
-            requantize with constant float scales; `portable` for the same integers on every runtime, in int32.
+        target: `standard` operators on integers; `onnxruntime` for speed in that runtime, by its quantized kernels,
+            which requantize with constant float scales; `portable` for the same integers on every runtime, in int32.
         edges: `float` keeps float32 inputs and outputs; `integer` is for callers that quantize themselves.
         rounding: of requantization: `half_even` (as QuantizeLinear), or as a chip does it.
         requantize: `integer`, or `qlinear` for QLinearConv and QLinearMatMul of the standard domain where they fit.
