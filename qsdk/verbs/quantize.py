@@ -302,10 +302,10 @@ def to_integer(
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
-    The result is run once: ONNX Runtime and the NumPy integer reference must agree bit for bit. In the report,
-    `max_lsb` of a row is the largest difference of that operation from the Q/DQ model on the same inputs
-    (`operations_max_lsb` is the largest of all). `max_lsb` of the summary is that of the outputs, with the rounding
-    noise of the whole network.
+    The result is run once. Where it computes on integers alone, ONNX Runtime and the NumPy reference must agree bit for
+    bit. In the report, `max_lsb` of a row is the largest difference of that operation from the Q/DQ model on the same
+    inputs (`operations_max_lsb` is that of all, with float edges). `max_lsb` of the summary is that of the outputs, with
+    the rounding noise of the whole network.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
@@ -320,8 +320,7 @@ def to_integer(
         tables: of functions of 16-bit codes: `exact` (128 KiB), or `interpolated`: small, and off by at most one code.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
-        data: batches, of which the first is used for measuring, and for sizes that are needed. None for random
-            inputs, and the sizes of quantize's example.
+        data: batches, the first for measuring and needed sizes; None for random ones, with the sizes of quantize's example.
         firmware: a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C, batch of 1).
 
     Raises:
