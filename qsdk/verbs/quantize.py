@@ -304,8 +304,8 @@ def to_integer(
 
     The result is run once. Where it computes on integers alone, ONNX Runtime and the NumPy reference must agree bit for
     bit. In the report, `max_lsb` of a row is the largest difference of that operation from the Q/DQ model on the same
-    inputs (`operations_max_lsb` is that of all, with float edges). `max_lsb` of the summary is that of the outputs, with
-    the rounding noise of the whole network.
+    inputs (`operations_max_lsb`: of all, with float edges). `max_lsb` of the summary is that of the outputs, with the
+    rounding noise of the whole network.
 
     Args:
         model: any Q/DQ model: a path, bytes or an onnx model.
@@ -320,7 +320,7 @@ def to_integer(
         tables: of functions of 16-bit codes: `exact` (128 KiB), or `interpolated`: small, and off by at most one code.
         allow_float: shell globs over node names and op types that may stay float; they are listed in the report.
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
-        data: batches, the first for measuring and needed sizes; None for random ones, with the sizes of quantize's example.
+        data: batches, the first for measuring and needed sizes; None for random ones, sized as quantize's example.
         firmware: a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C, batch of 1).
 
     Raises:
