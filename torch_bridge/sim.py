@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -309,7 +309,10 @@ class QuantSim(StatefulSim):
         learning = Learning(learn_scales, learn_zero_points, gradient == "pact", kernels)
         called = [partial(schedule, self) for schedule in schedules]
         state_of(self.model).frozen_values = self.frozen_values
+        entering = ExitStack()
+        entering.enter_context(self.alone())
         with (
+            entering,
             values_held(self.model, self.frozen_values),
             self.given.changing(self.model),
             live_norms(self.model, freeze_bn_after) as freezing,
@@ -317,11 +320,16 @@ class QuantSim(StatefulSim):
         ):
             remember(self.model)
             self.folded_norms.clear()  # what they said of a layer's values will be true no more
+            entering.close()  # from here on, threads may train together
             yield model
 
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:
         """Optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
         return parameter_groups(self.model, list(self.quantizers.values()), lr=lr, scale_lr=scale_lr)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep the sim to this thread for a while, see `Runtime.alone`."""
+        return self.runtime.alone()
 
     @contextmanager
     def float_phase(self) -> Iterator[nn.Module]:

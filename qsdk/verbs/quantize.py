@@ -183,7 +183,8 @@ def calibrate(
         if isinstance(sim, OnnxSim):
             require_no_forward(forward)
             return sim.calibrate(data, **options)
-        return calibrate_torch(sim, data, forward=forward, **options)
+        with sim.alone():
+            return calibrate_torch(sim, data, forward=forward, **options)
 
 
 def export(

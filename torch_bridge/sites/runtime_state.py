@@ -23,6 +23,8 @@ class _Pass(threading.local):
 
     frame: Frame | None = None
     later: LaterInputs | None = None
+    runs: bool = False
+    acts_for: int | None = None
 
 
 class RuntimeState:
@@ -54,7 +56,7 @@ class RuntimeState:
         caching: held by the thread that runs a model with caches.
         inputs: names of those that the example had.
         writes_inputs: whether the model writes over its inputs.
-        owner: the thread that has set a phase for a while, in which others cannot run the model.
+        owner: the thread that has the sim alone for a while, in which others cannot run the model.
         course: what schedules have changed, while the model is trained (`schedule_state.Course`).
     """
 
@@ -85,6 +87,8 @@ class RuntimeState:
         self.caches: tuple[Cache, ...] = ()
         self.caching = OwnLock()
         self.owner: int | None = None
+        self._forwards: dict[int, int] = {}  # thread in the middle of a forward pass -> thread it acts for
+        self._turn = OwnLock()
         self._pass = _Pass()
         self._compiled: Frame | None = None  # a compiler cannot read what differs by thread
         self._compiled_later: LaterInputs | None = None
@@ -117,7 +121,42 @@ class RuntimeState:
         return {name: value for name, value in self.__dict__.items() if name != "_pass"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pass=_Pass(), owner=None)
+        self.__dict__.update(state, _pass=_Pass(), owner=None, _forwards={})
+
+    @property
+    def thread(self) -> int:
+        """The thread that runs, or the one that it acts for."""
+        return self._pass.acts_for or threading.get_ident()
+
+    @contextmanager
+    def acting_for(self, thread: int) -> Iterator[None]:
+        """Let this thread run the model while the other one has the sim alone."""
+        self._pass.acts_for = thread
+        try:
+            yield
+        finally:
+            self._pass.acts_for = None
+
+    def is_first_call(self) -> bool:
+        """Return whether this thread is in no forward pass yet."""
+        return not self._pass.runs
+
+    def forward_pass(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a call gives that is the whole forward pass of this thread.
+
+        Raises:
+            ModelError: another thread has the sim alone.
+        """
+        thread = threading.get_ident()
+        with self._turn:
+            self.require_this_thread()
+            self._forwards[thread] = self.thread
+        self._pass.runs = True
+        try:
+            return call(*args)
+        finally:
+            self._pass.runs = False
+            del self._forwards[thread]
 
     def require_this_thread(self) -> None:
         """Refuse a forward pass while another thread calibrates, tunes or exports the sim.
@@ -125,7 +164,7 @@ class RuntimeState:
         Raises:
             ModelError: says what to do.
         """
-        elsewhere = self.owner is not None and self.owner != threading.get_ident()
+        elsewhere = self.owner not in (None, self.thread)
         if elsewhere and torch._C._current_graph_task_id() == -1:  # a backward pass has threads of its own
             raise ModelError(
                 f"another thread calibrates, tunes or traces the sim (phase {self.phase}), so this one cannot run it; "
@@ -133,14 +172,35 @@ class RuntimeState:
             )
 
     @contextmanager
-    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
-        """Set the phase for a while."""
-        before = self.phase, self.visitor, self.owner
-        self.phase, self.visitor, self.owner = phase, visitor, threading.get_ident()
+    def alone(self) -> Iterator[None]:
+        """Keep the sim to this thread for a while, so that no forward pass sees half of a change.
+
+        Raises:
+            ModelError: another thread has it, or is in the middle of a forward pass.
+        """
+        with self._turn:
+            self.require_this_thread()
+            if any(thread != self.thread for thread in list(self._forwards.values())):
+                raise ModelError(
+                    "another thread is in the middle of a forward pass of the sim, which cannot be calibrated, tuned, "
+                    "traced or changed meanwhile; let that pass end first, or work on a copy of the sim"
+                )
+            before, self.owner = self.owner, self.thread
         try:
             yield
         finally:
-            self.phase, self.visitor, self.owner = before
+            self.owner = before
+
+    @contextmanager
+    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
+        """Set the phase for a while."""
+        with self.alone():
+            before = self.phase, self.visitor
+            self.phase, self.visitor = phase, visitor
+            try:
+                yield
+            finally:
+                self.phase, self.visitor = before
 
     @contextmanager
     def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:

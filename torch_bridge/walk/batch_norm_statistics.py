@@ -52,7 +52,7 @@ def reestimate(
     rows: Rows = [_row(path, note="it keeps no running statistics") for path in kept]
     live = {one.norm: one for one in live_in(sim.model)}
     apart = {module: path for module, path in norms.items() if module not in live}
-    with eval_mode(sim.model), torch.no_grad():
+    with sim.alone(), eval_mode(sim.model), torch.no_grad():
         walk = _Walk(sim, forward)
         walk.look_at(data, progress)
         with (

@@ -205,7 +205,7 @@ def walk_layers(
             it was.
     """
     _ = sim.encodings  # names the sites that have none
-    with eval_mode(sim.model), torch.no_grad():
+    with sim.alone(), eval_mode(sim.model), torch.no_grad():
         walk = LayerWalk(sim, data, forward, max_memory)
         with walk.started():
             yield walk

@@ -157,7 +157,7 @@ def walk_modules(
             by `weights` is taken back.
     """
     _ = sim.encodings  # names the sites that have none
-    with eval_mode(sim.model), torch.no_grad():
+    with sim.alone(), eval_mode(sim.model), torch.no_grad():
         pairs = ForwardPairs(sim, data, forward, max_memory)
         calls: list[str] = []
         pairs.look_at_first_batch(lambda: _around(sim, paths, lambda at: calls.append(at.path)))

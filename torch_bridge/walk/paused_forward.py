@@ -167,9 +167,20 @@ class Baton:
 
     def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> Suspended:
         """A pass that starts when it is first resumed."""
-        added = Suspended(number, run, replace(self._state(), frame=None, phase=phase, visitor=visitor))
+        added = Suspended(
+            number, self._as_this_thread(run), replace(self._state(), frame=None, phase=phase, visitor=visitor)
+        )
         self._passes.append(added)
         return added
+
+    def _as_this_thread(self, run: Callable[[], None]) -> Callable[[], None]:
+        runtime, thread = self._runtime, self._runtime.thread
+
+        def acting() -> None:
+            with runtime.acting_for(thread):
+                run()
+
+        return acting
 
     def resume(self, suspended: Suspended) -> None:
         """Let a pass run to its next stop or to its end, and raise what it raises."""

@@ -148,8 +148,8 @@ class _Quantized(nn.Module):
     def _simulate(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = state_of(self)
         runtime = state.runtime
-        if runtime.owner is not None and not torch.compiler.is_compiling():
-            runtime.require_this_thread()
+        if not torch.compiler.is_compiling() and runtime.is_first_call():
+            return runtime.forward_pass(self._simulate, inner, args, kwargs)
         inner = state.own_forward or inner
         if state.guest:
             return runtime.as_guest(inner, args, kwargs)

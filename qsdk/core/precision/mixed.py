@@ -17,13 +17,13 @@ from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import HasBiases, shifts_put_back_on_error
-from qsdk.core.sims.state import SimState, put_back_on_error
+from qsdk.core.sims.state import HasState, SimState, put_back_on_error
 
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
 
 
-class PlannedSim(HasBiases, Protocol):
+class PlannedSim(HasBiases, HasState, Protocol):
     """What the search asks of a sim of either door."""
 
     frozen_values: frozenset[str]
@@ -40,14 +40,6 @@ class PlannedSim(HasBiases, Protocol):
 
     def replan(self, config: QuantConfig) -> None:
         """Plan again; sites whose spec stays keep their encodings, the others derive theirs from the old ranges."""
-        ...
-
-    def snapshot(self, *, weights: bool = False) -> SimState:
-        """What `restore` takes."""
-        ...
-
-    def restore(self, state: SimState) -> None:
-        """Be again what the snapshot says."""
         ...
 
 

@@ -25,7 +25,7 @@ class HasBiases(Protocol):
     plan: Plan
     graph: Graph
 
-    def snapshot(self) -> SimState:
+    def snapshot(self, *, weights: bool = False) -> SimState:
         """Return the present state."""
         ...
 

@@ -4,7 +4,7 @@ The functions here take a state and return a new one, so that a verb that fails 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -63,17 +63,22 @@ class HasState(HoldsValues, Protocol):
         """Go back to a state."""
         ...
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep the sim to this thread for a while."""
+        ...
+
 
 @contextmanager
 def put_back_on_error(sim: HasState, *, weights: bool = False) -> Iterator[SimState]:
     """Yield the sim's state, and restore it if the block raises. With `weights`, stored tensors too."""
-    before = sim.snapshot(weights=weights)
-    try:
-        with require_frozen_values(sim) if weights else nullcontext():
-            yield before
-    except BaseException:
-        sim.restore(before)
-        raise
+    with sim.alone():
+        before = sim.snapshot(weights=weights)
+        try:
+            with require_frozen_values(sim) if weights else nullcontext():
+                yield before
+        except BaseException:
+            sim.restore(before)
+            raise
 
 
 def owns_encoding(decision: Decision) -> bool:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -49,6 +50,14 @@ class StatefulSim(ABC):
     @abstractmethod
     def encodings_where_ready(self) -> dict[str, Encoding]:
         """Return the encodings by site, without the sites that have none yet."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep the sim to this thread while a verb changes it; nothing to do where every run has its own copy.
+
+        Raises:
+            ModelError: another thread has it, or is in the middle of a run.
+        """
+        return nullcontext()
 
     @abstractmethod
     def snapshot(self, *, weights: bool = False) -> SimState:
