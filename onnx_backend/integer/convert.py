@@ -255,6 +255,7 @@ def _certificate(
         "model_sha256": hashlib.sha256(integer.SerializeToString(deterministic=True)).hexdigest(),
         **edge,
         "assumed": sorted(set(ctx.builder.assumed)),
+        "undefined": dict(ctx.undefined),
         "requantizations": ctx.builder.certificate,
     }
 
@@ -285,6 +286,7 @@ def _report(integer: ModelProto, certificate: dict[str, Any], edges: str, kernel
         "max_lsb": None,
         "float_nodes": len(certificate["float_nodes"]),
         "nodes": len(integer.graph.node),
+        **{f"{node} leaves the standard": what for node, what in certificate["undefined"].items()},
     }
     rows += [{**dict.fromkeys(_COLUMNS), "node": name, "form": "float"} for name in certificate["float_nodes"]]
     return Report("Integer-only model", rows, summary)

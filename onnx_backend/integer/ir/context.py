@@ -49,6 +49,7 @@ class Context:
         sites: the codes of every QuantizeLinear's output (filled on the way).
         halves: the high and the low byte of codes of 16 bits (filled on the way).
         softmaxes: the values that are a Softmax of codes, by tensor (filled on the way).
+        undefined: node -> what it computes where ONNX leaves the result open (filled on the way).
     """
 
     builder: Builder
@@ -62,6 +63,7 @@ class Context:
     halves: dict[str, tuple[str, str]] = field(default_factory=dict)
     floats: set[str] = field(default_factory=set)
     softmaxes: dict[str, tuple[Value, Softmax]] = field(default_factory=dict)
+    undefined: dict[str, str] = field(default_factory=dict)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
         """Give static dimensions of a tensor of the Q/DQ model.

@@ -11,11 +11,13 @@ from qsdk.core.numerics.block_scales import scale_dtype_of
 from qsdk.core.numerics.dtypes import DType, uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Spec
+from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.planning.ties import keeps_grid
 
 AS_GIVEN, THE_FILE = "as the file says", "the file"
+_HOLDS_0 = "; its grid holds 0, where the op that divides by it or takes its logarithm gives infinity or NaN"
 
 
 def plan_as_given(
@@ -39,7 +41,7 @@ def plan_as_given(
     """
     by_structure = kinds_of(graph)
     biases = {site: parts for site, parts in bias_parts(graph).items() if _is_product(site, parts, encodings)}
-    found = {}
+    found, as_given = {}, _reasons(graph)
     for site, tensor in graph.sites.items():
         facts = graph.tensors[tensor]
         maker = graph.producer.get(tensor)
@@ -47,11 +49,19 @@ def plan_as_given(
         spec = spec_of(encodings[site]) if site in encodings else Spec(casts[site]) if site in casts else None
         if site in dynamic:
             spec = Spec(uint8, symmetric=False, dynamic=True)
-        reason, rule = (missing, "default") if spec is None else (AS_GIVEN, THE_FILE)
+        reason, rule = (
+            (missing, "default") if spec is None else (as_given[site] if site in encodings else AS_GIVEN, THE_FILE)
+        )
         kind = (kinds or {}).get(site) or by_structure[site]
         found[site] = Decision(site, op_type, kind, spec, reason, rule, bias_of=biases.get(site), shape=facts.shape)
     _tie_what_passes_through(graph, found, encodings)
     return Plan(found)
+
+
+def _reasons(graph: Graph) -> dict[str, str]:
+    """Return why a site has its encoding, for every site; a grid that holds 0 does a divisor no good."""
+    poles = divisors(graph)
+    return {site: AS_GIVEN + (_HOLDS_0 if tensor in poles else "") for site, tensor in graph.sites.items()}
 
 
 def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
@@ -96,7 +106,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
         encodings: by site.
         casts: site -> float16 or bfloat16.
     """
-    found = dict(plan.decisions)
+    found, as_given = dict(plan.decisions), _reasons(graph)
     for home, members in _classes(plan).items():
         stated = [site for site in members if site in encodings]
         if not stated:
@@ -104,7 +114,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
         first = encodings[stated[0]]
         if all(encodings[site] == first for site in stated) and not any(site in casts for site in members):
             for site in members:
-                reason = AS_GIVEN if site in encodings else f"{AS_GIVEN} of {stated[0]}"
+                reason = as_given[site] if site in encodings else f"{AS_GIVEN} of {stated[0]}"
                 found[site] = replace(found[site], spec=spec_of(first), reason=reason, rule=THE_FILE)
             continue
         for site in members:
@@ -114,7 +124,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
     for site, encoding in encodings.items():
         if found[site].rule != THE_FILE:
             alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
-            found[site] = replace(alone, spec=spec_of(encoding), reason=AS_GIVEN, rule=THE_FILE)
+            found[site] = replace(alone, spec=spec_of(encoding), reason=as_given[site], rule=THE_FILE)
     for site, dtype in casts.items():
         alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
         found[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)

@@ -152,6 +152,7 @@ def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
         return multiply(ctx, numerator, divisor)
     if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
+    ctx.undefined[label(node)] = "0 / 0 is 0; in the Q/DQ file it is NaN, which runtimes quantize differently"
     least = divisor.infinite * abs(float(numerator.scale))  # of any quotient by 0, except 0 / 0, which is 0 here
     return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
 
