@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from onnx_backend.data_passes.channel_observers import stored_by_name
+from onnx_backend.data_passes.stored_by_name import stored_by_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.sim import OnnxSim
 from qsdk.core.graph.graph import Graph

@@ -4,16 +4,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from onnx_backend.sim import OnnxSim
-from onnx_backend.walk import batch_norm_statistics as onnx_norms
 from qsdk.algorithms import ranks
 from qsdk.core.ranges.channel_statistics import ChannelStatistics, merged
 from qsdk.core.report import Report
 from qsdk.core.sims.frozen_values import require_frozen_values
-from qsdk.core.sims.state import put_back_on_error
-from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim, require_no_forward
-from torch_bridge.walk import batch_norm_statistics as torch_norms
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
 
 
 def reestimate_batch_norm(
@@ -52,18 +48,10 @@ def reestimate_batch_norm(
         CalibrationError: the sim is not calibrated.
         DataError: no data, data that the model does not take, or NaN or inf; the sim is unchanged.
     """
-    require_sim(sim)
-    start = time.perf_counter()
+    door, start = door_of(sim), time.perf_counter()
     _ = sim.encodings  # a missing calibration is reported before the data is used up
-    on_error = put_back_on_error(sim, weights=True) if isinstance(sim, OnnxSim) else torch_norms.put_back_on_error(sim)
-    with on_error, require_frozen_values(sim):
-        if isinstance(sim, OnnxSim):
-            require_no_forward(forward)
-            rows, float_seconds = onnx_norms.reestimate(sim, data, _together, progress=progress)
-        else:
-            torch_norms.same_everywhere(sim, lambda own: ranks.gathered(own)[0])
-            rows, float_seconds = torch_norms.reestimate(sim, data, _together, forward=forward, progress=progress)
-        ranks.require_same_layers([])
+    with require_frozen_values(sim):
+        rows, float_seconds = door.reestimate_batch_norm(data, _together, forward, progress)
     spent = time.perf_counter() - start
     left = sum(row["error_after"] is None for row in rows)
     passes = spent / float_seconds if float_seconds else None

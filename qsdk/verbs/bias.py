@@ -21,9 +21,10 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import float_biases, noting_shifts, rounded_for_good, take_back_shifts
 from qsdk.core.sims.state import SimState, put_back_on_error
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.held_back import HeldBack, output_error, outputs_of
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.held_back import HeldBack, output_error
 from qsdk.verbs.layers import WalkOptions, solve_each_layer
-from qsdk.verbs.quantize import Forward, Sim
 
 _GATHERS = Gathers(second_moments=False, samples=SAMPLES, held_back=0)
 _TITLE = "Bias correction"
@@ -117,11 +118,13 @@ def _keep_if_better(
     sites = [site for site, decision in sim.plan.decisions.items() if decision.kind == "bias"]
     corrected = {site: values.copy() for site, values in sim.stored_floats(sites).items()}
     known = dict(sim.original_biases)
-    after = outputs_of(sim, batches, forward)
+    door = door_of(sim)
+    after = list(door.outputs(batches, forward, in_float=False))
     sim.store_floats(float_biases(sim))
-    exact = outputs_of(sim, batches, forward, in_float=True)
+    exact = list(door.outputs(batches, forward, in_float=True))
     sim.restore(before)
-    errors = [output_error(exact, found) for found in (outputs_of(sim, batches, forward), after)]
+    untouched = list(door.outputs(batches, forward, in_float=False))
+    errors = [output_error(exact, found) for found in (untouched, after)]
     kept = errors[0] is None or errors[1] is None or errors[1] <= errors[0]
     if kept:
         sim.store_floats(corrected)

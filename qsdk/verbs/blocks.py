@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from onnx_backend.sim import OnnxSim
 from qsdk.algorithms.checkpoint import Checkpoint
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.layers.layer_problem import Solution
@@ -18,8 +17,8 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import without_shifts
-from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim
+from qsdk.verbs.doors.choose import Sim, module_sim
+from qsdk.verbs.doors.door import Forward
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
 from torch_bridge.tuning.block_calls import Piece, floats_of
@@ -78,27 +77,17 @@ def tune_blocks(
 
     Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
     """
-    require_sim(sim)
+    tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
     options = _options(iterations, learn, batch_size, lr, drop)
-    module_sim = _module_sim(sim)
-    found = find_blocks(module_sim, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
+    found = find_blocks(tuned, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
     start = time.perf_counter()
-    walked = walk_modules(module_sim, data, list(found.modules), forward=forward)
-    with without_shifts(module_sim), torch.inference_mode(False), walked as walk:
+    walked = walk_modules(tuned, data, list(found.modules), forward=forward)
+    with without_shifts(tuned), torch.inference_mode(False), walked as walk:
         facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
-        store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(module_sim), facts)
+        store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(tuned), facts)
         steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
-        rows = [_tune(module_sim, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
+        rows = [_tune(tuned, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
         return _report(rows, found, walk, time.perf_counter() - start)
-
-
-def _module_sim(sim: Sim) -> QuantSim:
-    if isinstance(sim, OnnxSim):
-        raise ModelError(
-            "tune_blocks needs gradients, which an ONNX model has not: quantize the nn.Module and export it, or use "
-            "qsdk.adaround or qsdk.gptq here"
-        )
-    return sim
 
 
 def _tune(

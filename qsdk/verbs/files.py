@@ -38,8 +38,9 @@ from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
-from qsdk.verbs.quantize import Sim, quantize
+from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.relu6 import unbind, unbounded

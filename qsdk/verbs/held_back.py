@@ -7,11 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from onnx_backend.data_passes import outputs as onnx_outputs
-from onnx_backend.sim import OnnxSim
 from qsdk.algorithms import ranks
-from qsdk.verbs.quantize import Forward, Sim
-from torch_bridge.data_passes import outputs as torch_outputs
 
 #: one batch of so many is held back
 EVERY = 4
@@ -49,15 +45,6 @@ class HeldBack:
         if one_batch or not isinstance(self._data, Iterable):
             return self._data  # whoever reads it raises the error
         return iter(self) if isinstance(self._data, Iterator) else self
-
-
-def outputs_of(
-    sim: Sim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool = False
-) -> list[list[npt.NDArray[np.float32]]]:
-    """Return the floating-point outputs of each batch, of the simulation or of the float model, for either side."""
-    if isinstance(sim, OnnxSim):
-        return list(onnx_outputs.outputs(sim, batches, in_float=in_float))
-    return list(torch_outputs.outputs(sim, batches, forward, in_float=in_float))
 
 
 def output_error(

@@ -1,14 +1,11 @@
 """The verbs that solve layers one after the other; each combines the layer walk of one side with a solver."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from onnx_backend.sim import OnnxSim
-from onnx_backend.walk import layer_walk as onnx_walk
 from qsdk.algorithms.problems.gather import Gathers
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import adaround as adaround_solver
@@ -18,13 +15,9 @@ from qsdk.algorithms.solvers import seq_mse as seq_mse_solver
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.algorithms.solvers.rounding import BLOCK
 from qsdk.core.layers.layer_problem import Solver
-from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import noting_shifts
-from qsdk.core.sims.state import put_back_on_error
-from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim, require_no_forward
-from torch_bridge.walk import layer_walk as torch_walk
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
 
 _ALL = Gathers()
 
@@ -241,7 +234,7 @@ def solve_each_layer(
         gathers: the statistics that the solver needs.
         options: of the solver, for checkpoints.
     """
-    with _walk(sim, data, run.forward, run.max_memory) as (walk, rounded):
+    with door_of(sim).layer_walk(data, run.forward, run.max_memory) as (walk, rounded):
         return solve_layers(
             walk,
             solver,
@@ -253,21 +246,3 @@ def solve_each_layer(
             checkpoint=run.checkpoint,
             rounded=rounded,
         )
-
-
-@contextmanager
-def _walk(
-    sim: Sim, data: Iterable[Any], forward: Forward | None, max_memory: int | None
-) -> Iterator[tuple[Walk, dict[str, Any]]]:
-    """Yield a layer walk, and the dict of `noting_shifts`; if anything fails before the end, the sim is unchanged."""
-    require_sim(sim)
-    if isinstance(sim, OnnxSim):
-        require_no_forward(forward)
-        begun = onnx_walk.walk_layers(sim, data, max_memory=max_memory, progress=False)
-        # this snapshot costs nothing: it refers to the tensors that are replaced
-        with put_back_on_error(sim, weights=True), noting_shifts(sim) as rounded, begun as walk:
-            yield walk, rounded
-    else:  # a module's walk can take back all that was written until it ends
-        start = torch_walk.walk_layers(sim, data, forward=forward, max_memory=max_memory)
-        with start as here, noting_shifts(sim) as rounded:
-            yield here, rounded

@@ -1,23 +1,17 @@
-"""The verbs on precision: sites that one scale serves badly, and the few that must be wider. It knows both sides."""
+"""The verbs on precision: sites that one scale serves badly, and the few that must be wider."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
-from onnx_backend import given_weights as onnx_given
-from onnx_backend.data_passes import site_samples as onnx_sampling
-from onnx_backend.sim import OnnxSim
 from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.report import Report
-from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim, require_no_forward
-from torch_bridge import given_weights as torch_given
-from torch_bridge.data_passes import site_samples as torch_sampling
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
 
 
 def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, progress: bool = True) -> Report:
@@ -40,7 +34,6 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take.
     """
-    require_sim(sim)
     return advice.advise(sim.plan, sim.encodings, _samples(sim, data, forward, progress))
 
 
@@ -103,17 +96,13 @@ def mixed_precision(
             return metric(current)
 
         options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
-        return search_precision(sim, samples, counted, as_given=_original_weights(sim), **options)
-
-
-def _original_weights(sim: Sim) -> Callable[[], AbstractContextManager[bool]]:
-    return partial(onnx_given.as_given, sim) if isinstance(sim, OnnxSim) else partial(torch_given.as_given, sim)
+        return search_precision(sim, samples, counted, as_given=door_of(sim).as_given, **options)
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:
-    require_sim(sim)
+    """Return a bounded sample of the float values at every computed site."""
+    door = door_of(sim)
     _ = sim.encodings  # a missing calibration is reported before the data is used up
-    if isinstance(sim, OnnxSim):
-        require_no_forward(forward)
-        return onnx_sampling.sample_sites(sim.marked(), data, progress=progress)
-    return torch_sampling.sample_sites(sim, data, forward=forward, progress=progress)
+    found: defaultdict[str, SiteSample] = defaultdict(SiteSample)
+    door.visit(data, lambda site, x: found[site].add(x), title="sample", forward=forward, progress=progress)
+    return dict(found)

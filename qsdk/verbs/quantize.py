@@ -1,7 +1,7 @@
-"""The verbs from `quantize` to `to_integer`. The files of this folder are the only ones that know both sides."""
+"""The verbs from `quantize` to `to_integer`."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from onnx import ModelProto
@@ -31,17 +31,16 @@ from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.onnx_door import require_no_forward
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.attach import compare_sites
-from torch_bridge.calibrate import calibrate as calibrate_torch
 from torch_bridge.data_passes.captures import captures
 from torch_bridge.numbering import traced_and_numbered
 from torch_bridge.prepare import Prepared, prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import stored_values
-
-Sim = QuantSim | OnnxSim
-Forward = Callable[[Any, Any], Any]
 
 
 @overload
@@ -176,15 +175,10 @@ def calibrate(
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim is unchanged.
     """
-    require_sim(sim)
+    door = door_of(sim)
     options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
-    options |= {"progress": progress, "gather": gathered}
     with without_shifts(sim):
-        if isinstance(sim, OnnxSim):
-            require_no_forward(forward)
-            return sim.calibrate(data, **options)
-        with sim.alone():
-            return calibrate_torch(sim, data, forward=forward, **options)
+        return door.calibrate(data, forward, progress=progress, gather=gathered, **options)
 
 
 def export(
@@ -345,13 +339,3 @@ def to_integer(
         data=data,
         firmware=firmware,
     )
-
-
-def require_no_forward(forward: Forward | None) -> None:
-    """Raise an error for `forward=` on the ONNX side.
-
-    Raises:
-        ConfigError: it is given.
-    """
-    if forward is not None:
-        raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")

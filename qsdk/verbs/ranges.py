@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from onnx_backend.sim import OnnxSim
-from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
+from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.report import Report
-from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.quantize import Forward, Sim
+from qsdk.verbs.doors.choose import Sim, module_sim
+from qsdk.verbs.doors.door import Forward
 from torch_bridge.calibrate import install
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import progress_over
@@ -62,12 +61,7 @@ def tune_ranges(
         DataError: no data, data the model does not take, or outputs that are not finite. In every case the sim stays
             as it was.
     """
-    require_sim(sim)
-    if isinstance(sim, OnnxSim):
-        raise ModelError(
-            "tune_ranges needs gradients, which an ONNX model has not: quantize the nn.Module and export it, or choose "
-            "another method of calibrate here"
-        )
+    sim = module_sim(sim, "tune_ranges", "choose another method of calibrate here")
     if steps < 1 or not lr > 0:
         raise ConfigError(f"steps={steps} must be 1 at least, and lr={lr} positive")
     _ = sim.encodings  # names the sites that have none

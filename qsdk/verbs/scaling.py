@@ -1,7 +1,4 @@
-"""The verbs that scale channels: one stored tensor is divided by factors, and the next multiplied.
-
-They know both sides.
-"""
+"""The verbs that scale channels: one stored tensor is divided by factors, and the next multiplied."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from onnx_backend.data_passes import channel_observers as onnx_floats
-from onnx_backend.data_passes import relu6 as onnx_relu6
-from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
@@ -28,10 +21,9 @@ from qsdk.core.scaling.search import FactorChoice, ObservedRegions, search_awq, 
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
-from qsdk.core.site import owner_of, without_calls
-from qsdk.verbs.quantize import Forward, Sim, calibrate, require_no_forward
-from torch_bridge.data_passes import channel_observers as torch_floats
-from torch_bridge.torch_values import relu6 as torch_relu6
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.quantize import calibrate
 
 _ALPHAS = tuple(step / 20 for step in range(21))
 
@@ -81,14 +73,14 @@ def equalize(
         raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
-        graph, opened = _without_relu6(sim) if relu6 == "relu" else (_graph(sim), set())
+        graph, opened = _without_relu6(sim) if relu6 == "relu" else (door_of(sim).running_graph(), set())
         scalings, blocked = _scalings(sim, graph, equalizing.equalization_obstacle)
         numbers = range(len(scalings.regions))
         before = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
         taken = equalizing.equalize(scalings, iterations)
         biases, absorbed, looked = _absorbed(sim, scalings, data, absorb_bias, forward=forward, progress=progress)
         after = [spread(equalizing.ranges(scalings, number)[0]) for number in numbers]
-        _open(sim, opened)
+        door_of(sim).unbind(opened)
         passes = looked + _write(sim, scalings, biases, data, forward=forward, progress=progress)
         columns = [{"spread_before": before[n], "spread_after": after[n], "absorbed": absorbed[n]} for n in numbers]
         rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
@@ -195,9 +187,9 @@ def _searched(
 ) -> Report:
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
-        scalings, blocked = _scalings(sim, _graph(sim), unfit)
+        scalings, blocked = _scalings(sim, door_of(sim).running_graph(), unfit)
         observers = plans.observers_for(scalings.regions, sim.graph)
-        _look(sim, data, observers, forward=forward, progress=progress)
+        _observe(sim, data, observers, forward=forward, progress=progress)
         seen = ObservedRegions(scalings, observers, plans.specs_of(sim.plan))
         rows = [_row_of(seen, number, search(seen, number)) for number in range(len(scalings.regions))]
         passes = 1 + _write(sim, scalings, {}, data, forward=forward, progress=progress)
@@ -245,7 +237,7 @@ def _absorbed(
     ]
     if data is not None and fit:
         observers = plans.observers_for([scalings.regions[n] for n in fit], graph)
-        _look(sim, data, observers, forward=forward, progress=progress)
+        _observe(sim, data, observers, forward=forward, progress=progress)
     for number in fit:
         region = scalings.regions[number]
         by = equalizing.activation_minimum(region, graph, observers, sim.folded_norms) / scalings.factors[number]
@@ -256,18 +248,7 @@ def _absorbed(
     return found, counts, 1 if observers else 0
 
 
-# --- both sides ---------------------------------------------------------------------------------------------------
-
-
-def _stored(sim: Sim) -> Mapping[str, npt.NDArray[Any]]:
-    return onnx_floats.stored_by_name(sim) if isinstance(sim, OnnxSim) else torch_floats.stored_by_name(sim)
-
-
-def _graph(sim: Sim) -> Graph:
-    """Return the sim's graph, with a Relu in place of each ReLU6 whose bound was removed."""
-    if isinstance(sim, OnnxSim):
-        return onnx_relu6.graph_as_it_runs(sim)
-    return torch_relu6.graph_as_it_runs(sim.model, sim.graph)
+# --- steps that all of them share -----------------------------------------------------------------------------------
 
 
 def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
@@ -276,41 +257,28 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
     trial = as_relu(sim.graph, clips)
     scalings, _ = _scalings(sim, trial, equalizing.equalization_obstacle)
     wanted = clips_inside(scalings.regions, clips, trial)
-    if isinstance(sim, OnnxSim):
-        reasons = onnx_relu6.of_calls(sim, clips, wanted)
-    else:
-        owners = {site: without_calls(owner_of(site)) for site in clips}
-        reasons = torch_relu6.of_calls(sim.model, owners, wanted)
+    reasons = door_of(sim).why_bounded(clips, wanted)
     opened = {site for site, reason in reasons.items() if not reason}
-    graph = _graph(sim)
+    graph = door_of(sim).running_graph()
     already = set(clips) - set(clips_at_six(graph))
     return as_relu(sim.graph, opened | already), opened - already
 
 
-def _open(sim: Sim, sites: set[str]) -> None:
-    if isinstance(sim, OnnxSim):
-        onnx_relu6.unbind(sim, clips_at_six(sim.graph), sites)
-    else:
-        torch_relu6.unbind(sim.model, {without_calls(owner_of(site)) for site in sites})
-
-
 def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
     """Return the regions that can be scaled, with factors of 1, and those that cannot."""
-    stored, own = _stored(sim), sim.snapshot().own
+    stored, own = door_of(sim).stored_values(), sim.snapshot().own
     found = plans.block_unscalable(find_regions(graph), graph, sim.plan, own, stored)
     found = [region if region.blocked else replace(region, blocked=unfit(region)) for region in found]
     return Scalings(graph, [r for r in found if not r.blocked], stored), [r for r in found if r.blocked]
 
 
-def _look(
+def _observe(
     sim: Sim, data: Iterable[Any], observers: Mapping[int, ChannelObserver], *, forward: Forward | None, progress: bool
 ) -> None:
-    by_site = {sim.graph.tensors[tensor].site or "": look for tensor, look in observers.items()}
-    if isinstance(sim, OnnxSim):
-        require_no_forward(forward)
-        onnx_floats.look(sim, data, by_site, progress=progress)
-    else:
-        torch_floats.look(sim, data, by_site, forward=forward, progress=progress)
+    by_site = {sim.graph.tensors[tensor].site or "": observer for tensor, observer in observers.items()}
+    door_of(sim).visit(
+        data, lambda site, x: by_site[site].add(x), title="scaling", sites=by_site, forward=forward, progress=progress
+    )
 
 
 def _write(
@@ -326,10 +294,7 @@ def _write(
     calibrated, tensors = any(sim.ready().values()), sim.graph.tensors
     values = {tensors[root].name: scalings.value(root) for root in scalings.changed()}
     values |= {tensors[root].name: value for root, value in biases.items()}
-    if isinstance(sim, OnnxSim):
-        sim.change_stored(values)
-    else:
-        torch_floats.change_stored(sim, values)
+    door_of(sim).store_values(values)
     sim.folded_norms.update(scalings.norms(sim.folded_norms))
     if not calibrated:
         return 0

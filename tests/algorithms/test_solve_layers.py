@@ -16,9 +16,10 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.numerics.dtypes import float16
 from qsdk.core.report import Report
+from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.layers import WalkOptions
 from qsdk.verbs.layers import solve_each_layer as solve_layers
-from qsdk.verbs.quantize import Forward, calibrate, quantize
+from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
 
 

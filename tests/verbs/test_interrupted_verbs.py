@@ -16,7 +16,7 @@ import onnx_backend
 import qsdk
 import torch_bridge
 from qsdk.core.errors import DataError
-from qsdk.verbs.quantize import Sim
+from qsdk.verbs.doors.choose import Sim
 
 OURS = tuple(str(Path(package.__file__).parent) for package in (qsdk, torch_bridge, onnx_backend))
 READ_DATA = [name for name in VERBS if name != "analytic"]

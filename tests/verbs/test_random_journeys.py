@@ -25,8 +25,9 @@ from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.planning.graph_matching import compare_plans, match_graphs
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.site import owner_of
+from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.files import load, save
-from qsdk.verbs.quantize import Sim, calibrate, check_parity, export, quantize, to_integer
+from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
 from torch_bridge.sim import QuantSim
 
 IN_CI, NIGHTLY = range(1), range(1, 64)

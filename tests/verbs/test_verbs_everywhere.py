@@ -31,7 +31,7 @@ import qsdk
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError, QsdkError
 from qsdk.core.report import Report
-from qsdk.verbs.quantize import Sim
+from qsdk.verbs.doors.choose import Sim
 from torch_bridge.sim import QuantSim
 
 # a packed Linear that is split, blocks of scales; recurrent weights, some of them float16; depthwise convolutions

@@ -16,9 +16,10 @@ from qsdk.core.sims.frozen_values import read_frozen_values
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.batch_norm import reestimate_batch_norm
 from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.files import load, save
 from qsdk.verbs.layers import adaround, gptq, seq_mse
-from qsdk.verbs.quantize import Sim, calibrate, export, quantize
+from qsdk.verbs.quantize import calibrate, export, quantize
 from qsdk.verbs.scaling import equalize, smooth_quant
 from torch_bridge.sim import QuantSim
 

@@ -1,6 +1,6 @@
-"""The stored tensors of a wrapped model by the names in its graph, and looks at its activations in use."""
+"""The stored tensors of a wrapped model by the names in its graph."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from qsdk.core.lazy_arrays import LazyArrays
-from qsdk.core.scaling.channel_observer import ChannelObserver
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.training.batch_norm_training import require_folded
-from torch_bridge.training.training import eval_mode
 
 
 def stored_by_name(sim: QuantSim) -> LazyArrays:
-    """Name in the graph -> value of each float32 parameter and buffer that only one name stands for."""
+    """Return the value of each float32 parameter and buffer by its name in the graph, where it has only one."""
     tensors = _tensors(sim)
     return LazyArrays(tensors, lambda name: tensors[name].detach().cpu().numpy())
 
@@ -29,25 +26,6 @@ def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None
     with sim.given.changing(sim.model, [tensors[name] for name in values]):
         for name, value in values.items():
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
-
-
-def look(
-    sim: QuantSim, data: Iterable[Any], looks: Mapping[str, ChannelObserver], *, forward: Forward | None, progress: bool
-) -> None:
-    """Show the float values at these sites to the looks, in one pass over the data.
-
-    Raises:
-        DataError: no data, or data the model does not take.
-    """
-
-    def visit(site: str, x: Tensor) -> Tensor:
-        if site in looks:
-            looks[site].add(x.detach().float().cpu().numpy())
-        return x
-
-    with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
-        for number, batch in progress_over(data, "scaling", progress):
-            feed(sim.model, batch, sim.example, forward, f"batch {number}")
 
 
 def _tensors(sim: QuantSim) -> dict[str, Tensor]:

@@ -1,34 +1,48 @@
-"""Sampling: one float pass that looks at the values of every site."""
+"""One float pass over the data that hands the values at sites to a visitor."""
 
-from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
+import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
-from qsdk.core.precision.samples import SiteSample
+from onnx_backend.sim import OnnxSim
 
 
-def sample_sites(marked: ModelProto, data: Iterable[Any], *, progress: bool = True) -> dict[str, SiteSample]:
-    """Take a bounded sample of the float values at every site of a marked float model.
+def visit_sites(
+    sim: OnnxSim,
+    data: Iterable[Any],
+    each: Callable[[str, npt.NDArray[Any]], None],
+    *,
+    title: str,
+    sites: Collection[str] | None = None,
+    progress: bool = True,
+) -> None:
+    """Run the float model and call `each(site, values)`, batch by batch.
+
+    Args:
+        sim: is left as it is.
+        data: batches.
+        each: the visitor.
+        title: of the progress bar.
+        sites: to be visited; None for all that are computed.
+        progress: show a progress bar.
 
     Raises:
         DataError: no data, or data the model does not take.
     """
-    model, tensors = exposed(marked)
+    model, tensors = exposed(sim.traced().model, sites)
     session = simulation_session(model)
     names = [output.name for output in session.get_outputs()]
-    found: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-    for number, batch in batches_of(data, "sample", progress):
+    for number, batch in batches_of(data, title, progress):
         where = f"batch {number}"
         values = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
         for name, value in zip(names, values, strict=True):
-            found[tensors[name]].add(value)
-    return dict(found)
+            each(tensors[name], value)
 
 
 def exposed(marked: ModelProto, sites: Container[str] | None = None) -> tuple[ModelProto, dict[str, str]]:

@@ -1,0 +1,99 @@
+"""The door of a sim of an nn.Module."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.algorithms import ranks
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.report import Report
+from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.site import owner_of, without_calls
+from qsdk.verbs.doors.door import Forward, Together, Visit
+from torch_bridge import calibrate, given_weights
+from torch_bridge.data_passes import outputs, stored_by_name, visit_sites
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values import relu6
+from torch_bridge.walk import batch_norm_statistics, layer_walk
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ModuleDoor:
+    """See `Door`."""
+
+    sim: QuantSim
+
+    def calibrate(self, data: Iterable[Any], forward: Forward | None, **options: Any) -> Report:
+        """Calibrate, without another thread running the model."""
+        with self.sim.alone():
+            return calibrate.calibrate(self.sim, data, forward=forward, **options)
+
+    @contextmanager
+    def layer_walk(
+        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
+    ) -> Iterator[tuple[Walk, dict[str, Array]]]:
+        """Walk; a module's walk can itself take back all that was written until it ends."""
+        begun = layer_walk.walk_layers(self.sim, data, forward=forward, max_memory=max_memory)
+        with begun as walk, noting_shifts(self.sim) as rounded:
+            yield walk, rounded
+
+    def visit(
+        self,
+        data: Iterable[Any],
+        each: Visit,
+        *,
+        title: str,
+        sites: Collection[str] | None = None,
+        forward: Forward | None,
+        progress: bool,
+    ) -> None:
+        """Visit in one forward pass per batch."""
+        visit_sites.visit_sites(self.sim, data, each, title=title, sites=sites, forward=forward, progress=progress)
+
+    def outputs(
+        self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
+    ) -> Iterator[list[npt.NDArray[np.float32]]]:
+        """Yield the outputs in eval mode and without gradients."""
+        return outputs.outputs(self.sim, batches, forward, in_float=in_float)
+
+    def as_given(self) -> AbstractContextManager[bool]:
+        """Put the given parameters and buffers back."""
+        return given_weights.as_given(self.sim)
+
+    def stored_values(self) -> Mapping[str, Array]:
+        """Return the parameters and buffers of the trace."""
+        return stored_by_name.stored_by_name(self.sim)
+
+    def store_values(self, values: Mapping[str, Array]) -> None:
+        """Copy the values into parameters and buffers."""
+        stored_by_name.change_stored(self.sim, values)
+
+    def running_graph(self) -> Graph:
+        """Look the bounds up in the ReLU6 modules."""
+        return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)
+
+    def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
+        """Look for other calls of the same ReLU6 module."""
+        owners = {site: without_calls(owner_of(site)) for site in clips}
+        return relu6.of_calls(self.sim.model, owners, wanted)
+
+    def unbind(self, sites: Collection[str]) -> None:
+        """Make ReLU of the ReLU6 modules."""
+        relu6.unbind(self.sim.model, {without_calls(owner_of(site)) for site in sites})
+
+    def reestimate_batch_norm(
+        self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Walk the BatchNorm modules; all ranks must have the same ones."""
+        with batch_norm_statistics.put_back_on_error(self.sim):
+            batch_norm_statistics.same_everywhere(self.sim, lambda own: ranks.gathered(own)[0])
+            found = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
+            ranks.require_same_layers([])
+            return found

@@ -1,0 +1,112 @@
+"""The door of a sim of an ONNX model."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_backend import given_weights
+from onnx_backend.data_passes import outputs, relu6, stored_by_name, visit_sites
+from onnx_backend.sim import OnnxSim
+from onnx_backend.walk import batch_norm_statistics, layer_walk
+from qsdk.algorithms import ranks
+from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.report import Report
+from qsdk.core.scaling.relu6 import clips_at_six
+from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.verbs.doors.door import Forward, Together, Visit
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class OnnxDoor:
+    """See `Door`."""
+
+    sim: OnnxSim
+
+    def calibrate(self, data: Iterable[Any], forward: Forward | None, **options: Any) -> Report:
+        """Calibrate with statistics inside the graph."""
+        require_no_forward(forward)
+        return self.sim.calibrate(data, **options)
+
+    @contextmanager
+    def layer_walk(
+        self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
+    ) -> Iterator[tuple[Walk, dict[str, Array]]]:
+        """Walk under a snapshot of the sim, which costs nothing: it keeps what is replaced."""
+        require_no_forward(forward)
+        begun = layer_walk.walk_layers(self.sim, data, max_memory=max_memory, progress=False)
+        with put_back_on_error(self.sim, weights=True), noting_shifts(self.sim) as rounded, begun as walk:
+            yield walk, rounded
+
+    def visit(
+        self,
+        data: Iterable[Any],
+        each: Visit,
+        *,
+        title: str,
+        sites: Collection[str] | None = None,
+        forward: Forward | None,
+        progress: bool,
+    ) -> None:
+        """Visit in one session whose outputs are the sites."""
+        require_no_forward(forward)
+        visit_sites.visit_sites(self.sim, data, each, title=title, sites=sites, progress=progress)
+
+    def outputs(
+        self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
+    ) -> Iterator[list[npt.NDArray[np.float32]]]:
+        """Yield the outputs of a session."""
+        require_no_forward(forward)
+        return outputs.outputs(self.sim, batches, in_float=in_float)
+
+    def as_given(self) -> AbstractContextManager[bool]:
+        """Put the given initializers back."""
+        return given_weights.as_given(self.sim)
+
+    def stored_values(self) -> Mapping[str, Array]:
+        """Return the initializers."""
+        return stored_by_name.stored_by_name(self.sim)
+
+    def store_values(self, values: Mapping[str, Array]) -> None:
+        """Replace initializers."""
+        self.sim.change_stored(values)
+
+    def running_graph(self) -> Graph:
+        """Look the bounds up in the inputs of the Clips."""
+        return relu6.graph_as_it_runs(self.sim)
+
+    def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
+        """Look for other ops that read the same bound."""
+        return relu6.of_calls(self.sim, clips, wanted)
+
+    def unbind(self, sites: Collection[str]) -> None:
+        """Store infinity as the bound."""
+        relu6.unbind(self.sim, clips_at_six(self.sim.graph), sites)
+
+    def reestimate_batch_norm(
+        self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Run the graph BatchNorm by BatchNorm."""
+        require_no_forward(forward)
+        with put_back_on_error(self.sim, weights=True):
+            found = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
+            ranks.require_same_layers([])
+            return found
+
+
+def require_no_forward(forward: Forward | None) -> None:
+    """Raise an error for `forward=` on the ONNX side.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    if forward is not None:
+        raise ConfigError("forward= calls an nn.Module; an ONNX model is fed by name: give mappings of arrays")
