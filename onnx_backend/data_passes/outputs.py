@@ -1,19 +1,15 @@
 """The outputs of an ONNX sim and of its float model, batch by batch."""
 
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from onnx_backend.proto.lazy_tensors import with_large
-from onnx_backend.proto.write_file import spooled
 from onnx_backend.qdq.insert import lower
+from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import as_feeds, run_session
-from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.planning.plan import Plan
 
@@ -36,7 +32,4 @@ def outputs(sim: OnnxSim, batches: Iterable[Any], *, in_float: bool) -> Iterator
 
 def _in_float(sim: OnnxSim) -> ort.InferenceSession:
     exact = lower(sim.traced().model, Plan({}, ()), {})
-    if exact.nbytes <= sim.in_memory:
-        return simulation_session(with_large(exact.model, exact.large))
-    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
-        return simulation_session(spooled(exact.model, exact.large, Path(folder) / "weights"))
+    return bounded_session(exact.model, exact.large, sim.in_memory)

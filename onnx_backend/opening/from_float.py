@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
-import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.opening.read_graph import inlined, read_graph
@@ -23,7 +22,7 @@ from onnx_backend.proto.nodes import lift_constants
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
 from onnx_backend.runtime.compare_runs import session, unloadable
-from onnx_backend.runtime.feeds import as_feeds
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
 from qsdk.core.graph.graph import Graph, Tensor
@@ -185,16 +184,7 @@ def _reason(tensor: Tensor, bodies_read: Mapping[str, str]) -> str:
 def _feeds(model: ModelProto, example: Any) -> Mapping[str, npt.NDArray[Any]] | None:
     if example is None:
         return None
-    return as_feeds(example, [_Input(value) for value in model.graph.input], "the example")
-
-
-class _Input:
-    """A graph input as a session describes it."""
-
-    def __init__(self, value: onnx.ValueInfoProto) -> None:
-        self.name = value.name
-        dtype = dtype_name(value.type.tensor_type.elem_type)
-        self.type = f"tensor({'float' if dtype == 'float32' else dtype})"
+    return as_feeds(example, [DeclaredInput(value) for value in model.graph.input], "the example")
 
 
 def _require_float(model: ModelProto) -> None:

@@ -6,12 +6,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+from onnx import ValueInfoProto
 from tqdm import tqdm
 
+from onnx_backend.proto.weightless import dtype_name
 from qsdk.core.errors import DataError
 
 _TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
 _IMAGE = 4  # axes
+
+
+class DeclaredInput:
+    """A graph input as a session would describe it, for models that are not run as a whole.
+
+    Attributes:
+        name: in the model.
+        type: in the runtime's words, `tensor(float)`.
+    """
+
+    def __init__(self, value: ValueInfoProto) -> None:
+        """Take name and type of a declared input."""
+        dtype = dtype_name(value.type.tensor_type.elem_type)
+        self.name, self.type = value.name, f"tensor({'float' if dtype == 'float32' else dtype})"
 
 
 def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:

@@ -12,11 +12,11 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 from onnx_backend.passes.canonicalize import named
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, with_large
+from onnx_backend.proto.lazy_tensors import LargeTensor, from_source
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.insert import lower
-from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.bounded_session import bounded_session
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.sections import Section, Stream
 from qsdk.core.errors import DataError
@@ -59,7 +59,8 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
             continue
         nodes.append(node)
         now |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
-    run = _Run(Stream(model, {}, {name: partial(_as_it_is, now, name) for name in now}), [n.input[0] for n in nodes])
+    stream = Stream(model, {}, {name: partial(_as_it_is, now, name) for name in now})
+    run = _Run(stream, [n.input[0] for n in nodes], sim.in_memory)
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
         start = time.perf_counter()
@@ -77,14 +78,14 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
 class _Run:
     """A model that is run for every batch, up to one tensor after the other."""
 
-    def __init__(self, stream: Stream, targets: Sequence[str]) -> None:
+    def __init__(self, stream: Stream, targets: Sequence[str], in_memory: int) -> None:
         self.first: dict[str, Array] = {}
-        self._stream, self._targets = stream, targets
+        self._stream, self._targets, self._in_memory = stream, targets, in_memory
         self._live: list[dict[str, Array]] = []
 
     def start(self, data: Iterable[Any], progress: bool) -> int:
         """Take in the batches; gives their number."""
-        inputs = [_Input(value) for value in self._stream.given.values()]
+        inputs = [DeclaredInput(value) for value in self._stream.given.values()]
         for number, batch in batches_of(data, "BatchNorm", progress):
             feeds = as_feeds(batch, inputs, f"batch {number}")
             broken = [name for name, value in feeds.items() if value.dtype.kind == "f" and np.isnan(value).any()]
@@ -105,7 +106,7 @@ class _Run:
             model, large = self._stream.model(
                 Section(section.nodes, section.inputs, made), [self._info(name) for name in section.inputs]
             )
-            session = simulation_session(with_large(model, large))
+            session = bounded_session(model, large, self._in_memory)
             for number, live in enumerate(self._live):
                 read = {name: live[name] for name in section.inputs}
                 live |= dict(zip(made, run_session(session, read, f"batch {number}"), strict=True))
@@ -124,14 +125,6 @@ class _Run:
         code = helper.np_dtype_to_tensor_dtype(values[0].dtype)
         info = helper.make_tensor_value_info(name, code, [min(s) if len(s) == 1 else None for s in sizes])
         return info
-
-
-class _Input:
-    """A graph input as a session tells of it."""
-
-    def __init__(self, value: ValueInfoProto) -> None:
-        dtype = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
-        self.name, self.type = value.name, f"tensor({dtype})"
 
 
 def _as_it_is(now: Mapping[str, Array], name: str) -> LargeTensor:
@@ -160,7 +153,7 @@ def _statistics(x: Array) -> ChannelStatistics:
 def _seconds_in_float(sim: OnnxSim, feeds: Mapping[str, Array]) -> float:
     """What one batch takes in float."""
     lowered = lower(sim.traced().model, Plan({}, ()), {})
-    session = simulation_session(with_large(lowered.model, lowered.large))
+    session = bounded_session(lowered.model, lowered.large, sim.in_memory)
     start = time.perf_counter()
     run_session(session, feeds, "batch 0")
     return time.perf_counter() - start

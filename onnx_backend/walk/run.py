@@ -1,9 +1,7 @@
 """Running the float and the quantized model side by side, from the inputs of one step to those of the next."""
 
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +9,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ValueInfoProto, helper
 
-from onnx_backend.proto.lazy_tensors import with_large
-from onnx_backend.proto.weightless import dtype_name
-from onnx_backend.proto.write_file import spooled
-from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
-from onnx_backend.runtime.session import simulation_session
+from onnx_backend.runtime.bounded_session import bounded_session
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.walk.live_tensors import LiveTensors
 from onnx_backend.walk.sections import Section, Stream
 from onnx_backend.walk.steps import Place
@@ -62,7 +57,7 @@ class Run:
         """
         sections, kept = self._sections(0)
         sessions = [self._session(number, section) for number, section in enumerate(sections)]
-        inputs = [_Input(value) for value in self.streams[FLOAT].given.values()]
+        inputs = [DeclaredInput(value) for value in self.streams[FLOAT].given.values()]
         for place, values in batches_of(data, "first layers", progress):
             feeds = {name: _writable(value) for name, value in as_feeds(values, inputs, f"batch {place}").items()}
             batch = self.batches  # of those that count
@@ -156,10 +151,7 @@ class Run:
         if not section.wanted:
             return None
         model, large = self.streams[number].model(section, [self._info(number, name) for name in section.inputs])
-        if sum(tensor.nbytes for tensor in large.values()) <= self._in_memory:
-            return simulation_session(with_large(model, large), shares_memory=True)
-        with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
-            return simulation_session(spooled(model, large, Path(folder) / "weights"), shares_memory=True)
+        return bounded_session(model, large, self._in_memory, shares_memory=True)
 
     def _info(self, number: int, name: str) -> ValueInfoProto:
         """Type and shape of what a section reads; sizes are fixed where all batches agree."""
@@ -174,14 +166,6 @@ class Run:
             name, code, [min(s) if len(s) == 1 else None for s in sizes]
         )
         return info
-
-
-class _Input:
-    """A graph input as a session tells of it."""
-
-    def __init__(self, value: ValueInfoProto) -> None:
-        dtype = dtype_name(value.type.tensor_type.elem_type)
-        self.name, self.type = value.name, f"tensor({'float' if dtype == 'float32' else dtype})"
 
 
 def _writable(value: Array) -> Array:

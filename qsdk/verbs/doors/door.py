@@ -9,15 +9,13 @@ import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
-from qsdk.core.ranges.channel_statistics import ChannelStatistics
+from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 
 #: Calls a module on a batch: `(model, batch)`.
 Forward = Callable[[Any, Any], Any]
 #: Takes the float values at a site, as (site, values).
 Visit = Callable[[str, npt.NDArray[Any]], None]
-#: Merges the statistics of a BatchNorm, by its owner, with those that other ranks have found.
-Together = Callable[[str, ChannelStatistics], ChannelStatistics]
 
 
 class Door(Protocol):

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from qsdk.algorithms import ranks
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.site import owner_of, without_calls
-from qsdk.verbs.doors.door import Forward, Together, Visit
+from qsdk.verbs.doors.door import Forward, Visit
 from torch_bridge import calibrate, given_weights
 from torch_bridge.data_passes import outputs, stored_by_name, visit_sites
 from torch_bridge.sim import QuantSim

@@ -16,11 +16,12 @@ from qsdk.algorithms import ranks
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.scaling.relu6 import clips_at_six
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs.doors.door import Forward, Together, Visit
+from qsdk.verbs.doors.door import Forward, Visit
 
 Array = npt.NDArray[Any]
 

@@ -1,0 +1,33 @@
+"""Sessions of models whose large tensors are still to be made: in memory if they fit, else from a temporary file."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnx_backend.proto.lazy_tensors import LargeTensor, with_large
+from onnx_backend.proto.write_file import spooled
+from onnx_backend.runtime.session import simulation_session
+
+
+def bounded_session(
+    model: ModelProto, large: Mapping[str, LargeTensor], in_memory: int, *, shares_memory: bool = False
+) -> ort.InferenceSession:
+    """Open a session in the settings of the simulation.
+
+    Args:
+        model: with stubs for its large tensors, which are put into it if they fit.
+        large: these, by name.
+        in_memory: bytes of them that the model may hold.
+        shares_memory: see `simulation_session`.
+
+    Raises:
+        FileFormatError: the runtime cannot load the model.
+        ExportError: the temporary file cannot be written.
+    """
+    if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
+        return simulation_session(with_large(model, large), shares_memory=shares_memory)
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
+        return simulation_session(spooled(model, large, Path(folder) / "weights"), shares_memory=shares_memory)
