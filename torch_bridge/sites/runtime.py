@@ -13,7 +13,7 @@ from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.quantizers.marks import mark
 from torch_bridge.quantizers.phases import given_to
-from torch_bridge.sites.as_written import as_written
+from torch_bridge.sites.export_forms import as_written
 from torch_bridge.sites.attention import stand_in
 from torch_bridge.sites.call_scopes import Frame, name_of_call
 from torch_bridge.sites.checkpointing import (
