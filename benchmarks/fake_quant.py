@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 
 ROUNDS = 40
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     works = {
         "relu": lambda: torch.relu(x),
-        "fake_quantize": lambda: fake_quantize(x, scale, zero_point, Grid(0, 255)),
+        "fake_quantize": lambda: fake_quantize(x, scale, zero_point, FakeQuantGrid(0, 255)),
         "between_tensors": between_tensors,
     }
     for work in works.values():

@@ -11,13 +11,14 @@ from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.wrapping.wrapper import drop_quantizers, state_of
+from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.wrapping.wrapper import drop_quantizers
 
 PREFIX = "qsdk_"  # of the buffers that hold encodings
 
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:
-    """Give every quantized site its quantizer, in place of those there are; `silent` sites exist but keep float32."""
+    """Attach a quantizer to every quantized site, in place of present ones; `silent` sites stay float32."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for module in modules.values():
         drop_quantizers(module)
@@ -30,14 +31,17 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
         decision = quantizer.decision
         quantizer.keeps_result = decision.site not in runtime.overwritten
         if decision.tied_to is not None:
-            quantizer.home = _wanted(runtime, decision.tied_to)
+            quantizer.tied_to = _required_quantizer(runtime, decision.tied_to)
         if decision.bias_of is not None:
-            quantizer.factors = _wanted(runtime, decision.bias_of[0]), _wanted(runtime, decision.bias_of[1])
-    runtime.reused = frozenset(_reused(modules, plan.decisions))
+            quantizer.factors = (
+                _required_quantizer(runtime, decision.bias_of[0]),
+                _required_quantizer(runtime, decision.bias_of[1]),
+            )
+    runtime.reused_modules = frozenset(_reused_modules(modules, plan.decisions))
     runtime.phase = "quantize"
 
 
-def _wanted(runtime: Runtime, site: str) -> Quantizer:
+def _required_quantizer(runtime: Runtime, site: str) -> Quantizer:
     found = runtime.quantizers.get(site)
     if found is None:
         raise ModelError(f"the plan points at {site}, which has no quantizer")
@@ -45,7 +49,7 @@ def _wanted(runtime: Runtime, site: str) -> Quantizer:
 
 
 def _quantizer(modules: Mapping[str, nn.Module], decision: Decision) -> Quantizer:
-    """Make the quantizer of a site and give it to the module whose call the site belongs to."""
+    """Return a new quantizer of a site, attached to the module whose call the site belongs to."""
     called, port = owner_of(decision.site), port_of(decision.site)
     called_module, slash, op = called.partition("/")
     module = modules.get(without_calls(called_module))
@@ -68,8 +72,8 @@ def _quantizer(modules: Mapping[str, nn.Module], decision: Decision) -> Quantize
     return quantizer
 
 
-def _reused(modules: Mapping[str, nn.Module], sites: Iterable[str]) -> Iterator[str]:
-    """The modules that one forward pass calls several times: those of marked calls, and those with several paths."""
+def _reused_modules(modules: Mapping[str, nn.Module], sites: Iterable[str]) -> Iterator[str]:
+    """Yield the modules that one forward pass calls several times: by marked calls, or under several paths."""
     for site in sites:
         for marked in re.finditer(r"@\d+(?=[./:])", site):
             module = modules.get(without_calls(site[: marked.start()]))
@@ -81,7 +85,7 @@ def _reused(modules: Mapping[str, nn.Module], sites: Iterable[str]) -> Iterator[
 
 
 def compare_sites(eager: Iterable[str], traced: Iterable[str], graph: Iterable[Any]) -> tuple[list[str], list[str]]:
-    """Hold the sites of the eager pass against those of the trace and of the traced graph.
+    """Compare the sites of the eager pass with those of the trace and of the traced graph.
 
     Returns:
         The dead sites (their values reach no output) and the sites that the example did not exercise.

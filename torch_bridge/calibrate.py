@@ -1,4 +1,4 @@
-"""Calibration: ranges of activations streamed from data, ranges of weights read at once."""
+"""Calibration: ranges of activations from streamed data, ranges of weights from their values."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def calibrate(
 ) -> Report:
     """Find an encoding for every site of the sim in one float pass over the data.
 
-    `gather` gives what every rank gives it; the statistics of all ranks count.
+    `gather` returns what every rank passes to it, so that the statistics of all ranks count.
 
     Raises:
         ConfigError: an unknown method, or a percentile outside 50..100.
@@ -111,7 +111,7 @@ def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quant
 
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
-    """Give sites other encodings; the scales of weights whose biases would not fit int32 then are widened."""
+    """Set encodings at sites; scales of weights are widened where a bias would not fit int32 otherwise."""
     quantizers = sim.quantizers
     weights = {
         site: (q, q.encoding())
@@ -121,7 +121,7 @@ def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
     found = {**weights, **{site: (quantizers[site], encoding) for site, encoding in activations.items()}}
     _make_room_for_biases(sim, found)
     for quantizer, encoding in found.values():
-        quantizer.become(encoding)
+        quantizer.replace_encoding(encoding)
 
 
 def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encoding]]) -> None:
@@ -139,7 +139,7 @@ def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encod
 
 
 def raw_value(sim: QuantSim, site: str) -> Tensor:
-    """The raw stored tensor at a weight or bias site."""
+    """Return the raw stored tensor at a weight or bias site."""
     return stored_tensor(sim.model, site)
 
 

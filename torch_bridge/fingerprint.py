@@ -1,4 +1,4 @@
-"""What a trace depends on besides the values of parameters and buffers: whether an old trace still holds."""
+"""The fingerprint of a model: all that a trace depends on besides the values of parameters and buffers."""
 
 import hashlib
 from collections.abc import Mapping, Set
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.attach import PREFIX
 from torch_bridge.torch_values.parameters import STATE
 from torch_bridge.tracing.weights_by_name import LARGE
-from torch_bridge.wrapping.wrapper import is_wrapped
+from torch_bridge.wrapping.wrapped_state import is_wrapped
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice, range)
 _OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
@@ -20,7 +20,7 @@ _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 class _Same:
-    """Equal to itself alone; it keeps what it holds alive, so that no other object takes its identity."""
+    """A value that equals itself alone; it keeps the object alive, so that no other object takes its identity."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -32,11 +32,11 @@ class _Same:
 
 
 def fingerprint(model: nn.Module) -> Any:
-    """Describe a model's modules, their attributes and hooks, and where its state is; compare with `==`.
+    """Return a description of a model's modules, their attributes and hooks, and its state; compare with `==`.
 
-    Two equal descriptions of a model lead to the same trace, whatever the values of its parameters and buffers; only
-    what lies outside the model is not seen: a global that its code reads, what a function closes over. Objects count by
-    identity and by what they hold, so a copied model is described differently.
+    Equal descriptions of a model lead to the same trace, whatever the values of its parameters and buffers. What lies
+    outside the model is not seen: a global that its code reads, a variable that a function closes over. Objects count
+    by identity and by what they hold, so a copied model is described differently.
     """
     seen = {id(module) for module in model.modules()}
     modules = [
@@ -52,7 +52,7 @@ def fingerprint(model: nn.Module) -> Any:
 
 
 def _own_class(module: nn.Module) -> type:
-    """The user's class: what a wrapped module is made of, and what pickle knows by name."""
+    """Return the user's class: the one that a wrapped module derives from, and that pickle knows by name."""
     return type(module).__mro__[1] if is_wrapped(module) else type(module)
 
 
@@ -61,14 +61,17 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _described(value: Any, seen: set[int]) -> Any:
-    """Plain values for data and what objects hold, each object once; never equal for what cannot be looked into."""
+    """Return plain values for data and for what objects hold; never equal for what cannot be inspected.
+
+    Each object is described once.
+    """
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if isinstance(value, _BY_IDENTITY) or id(value) in seen:
         return _Same(value)
     seen.add(id(value))
     if isinstance(value, Tensor):
-        small = value.tolist() if value.numel() <= LARGE else None  # what a trace holds as a constant of its own
+        small = value.tolist() if value.numel() <= LARGE else None  # a trace holds it as a constant of its own
         return _Same(value), value._version, value.data_ptr(), repr(small)
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()

@@ -1,4 +1,4 @@
-"""The float values that the user gave, of those tensors of a wrapped model that verbs have changed since."""
+"""The float values that the user gave, for those tensors of a wrapped model that verbs have changed since."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from torch_bridge.torch_values.relu6 import bounds, set_bounds
-from torch_bridge.weight_snapshot import Key, tensors_of
+from torch_bridge.weight_snapshot import Key, state_tensors
 
 
 class GivenWeights:
-    """Keeps a tensor, in host memory, from the moment that a verb writes other values over it.
+    """The store of a tensor's given value, in host memory, from the moment that a verb writes over it.
 
     What the user writes over a verb's values (a checkpoint, say) is given by the user too: a digest of what the verb
-    left tells the two apart.
+    left distinguishes the two.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,26 +26,26 @@ class GivenWeights:
         self._writing: dict[Key, Tensor] = {}  # what was given of tensors that are being written
 
     def known(self) -> Mapping[Key, tuple[Tensor, bytes]]:
-        """What `become` takes."""
+        """Return the current contents, for `become`."""
         return dict(self._values)
 
     def become(self, known: Mapping[Key, tuple[Tensor, bytes]]) -> None:
-        """Know what was known when these tensors had the values that they have again."""
+        """Restore contents that belong to the values which the tensors have again."""
         self._values = dict(known)
 
     def before(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
-        """The values given for these tensors (None: for all), to be handed to `changed` after they are written."""
+        """Return the values given for these tensors (None: for all), to pass to `changed` after they are written."""
         wanted = None if tensors is None else {id(tensor) for tensor in tensors}
         found = {}
-        for key, tensor in tensors_of(model):
+        for key, tensor in state_tensors(model):
             if (wanted is None or id(tensor) in wanted) and not tensor.is_meta:
                 given = self._given(key, tensor)
                 found[key] = _local(tensor).to("cpu", copy=True) if given is None else given
         return found
 
     def changed(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
-        """Keep what `before` gave of the tensors that have other values now."""
-        there = dict(tensors_of(model))
+        """Store the values of `before` for the tensors that have other values now."""
+        there = dict(state_tensors(model))
         for key, given in before.items():
             if key in there and there[key].is_meta:
                 continue  # a model without values: there is nothing to tell apart
@@ -57,7 +57,7 @@ class GivenWeights:
 
     @contextmanager
     def changing(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
-        """The block writes these tensors of the model, or any of them."""
+        """Record what the block writes to these tensors of the model, or to any of them."""
         outer, before = self._writing, self.before(model, tensors)
         self._writing = {**outer, **before}
         try:
@@ -67,36 +67,36 @@ class GivenWeights:
             self.changed(model, before)
 
     def settle(self, model: nn.Module) -> None:
-        """Have a copy that was made while tensors were written be as if that had ended."""
+        """End the recording in a copy that was made while tensors were written."""
         written, self._writing = self._writing, {}
         self.changed(model, written)
 
     def now(self, model: nn.Module) -> dict[Key, Tensor]:
-        """The given values of the tensors that have others now."""
-        there = dict(tensors_of(model))
+        """Return the given values of the tensors that have others now."""
+        there = dict(state_tensors(model))
         known = self._values.keys() | self._writing.keys()
         found = {key: self._given(key, there[key]) for key in known if key in there}
         return {key: given for key, given in found.items() if given is not None}
 
     def opened(self, model: nn.Module) -> dict[str, float]:
-        """Path of each ReLU6 with another bound now -> its own."""
+        """Return path -> own bound of each ReLU6 with another bound now."""
         now = bounds(model)
         return {path: bound for path, bound in self._bounds.items() if now.get(path, bound) != bound}
 
     def take(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
-        """Know that these values were given, as a file says.
+        """Store values that a file says were given.
 
         Raises:
             ModelError: they are those of another model.
         """
-        there = dict(tensors_of(model))
+        there = dict(state_tensors(model))
         for key, value in values.items():
             if key not in there or there[key].shape != value.shape:
                 raise ModelError(f"{'.'.join(key).lstrip('.')} is no tensor of the model, or of another shape")
         self._values = {key: (value, _digest(_local(there[key]).cpu())) for key, value in values.items()}
 
     def _given(self, key: Key, tensor: Tensor) -> Tensor | None:
-        """What was given where a verb's value is stored; None where the user's own is."""
+        """Return the given value where a verb's value is stored; None where the user's own is."""
         if key in self._writing:
             return self._writing[key]
         known = self._values.get(key)
@@ -107,13 +107,13 @@ class GivenWeights:
 
 @contextmanager
 def as_given(sim: Any) -> Iterator[bool]:
-    """Inside, the stored tensors of a sim of an nn.Module are as the user gave them; gives whether any were not.
+    """Put the given values back into a sim inside the block; yield whether any differed.
 
     Raises:
         ModelError: a parameter is sharded over ranks now.
     """
     given, opened = sim.given.now(sim.model), sim.given.opened(sim.model)
-    there = dict(tensors_of(sim.model))
+    there = dict(state_tensors(sim.model))
     for key, value in given.items():
         if _local(there[key]).shape != value.shape:
             raise ModelError(f"{'.'.join(key).lstrip('.')} is sharded over ranks; gather the model's parameters first")
@@ -135,7 +135,7 @@ def _write(there: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
 
 
 def _local(tensor: Any) -> Tensor:
-    """A tensor, or the part of it that this rank holds."""
+    """Return a tensor, or the part of it that this rank holds."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
 

@@ -1,4 +1,4 @@
-"""Numbering: the calls of a model that runs are called what its trace calls them, also where it leaves some out.
+"""Numbering of calls: the calls of a running model are named as in its trace.
 
 A trace makes calls that the model leaves out when it runs: models drop a mask of ones, unless they are traced.
 """
@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qsdk.core.site import owner_of
-from torch_bridge.prepare import Prepared, visited
+from torch_bridge.prepare import PreparedModel, visit_sites
 from torch_bridge.sites.call_scopes import Frame
-from torch_bridge.sites.source_lines import Call, place
-from torch_bridge.tracing.trace import Traced, marked_onnx
+from torch_bridge.sites.source_lines import RecordedCall, source_line
+from torch_bridge.tracing.trace import Trace, trace_marked
 
-Groups = Mapping[str, Sequence[str]]  # calls of one op or module in one call of a module -> places, in their order
+Groups = Mapping[
+    str, Sequence[str]
+]  # calls of one op or module in one call of a module -> source lines, in their order
 
 
-class Numbers:
-    """The numbers of calls by their place, for the groups of calls of which a run leaves some out."""
+class NumbersByLine:
+    """The numbers of calls by their source line, for the groups of calls of which a run leaves some out."""
 
     def __init__(self, groups: Groups) -> None:
         self._numbers: dict[str, dict[str, list[int]]] = {}
@@ -26,42 +28,42 @@ class Numbers:
                 self._numbers.setdefault(group, {}).setdefault(where, []).append(number)
 
     def name(self, call: str, frame: Frame | None, *, op: bool) -> str:
-        """The name of a call in the trace; a call at an unknown place has a number that no other has."""
-        group = _group(call, op=op)
+        """Return the name of a call in the trace; a call at an unknown line gets a number that no other has."""
+        group = _group_of(call, op=op)
         known = self._numbers.get(group)
         if known is None or frame is None:
             return call
-        where = place()
+        where = source_line()
         numbers = known.get(where, [])
         seen = f"{group} at {where}" if numbers else f"{group} elsewhere"
-        nth = frame.next(seen) if op else frame.next_call(seen)
+        nth = frame.count_op(seen) if op else frame.count_call(seen)
         number = numbers[nth] if nth < len(numbers) else sum(map(len, known.values())) + nth
         if op:
             return f"{group}.{number}"
         return f"{group}@{number}" if number else group
 
 
-def traced_and_numbered(prepared: Prepared) -> tuple[Traced, Prepared]:
-    """Trace a prepared model; gives the trace, and the model with its sites named as there.
+def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
+    """Trace a prepared model; return the trace, and the model with its sites named as in the trace.
 
     Raises:
         ExportError: torch cannot trace the model.
     """
     runtime = prepared.runtime
-    runtime.noted = []
+    runtime.recorded_calls = []
     try:
-        traced = marked_onnx(prepared.model, runtime, prepared.example, prepared.outputs)
+        traced = trace_marked(prepared.model, runtime, prepared.example, prepared.outputs)
     finally:
-        noted, runtime.noted = runtime.noted, None
+        recorded, runtime.recorded_calls = runtime.recorded_calls, None
     # torch may run a model more than once to trace it
-    last = max((index for index, call in enumerate(noted) if not call.name), default=0)
-    shifted = _shifted(_grouped(prepared.calls), _grouped(noted[last:]))
+    last = max((index for index, call in enumerate(recorded) if not call.name), default=0)
+    shifted = _groups_with_gaps(_group_calls(prepared.calls), _group_calls(recorded[last:]))
     if not shifted:
         return traced, prepared
-    views, runtime.views = runtime.views, frozenset()  # they go by the names that change
-    before, _ = visited(prepared.model, runtime, prepared.example)
-    runtime.numbers, runtime.placed = Numbers(shifted), True
-    sites, _ = visited(prepared.model, runtime, prepared.example)
+    views, runtime.views = runtime.views, frozenset()  # their names are about to change
+    before, _ = visit_sites(prepared.model, runtime, prepared.example)
+    runtime.call_names, runtime.tracks_calls = NumbersByLine(shifted), True
+    sites, _ = visit_sites(prepared.model, runtime, prepared.example)
     moved = dict(zip(before, sites, strict=True))
     calls = {owner_of(one): owner_of(other) for one, other in moved.items()}
     runtime.views = frozenset(moved.get(site, site) for site in views)
@@ -72,19 +74,19 @@ def traced_and_numbered(prepared: Prepared) -> tuple[Traced, Prepared]:
     return traced, replace(prepared, eager_sites=tuple(dict.fromkeys(sites)))
 
 
-def _group(call: str, *, op: bool) -> str:
+def _group_of(call: str, *, op: bool) -> str:
     return call.rpartition(".")[0] if op else re.sub(r"@\d+$", "", call)
 
 
-def _grouped(calls: Sequence[Call]) -> dict[str, list[str]]:
+def _group_calls(calls: Sequence[RecordedCall]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for call in calls:
-        found.setdefault(_group(call.name, op=call.op), []).append(call.place)
+        found.setdefault(_group_of(call.name, op=call.op), []).append(call.source_line)
     return found
 
 
-def _shifted(ran: Groups, traced: Groups) -> dict[str, Sequence[str]]:
-    """The groups of which the trace makes all calls that a run made, and others at other places."""
+def _groups_with_gaps(ran: Groups, traced: Groups) -> dict[str, Sequence[str]]:
+    """Return the groups of which the trace makes all calls that a run made, and others at other lines."""
     found = {}
     for group, places in traced.items():
         made = ran.get(group, ())

@@ -1,4 +1,4 @@
-"""Preparing a module: copy, check, fold and wrap it, and learn which sites one forward pass reaches."""
+"""Preparation of a module: copy, check, fold and wrap it, and find the sites that one forward pass reaches."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -12,27 +12,35 @@ from torch import Tensor, nn
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
-from torch_bridge.folding.batch_norm import Fold, apply_fold, said_by, statistics_of
-from torch_bridge.folding.computed_weights import Computed, fold_computed
-from torch_bridge.folding.trainable_batch_norm import KeptNorm, keep
+from torch_bridge.folding.batch_norm import Fold, apply_fold, output_statistics_of, statistics_of
+from torch_bridge.folding.computed_weights import ComputedTensor, fold_computed_tensors
+from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, trainable_norm_of
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.sites.source_lines import Call, ambiguous
+from torch_bridge.sites.source_lines import RecordedCall, lines_of_ambiguous_calls
 from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.module_state import Attributes, attributes_of, caches_of, put_back, renewed, tensors_in
-from torch_bridge.torch_values.pytree import input_names, leaves_of, mapped, tensors_of
-from torch_bridge.tracing.alias_check import require_followed
+from torch_bridge.torch_values.module_state import (
+    Attributes,
+    attributes_of,
+    find_caches,
+    rebuild,
+    restore_contents,
+    tensors_in,
+)
+from torch_bridge.torch_values.pytree import input_names, leaves_of, map_leaves, tensors_of
+from torch_bridge.tracing.alias_check import require_traceable_writes
 from torch_bridge.tracing.dynamic_shapes import plain_shapes
-from torch_bridge.tracing.export_errors import Form, forms_of
-from torch_bridge.tracing.training_path import look_in_training, set_training_path
+from torch_bridge.tracing.export_errors import OutputForm, output_forms
+from torch_bridge.tracing.training_path import record_training_path, set_training_path
 from torch_bridge.training.training import restore_modes
-from torch_bridge.wrapping.dataflow import watch
+from torch_bridge.wrapping.dataflow import record_dataflow
 from torch_bridge.wrapping.find_folds import find_folds
 from torch_bridge.wrapping.own_forward import drop_autocast, require_copied_forwards
-from torch_bridge.wrapping.wrapper import is_wrapped, keep_norms, state_of, unwrap_model, wrap_model
+from torch_bridge.wrapping.wrapped_state import is_wrapped, state_of
+from torch_bridge.wrapping.wrapper import unwrap_model, wrap_model, wrap_trainable_norms
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """A wrapped model before it is planned.
 
     Attributes:
@@ -40,27 +48,27 @@ class Prepared:
         runtime: shared by its modules.
         example: normalised arguments.
         eager_sites: sites that one forward pass reached, in order.
-        outputs: what it gives on the example.
+        outputs: its outputs on the example.
         unfolded: BatchNorm path -> why it was not folded.
-        folded: paths of the folded ones.
-        notes: what else was folded, by name.
-        calls: that this pass made, in order.
-        undo: takes folds and modes back.
+        folded: paths of the folded BatchNorms.
+        notes: what else was folded or left out, by name.
+        calls: the calls of this forward pass, in order.
+        undo: undoes folds and restores modes.
     """
 
     model: nn.Module
     runtime: Runtime
     example: Example
     eager_sites: tuple[str, ...]
-    outputs: Sequence[Form]
+    outputs: Sequence[OutputForm]
     unfolded: Mapping[str, str]
     folded: tuple[str, ...]
     notes: Mapping[str, str]
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     undo: Callable[[], None]
 
-    def give_back(self) -> None:
-        """Make the model what it was before it was prepared."""
+    def restore(self) -> None:
+        """Restore the model to what it was before it was prepared."""
         unwrap_model(self.model)
         self.undo()
 
@@ -73,7 +81,7 @@ def prepare(
     in_place: bool,
     fold_batch_norm: bool,
     dynamic_shapes: Any = None,
-) -> Prepared:
+) -> PreparedModel:
     """Copy (unless `in_place`), check, fold and wrap a model.
 
     Raises:
@@ -81,34 +89,34 @@ def prepare(
     """
     require_wrappable(model)
     given = replace(as_example(example), dynamic_shapes=plain_shapes(dynamic_shapes))
-    own = model if in_place else _copied(model)
+    own = model if in_place else _copy_model(model)
     modes = {module: module.training for module in own.modules()} if in_place else {}
-    undone: list[Callable[[], None]] = []
+    undo_steps: list[Callable[[], None]] = []
 
     def undo() -> None:
-        while undone:
-            undone.pop()()
+        while undo_steps:
+            undo_steps.pop()()
         restore_modes(modes)
 
     try:
         own.eval()
         attributes = attributes_of(own)
-        undone.append(partial(_give_back, attributes))
-        autocast = drop_autocast(own, undone)
+        undo_steps.append(partial(_restore_attributes, attributes))
+        autocast = drop_autocast(own, undo_steps)
         if not in_place:
             require_copied_forwards(own)
-        computed = fold_computed(own, lambda: run_example(own, given), undone)
+        computed = fold_computed_tensors(own, lambda: run_example(own, given), undo_steps)
         if not in_place:
-            undone.clear()  # nobody sees the copy
+            undo_steps.clear()  # the copy is the sim's own, so nothing needs to be undone
         prepared = _wrap_and_fold(
-            own, given, config, fold_batch_norm, computed, undone if in_place else None, undo, attributes
+            own, given, config, fold_batch_norm, computed, undo_steps if in_place else None, undo, attributes
         )
-        said = "left out: mixed precision is of the training, the sim computes in the types of the parameters"
+        note = "left out: mixed precision is of the training, the sim computes in the types of the parameters"
         return replace(
-            prepared, notes={**prepared.notes, **{f"{path or 'self'} (autocast)": said for path in autocast}}
+            prepared, notes={**prepared.notes, **{f"{path or 'self'} (autocast)": note for path in autocast}}
         )
     except BaseException:
-        unwrap_model(own)  # matters in place: the caller's model is theirs again
+        unwrap_model(own)  # in place, the model is the caller's
         undo()
         raise
 
@@ -118,42 +126,44 @@ def _wrap_and_fold(
     given: Example,
     config: QuantConfig,
     fold_batch_norm: bool,
-    computed: Sequence[Computed],
-    undone: list[Callable[[], None]] | None,
+    computed: Sequence[ComputedTensor],
+    undo_steps: list[Callable[[], None]] | None,
     undo: Callable[[], None],
     attributes: Attributes,
-) -> Prepared:
+) -> PreparedModel:
     declared = config.layers or {}
     runtime = wrap_model(own, declared)
-    wiring = watch(own, runtime, lambda: run_example(own, given))
+    dataflow = record_dataflow(own, runtime, lambda: run_example(own, given))
     unfolded: Mapping[str, str] = {}
     folds: list[Fold] = []
     if fold_batch_norm:
-        folds, unfolded = find_folds(own, wiring, config)
-    said = {f.layer: said_by(statistics_of(own.get_submodule(f.norm)), before=f.before) for f in folds}
-    kept: list[KeptNorm] = []
+        folds, unfolded = find_folds(own, dataflow, config)
+    output_stats = {
+        f.layer: output_statistics_of(statistics_of(own.get_submodule(f.norm)), before=f.before) for f in folds
+    }
+    kept: list[TrainableBatchNorm] = []
     if folds:
         unwrap_model(own)
         for fold in folds:
             if not fold.before:
-                kept.append(keep(own, fold))
+                kept.append(trainable_norm_of(own, fold))
             take_back = apply_fold(own, fold)
-            if undone is not None:
-                undone.append(take_back)
+            if undo_steps is not None:
+                undo_steps.append(take_back)
         runtime = wrap_model(own, declared)
     root = state_of(own)
-    root.folds, root.computed, root.norms = tuple(folds), tuple(computed), said
-    keep_norms(own, tuple(kept))
-    aliases = wiring.aliases
+    root.folds, root.computed, root.norms = tuple(folds), tuple(computed), output_stats
+    wrap_trainable_norms(own, tuple(kept))
+    aliases = dataflow.aliases
     runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
     runtime.writes_inputs = aliases.inputs
-    # what was written over a BatchNorm's result is written over that of the layer that took it
+    # what was written over a BatchNorm's result is now written over that of the layer it is folded into
     layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
-    runtime.overwritten = frozenset(layers.get(site, site) for site in wiring.overwritten)
+    runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
     names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
-    if wiring.writes:
-        require_followed(runtime, lambda: tensors_of(run_example(own, given)), wiring.writes)
+    if dataflow.writes:
+        require_traceable_writes(runtime, lambda: tensors_of(run_example(own, given)), dataflow.writes)
     sites, outputs, calls, failed = _learn_paths(own, runtime, given, attributes)
     folded = tuple(fold.norm for fold in folds)
     notes = {
@@ -162,41 +172,41 @@ def _wrap_and_fold(
     }
     if failed:
         notes["train mode"] = f"not looked at, because the model does not run on the example there: {failed}"
-    return Prepared(own, runtime, given, sites, outputs, unfolded, folded, notes, calls, undo)
+    return PreparedModel(own, runtime, given, sites, outputs, unfolded, folded, notes, calls, undo)
 
 
 def _learn_paths(
     own: nn.Module, runtime: Runtime, given: Example, empty: Attributes
-) -> tuple[tuple[str, ...], Sequence[Form], tuple[Call, ...], str]:
+) -> tuple[tuple[str, ...], Sequence[OutputForm], tuple[RecordedCall, ...], str]:
     """Run a wrapped model in both modes.
 
     Args:
         own: the model, which has run in eval mode.
-        runtime: learns the path that training takes, and what modules cache.
-        given: what it is run with.
-        empty: its attributes before it ran.
+        runtime: gains the path that training takes, and the caches of modules.
+        given: the arguments to run it with.
+        empty: the model's attributes before it ran.
 
     Returns:
-        The sites of eval mode, its outputs and calls, and why train mode could not be looked at, if so.
+        The sites of eval mode, its outputs and calls, and why train mode could not be run, if so.
     """
-    look = look_in_training(own, runtime, lambda: run_example(own, given))
-    for (module, name), image in look.emptied.items():
-        vars(module)[name] = renewed(image)
-    if look.emptied:
+    training = record_training_path(own, runtime, lambda: run_example(own, given))
+    for (module, name), image in training.emptied.items():
+        vars(module)[name] = rebuild(image)
+    if training.emptied:
         with runtime.in_phase("float"), torch.no_grad():
             run_example(own, given)
     with runtime.in_phase("float"):
-        runtime.caches = caches_of(own, {**empty, **look.emptied}, lambda: run_example(own, given))
-    runtime.noted = []
-    sites, outputs = visited(own, runtime, given)
-    calls, runtime.noted = runtime.noted, None
-    runtime.places = ambiguous({call.name: call.place for call in calls})
-    set_training_path(runtime, calls, dict.fromkeys(sites), look)
-    return tuple(dict.fromkeys(sites)), outputs, tuple(calls), look.failed
+        runtime.caches = find_caches(own, {**empty, **training.emptied}, lambda: run_example(own, given))
+    runtime.recorded_calls = []
+    sites, outputs = visit_sites(own, runtime, given)
+    calls, runtime.recorded_calls = runtime.recorded_calls, None
+    runtime.source_lines = lines_of_ambiguous_calls({call.name: call.source_line for call in calls})
+    set_training_path(runtime, calls, dict.fromkeys(sites), training)
+    return tuple(dict.fromkeys(sites)), outputs, tuple(calls), training.failed
 
 
-def visited(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[Form]]:
-    """Run a wrapped model on its example; gives the sites that it reaches, in order, and the forms of its outputs."""
+def visit_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[OutputForm]]:
+    """Run a wrapped model on its example; return the sites that it reaches, in order, and the forms of its outputs."""
     sites: list[str] = []
 
     def note(site: str, x: Tensor) -> Tensor:
@@ -204,16 +214,16 @@ def visited(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[
         return x
 
     with runtime.in_phase("visit", note), torch.no_grad():
-        return sites, forms_of(leaves_of(run_example(model, example)))
+        return sites, output_forms(leaves_of(run_example(model, example)))
 
 
-def _give_back(attributes: Attributes) -> None:
+def _restore_attributes(attributes: Attributes) -> None:
     for (module, name), image in attributes.items():
-        vars(module)[name] = put_back(image)
+        vars(module)[name] = restore_contents(image)
 
 
 def require_wrappable(model: nn.Module) -> None:
-    """Refuse what cannot be wrapped.
+    """Refuse a model that cannot be wrapped.
 
     Raises:
         ModelError: names the module and the remedy.
@@ -236,7 +246,7 @@ def run_example(model: nn.Module, example: Example) -> Any:
     Raises:
         ModelError: it does not run.
     """
-    args, kwargs = mapped(
+    args, kwargs = map_leaves(
         (example.args, dict(example.kwargs)), lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
     )
     try:
@@ -249,8 +259,8 @@ def run_example(model: nn.Module, example: Example) -> Any:
         ) from error
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    # weight norms leave their last result in the module, which copy refuses as part of a graph
+def _copy_model(model: nn.Module) -> nn.Module:
+    # weight norms keep their last result in the module; copy refuses it because it is part of a graph
     kept = [tensor for module in model.modules() for tensor in tensors_in(vars(module))]
     memo = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
     try:

@@ -1,4 +1,4 @@
-"""What a saved sim of an nn.Module holds besides its state: the weights and the example, read without running code."""
+"""The parts of a saved sim of an nn.Module besides its state: weights and example, read without running code."""
 
 import io
 import pickle
@@ -17,15 +17,16 @@ from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
 from torch_bridge.torch_values.parameters import STEPS
-from torch_bridge.wrapping.wrapper import FOLDED, state_of
+from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.wrapping.wrapper import FOLDED
 
 WEIGHTS, EXAMPLE, GIVEN = "weights.pt", "example.pt", "given.pt"
 
 
 def parts_of(sim: QuantSim) -> dict[str, Part]:
-    """The parts of a sim's file: its state_dict without encodings, and the arguments that it was traced with.
+    """Return the parts of a sim's file: its state_dict without encodings, and the arguments it was traced with.
 
-    Where verbs have changed weights, the values that were given as well.
+    Where verbs have changed weights, the values that were given are included.
 
     Raises:
         ExportError: they hold objects that can only be read by running code.
@@ -52,7 +53,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
 
 
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:
-    """The arguments that the sim was traced with, on the CPU.
+    """Return the arguments that the sim was traced with, on the CPU.
 
     Raises:
         FileFormatError: they are missing or damaged.
@@ -65,7 +66,7 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
 
 
 def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
-    """Give a sim the weights of a file.
+    """Load the weights of a file into a sim.
 
     Raises:
         FileFormatError: they are missing or damaged.
@@ -92,7 +93,7 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
 
 
 def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
-    """Tell a sim which values were given of the weights that verbs had changed.
+    """Load the values that were given of the weights that verbs had changed.
 
     Raises:
         FileFormatError: they are damaged, or those of another model.
@@ -107,7 +108,7 @@ def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
 
 
 def on_device_of(model: nn.Module, example: Example) -> Example:
-    """The example on the device of the model's first tensor."""
+    """Return the example on the device of the model's first tensor."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     args = tuple(_moved(value, device) for value in example.args)
     kwargs = {name: _moved(value, device) for name, value in example.kwargs.items()}
@@ -125,7 +126,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _encoding_keys(model: nn.Module) -> set[str]:
-    """The keys of encodings, and of what there is beside them while they are learned."""
+    """Return the keys of encodings, and of the parameters that are learned for them."""
     found = {STEPS}
     for path, module in model.named_modules(remove_duplicate=False):
         for quantizer in state_of(module).quantizers:

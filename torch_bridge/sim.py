@@ -27,20 +27,28 @@ from qsdk.core.sims.stateful import StatefulSim
 from torch_bridge.attach import attach
 from torch_bridge.fingerprint import fingerprint
 from torch_bridge.given_weights import GivenWeights
-from torch_bridge.prepare import Prepared
+from torch_bridge.prepare import PreparedModel
 from torch_bridge.quantizers.compiled_kernels import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
 from torch_bridge.torch_values.parameters import find_stored, stored_tensor
 from torch_bridge.torch_values.relu6 import bounds, set_bounds
-from torch_bridge.tracing.trace import Traced, marked_onnx
-from torch_bridge.training.batch_norm_training import folded_for_now, leave, live_in, live_norms, remember, stays_folded
-from torch_bridge.training.frozen_values import values_held
-from torch_bridge.training.schedule_state import Course
+from torch_bridge.tracing.trace import Trace, trace_marked
+from torch_bridge.training.batch_norm_training import (
+    active_norms,
+    fold_norms,
+    reasons_to_stay_folded,
+    restore_affine_of_folded,
+    temporarily_folded,
+    unfolded_norms,
+)
+from torch_bridge.training.frozen_values import holding_values
+from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
-from torch_bridge.weight_snapshot import hold, put_back
-from torch_bridge.wrapping.wrapper import float_class, guests_of, state_of, unwrap_model
+from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
+from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.wrapping.wrapper import float_class, foreign_modules, unwrap_model
 
 
 class QuantSim(StatefulSim):
@@ -50,28 +58,27 @@ class QuantSim(StatefulSim):
 
     Attributes:
         model: the wrapped module.
-        graph: what was read from its trace.
-        config: what was asked for.
-        plan: what was decided for every site.
+        graph: the graph read from its trace.
+        config: the config in force.
+        plan: the decision for every site.
         example: the arguments it was traced with.
-        outputs: what it gives on the example.
         quantized_with: the config that decided which BatchNorms were folded.
-        fold_batch_norm: whether any were.
+        fold_batch_norm: whether any were folded.
         not_exercised: sites that exist only in the traced graph.
-        notes: what the exported file will not have of the module, as coverage tells it.
-        given: the float values that the user gave, of what verbs have changed since.
+        notes: what the exported file will lack of the module, for coverage.
+        given: the float values that the user gave, where verbs have changed them since.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedModel,
         graph: Graph,
         config: QuantConfig,
         plan: Plan,
         dead: Sequence[str],
         not_exercised: Sequence[str],
         *,
-        traced: Traced,
+        traced: Trace,
         fold_batch_norm: bool,
     ) -> None:
         self.model: nn.Module = prepared.model
@@ -90,12 +97,12 @@ class QuantSim(StatefulSim):
 
     @property
     def runtime(self) -> Runtime:
-        """What the wrapped modules share (a deep copy of the sim has its own)."""
+        """Return the runtime that the wrapped modules share (a deep copy of the sim has its own)."""
         return state_of(self.model).runtime
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
-        """Site -> quantizer, for every site that does not keep float32."""
+        """Return site -> quantizer, for every site that does not keep float32."""
         return {site: quantizer for site, quantizer in self.runtime.quantizers.items() if quantizer is not None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,17 +123,18 @@ class QuantSim(StatefulSim):
         )
         report = with_reasons(report, self.bias_remarks())
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
-        staying = stays_folded(self.model)
+        staying = reasons_to_stay_folded(self.model)
         notes |= {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
-        came = guests_of(self.model).items()
+        foreign = foreign_modules(self.model).items()
         notes |= {
-            f"{path} ({what})": "float, because it came into the model after that was quantized" for path, what in came
+            f"{path} ({what})": "float, because it came into the model after that was quantized"
+            for path, what in foreign
         }
         return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        leave(self.model)  # a copy has left the training that the original is in
+        fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
         self.given.settle(self.model)
 
@@ -139,37 +147,37 @@ class QuantSim(StatefulSim):
         )
 
     def traced(self) -> tuple[bytes, Mapping[str, npt.NDArray[Any]]]:
-        """The model as it is now, as marked ONNX bytes, and the values of its stored tensors by name.
+        """Return the model as it is now, as marked ONNX bytes, and the values of its stored tensors by name.
 
-        It is traced anew only where more than the values of its parameters and buffers has changed since the last time.
+        It is traced again only if more than values of parameters and buffers has changed since the last time.
 
         Raises:
-            ExportError: torch cannot trace the model any more, or something was put into it.
+            ExportError: torch cannot trace the model any more, or a foreign module is in it.
         """
-        for path, what in guests_of(self.model).items():
+        for path, what in foreign_modules(self.model).items():
             raise ExportError(
                 f"{path} ({what}) came into the model after that was quantized, so it has no encodings; take it out "
                 "again (merge_and_unload() of adapters does), or quantize the model that has it"
             )
-        live = bool(live_in(self.model))
-        with folded_for_now(self.model):
+        live = bool(active_norms(self.model))
+        with temporarily_folded(self.model):
             if self._traced_as != fingerprint(self.model):
                 with eval_mode(self.model):
-                    self._trace = marked_onnx(self.model, self.runtime, self.example)
+                    self._trace = trace_marked(self.model, self.runtime, self.example)
                 self._traced_as = fingerprint(self.model)
-            stored = self._trace.stored.of(self.model)
+            stored = self._trace.stored.values_in(self.model)
             return self._trace.model, {name: x.copy() for name, x in stored.items()} if live else stored
 
     def ready(self) -> dict[str, bool]:
-        """Site -> whether its encoding has been found, for every quantized site."""
+        """Return site -> whether it has an encoding, for every quantized site."""
         return {site: q.calibrated for site, q in self.quantizers.items() if q.decision.quantized}
 
     def encodings_where_ready(self) -> dict[str, Encoding]:
-        """The encodings found so far."""
+        """Return the encodings found so far."""
         return {site: self.quantizers[site].encoding() for site, ready in self.ready().items() if ready}
 
     def snapshot(self, *, weights: bool = False) -> SimState:
-        """The state as it is: config, plan and encodings, and with `weights` all parameters and buffers as well.
+        """Return the state now: config, plan and encodings, and with `weights` all parameters and buffers as well.
 
         Without weights it costs no more than a dictionary; with them, a copy of the model's tensors on their devices.
         """
@@ -177,28 +185,32 @@ class QuantSim(StatefulSim):
         own = {site: q.encoding() for site, q in quantizers if q.owns_encoding and q.calibrated}
         held: Any = None
         if weights:
-            with folded_for_now(self.model):
-                held = hold(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
+            with temporarily_folded(self.model):
+                held = copy_tensors(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
             held = *held, self.given.known()
         return SimState(self.config, self.plan, own, held, self.methods)
 
     def restore(self, state: SimState) -> None:
-        """Be again what a snapshot says; weights that it holds are copied into the parameters there are.
+        """Restore a snapshot; weights that it holds are copied into the present parameters.
 
         Raises:
-            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer, or another plan
-                where schedules are at work.
+            ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer, or with another
+                plan while schedules change the sim.
             ModelError: it holds the weights of another model.
         """
         if any(q.learned_names for q in self.quantizers.values()):
             raise ConfigError("scales are being learned; leave the training block before you change the sim")
-        if state.plan is not self.plan and isinstance(self.runtime.course, Course) and self.runtime.course.busy:
+        if (
+            state.plan is not self.plan
+            and isinstance(self.runtime.schedule_state, ScheduleState)
+            and self.runtime.schedule_state.changes_quantizers
+        ):
             raise ConfigError("schedules are at work; leave the training block before you change the plan")
         assert state.config is not None
         if state.stored is not None:
             held, norms, relu6, biases, given = state.stored
-            with folded_for_now(self.model, changes=True):
-                put_back(self.model, held)
+            with temporarily_folded(self.model, changes=True):
+                restore_tensors(self.model, held)
                 set_bounds(self.model, relu6)
                 state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
             self.given.become(given)
@@ -208,14 +220,14 @@ class QuantSim(StatefulSim):
             attach(self.model, self.runtime, state.plan, self._dead)
         for site, quantizer in self.quantizers.items():
             if quantizer.owns_encoding:
-                quantizer.become(state.own.get(site))
+                quantizer.replace_encoding(state.own.get(site))
 
     def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
-        """The state that another config leads to, without data.
+        """Return the state that another config leads to, without data.
 
         Raises:
             ConfigError: a rule matches nothing.
-            DataError: NaN or inf in a weight whose encoding is derived anew.
+            DataError: NaN or inf in a weight whose encoding is derived again.
         """
         extra = (*self.folded, *self._unfolded)
         stored, methods = self.stored_floats, self.methods
@@ -224,22 +236,25 @@ class QuantSim(StatefulSim):
 
     @property
     def folded(self) -> Collection[str]:
-        """The paths of the BatchNorms that were folded."""
+        """Return the paths of the BatchNorms that were folded."""
         return self._folded
 
     @property
     def folded_norms(self) -> dict[str, FoldedNorm]:
-        """Path of a layer -> what the BatchNorm said that was folded into it; empty once the model was trained."""
+        """Return path of a layer -> statistics of its outputs, known from the BatchNorm folded into it.
+
+        It is empty once the model was trained.
+        """
         return state_of(self.model).norms
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
-        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        """Return site -> float values of the stored tensors at these sites, as far as they are stored."""
         found = {site: find_stored(self.model, site) for site in sites}
         return {site: x.detach().float().cpu().numpy() for site, x in found.items() if x is not None}
 
     @torch.no_grad()
     def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give the stored tensors at sites other values of the same shape, in place.
+        """Write values of the same shape into the stored tensors at sites, in place.
 
         Raises:
             ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
@@ -259,11 +274,11 @@ class QuantSim(StatefulSim):
                 found[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
     def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
-        """The stored tensor that the trace calls so; None where there is none."""
+        """Return the stored tensor of this name in the trace, or None."""
         return self.traced()[1].get(name)
 
     def stored_paths(self) -> Mapping[str, str]:
-        """What the trace calls a stored tensor -> path of the parameter or buffer that it is."""
+        """Return name of a stored tensor in the trace -> path of its parameter or buffer."""
         self.traced()
         return self._trace.stored.state
 
@@ -299,7 +314,7 @@ class QuantSim(StatefulSim):
             CalibrationError: a scale or zero point that is to be learned has not been calibrated.
             ConfigError: an unknown gradient, no number of steps, or a block inside of another one.
         """
-        if isinstance(self.runtime.course, Course):
+        if isinstance(self.runtime.schedule_state, ScheduleState):
             raise ConfigError(
                 "this sim is in a training block already; leave that before you enter another, or give it both options"
             )
@@ -313,18 +328,18 @@ class QuantSim(StatefulSim):
         entering.enter_context(self.alone())
         with (
             entering,
-            values_held(self.model, self.frozen_values),
+            holding_values(self.model, self.frozen_values),
             self.given.changing(self.model),
-            live_norms(self.model, freeze_bn_after) as freezing,
+            unfolded_norms(self.model, freeze_bn_after) as freezing,
             training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,
         ):
-            remember(self.model)
-            self.folded_norms.clear()  # what they said of a layer's values will be true no more
+            restore_affine_of_folded(self.model)
+            self.folded_norms.clear()  # training changes the statistics of the layers' outputs
             entering.close()  # from here on, threads may train together
             yield model
 
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:
-        """Optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
+        """Return optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
         return parameter_groups(self.model, list(self.quantizers.values()), lr=lr, scale_lr=scale_lr)
 
     def alone(self) -> AbstractContextManager[None]:
@@ -333,13 +348,13 @@ class QuantSim(StatefulSim):
 
     @contextmanager
     def float_phase(self) -> Iterator[nn.Module]:
-        """Run the model in float: no site does anything."""
+        """Run the model in float inside the block: sites do nothing."""
         with self.runtime.in_phase("float"):
             yield self.model
 
     @contextmanager
     def captured(self) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        """While inside, every forward pass leaves site -> fake-quantized values in the mapping that this gives."""
+        """Capture fake-quantized values inside the block: every forward pass writes them into the yielded mapping."""
         found: dict[str, npt.NDArray[Any]] = {}
         quantizers = self.runtime.quantizers
 
@@ -354,7 +369,7 @@ class QuantSim(StatefulSim):
             yield found
 
     def unwrap(self) -> nn.Module:
-        """Give the current float model: a copy in plain classes.
+        """Return the current float model: a copy in plain classes.
 
         Its values are those that are stored now: the caller's own, bit for bit, while nothing was folded, trained or
         changed by a verb. `adaround`, `gptq` and `tune_blocks` leave rounded weights, which are frozen; `adaround`,
@@ -363,6 +378,6 @@ class QuantSim(StatefulSim):
         to measure a loss from: that is the model that was given, from which `mixed_precision` counts.
         """
         copied = copy.deepcopy(self.model)
-        leave(copied)
+        fold_norms(copied)
         unwrap_model(copied)
         return copied

@@ -30,10 +30,10 @@ def stored_values(sim: QuantSim) -> LazyArrays:
 
 
 def constants_at(sim: QuantSim, sites: Iterable[str]) -> dict[str, Tensor]:
-    """Return the float values at those of the sites that no parameter or buffer is stored at.
+    """Return the float values at those of the sites where no parameter or buffer is stored.
 
-    A module may keep a tensor as a plain attribute, such as the places of a detector's grid: it is a constant of the
-    trace, and what a run on the sim's example brings there.
+    A module may keep a tensor as a plain attribute, such as the coordinates of a detector's grid: it is a constant of
+    the trace, and its value is found by a run on the sim's example.
     """
     wanted = {site for site in sites if find_stored(sim.model, site) is None}
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a wrapped model as they were at one moment, and how they are put back."""
+"""Snapshots of the parameters and buffers of a wrapped model, and how they are restored."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,28 +7,28 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from torch_bridge.torch_values.parameters import STEPS
-from torch_bridge.wrapping.wrapper import state_of
+from torch_bridge.wrapping.wrapped_state import state_of
 
 Key = tuple[str, str]
 
 
 @torch.no_grad()
-def hold(model: nn.Module) -> dict[Key, Tensor]:
-    """Copy every parameter and buffer but those of encodings: (path of the module, name) -> value.
+def copy_tensors(model: nn.Module) -> dict[Key, Tensor]:
+    """Return a copy of every parameter and buffer except encodings: (path of the module, name) -> value.
 
-    BatchNorms that were folded away and can come back are held as well.
+    BatchNorms that were folded and can come back are included.
     """
-    return {key: tensor.detach().clone() for key, tensor in tensors_of(model)}
+    return {key: tensor.detach().clone() for key, tensor in state_tensors(model)}
 
 
 @torch.no_grad()
-def put_back(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
-    """Copy held values into the same parameters and buffers; what came after stays.
+def restore_tensors(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
+    """Copy values into the same parameters and buffers; parameters that are newer keep theirs.
 
     Raises:
         ModelError: they are those of another model, or a parameter is another one now; nothing is changed then.
     """
-    there = dict(tensors_of(model))
+    there = dict(state_tensors(model))
     for (path, name), value in held.items():
         now = there.get((path, name))
         if now is None or now.shape != value.shape or now.dtype != value.dtype:
@@ -41,14 +41,17 @@ def put_back(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
         there[key].copy_(value)
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
-    """Each tensor of the state once, also where several modules hold it."""
+def state_tensors(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each tensor of the state once, also where several modules hold it."""
     seen = set()
-    away = [kept for kept in state_of(model).kept if not kept.live]
-    for kept in away:
-        if kept.own_bias is not None:
-            yield (kept.fold.layer, "bias before folding"), kept.own_bias
-    for path, module in (*model.named_modules(), *((f"folded {kept.fold.norm}", kept.norm) for kept in away)):
+    folded = [trainable for trainable in state_of(model).trainable_norms if not trainable.is_active]
+    for trainable in folded:
+        if trainable.own_bias is not None:
+            yield (trainable.fold.layer, "bias before folding"), trainable.own_bias
+    for path, module in (
+        *model.named_modules(),
+        *((f"folded {trainable.fold.norm}", trainable.norm) for trainable in folded),
+    ):
         quantizers = state_of(module).quantizers
         own = {name for q in quantizers for name in (*q.buffer_names, *q.learned_names)}
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

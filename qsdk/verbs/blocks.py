@@ -22,8 +22,16 @@ from qsdk.verbs.doors.door import Forward
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
 from torch_bridge.tuning.block_calls import Piece, floats_of
-from torch_bridge.tuning.block_tuning import BlockRun, Change, Options, Tuned, learnable_sites, pieces_of, tune_block
-from torch_bridge.tuning.find_blocks import Blocks, find_blocks
+from torch_bridge.tuning.block_tuning import (
+    BlockRun,
+    BlockTuningOptions,
+    SiteChange,
+    TuningResult,
+    learnable_sites,
+    pieces_of,
+    tune_block,
+)
+from torch_bridge.tuning.find_blocks import ModuleBlocks, find_blocks
 from torch_bridge.walk.module_walk import ModuleCall, ModuleStep, ModuleWalk, walk_modules
 from torch_bridge.walk.paused_forward import attributes_set_by
 
@@ -91,7 +99,13 @@ def tune_blocks(
 
 
 def _tune(
-    sim: QuantSim, walk: ModuleWalk, step: ModuleStep, options: Options, store: Checkpoint | None, *, seed: int
+    sim: QuantSim,
+    walk: ModuleWalk,
+    step: ModuleStep,
+    options: BlockTuningOptions,
+    store: Checkpoint | None,
+    *,
+    seed: int,
 ) -> dict[str, Any]:
     begun = time.perf_counter()
     run, found = BlockRun(sim, sim.model.get_submodule(step.path)), []
@@ -104,7 +118,7 @@ def _tune(
     try:
         attributes_set_by(run.module, tune)  # undoes the attributes that the block's forward sets on itself
     except ModelError as error:  # its forward is not repeatable, or has an op that cannot be trained
-        found.append(Tuned(note=str(error)))
+        found.append(TuningResult(note=str(error)))
     tuned = found[0]
     for change in tuned.changes:
         frozen = change.weight is not None  # any other grid would round the weight again
@@ -116,10 +130,10 @@ def _tune_or_replay(
     run: BlockRun,
     pieces: Sequence[Piece],
     calls: Sequence[ModuleCall],
-    options: Options,
+    options: BlockTuningOptions,
     store: Checkpoint | None,
     generator: torch.Generator,
-) -> Tuned:
+) -> TuningResult:
     """Tune a block, or take its result from a checkpoint."""
     sites = [] if store is None else learnable_sites(run, pieces, options)
     if store is None or not sites:
@@ -131,14 +145,14 @@ def _tune_or_replay(
         found = dict(zip(sites, store.replay(means_by_site), strict=True))
         changed = {site: s for site, s in found.items() if s.weight is not None or s.encoding != now[site]}
         first = found[sites[0]]
-        changes = [Change(site, s.encoding, s.weight) for site, s in changed.items()]
-        return Tuned(changes, first.error_before, first.error_after, first.note)
+        changes = [SiteChange(site, s.encoding, s.weight) for site, s in changed.items()]
+        return TuningResult(changes, first.error_before, first.error_after, first.note)
     tuned = tune_block(run, pieces, options, generator)
     new = {change.site: change for change in tuned.changes}
     assert tuned.error_before is not None
     assert tuned.error_after is not None
     errors = tuned.error_before, tuned.error_after, tuned.note
-    changes = [new.get(site, Change(site, now[site])) for site in sites]
+    changes = [new.get(site, SiteChange(site, now[site])) for site in sites]
     store.keep(means_by_site, [Solution(change.encoding, change.weight, *errors) for change in changes])
     return tuned
 
@@ -181,7 +195,7 @@ class _LearnedSites:
         return self.sim.quantizers[site].encoding()
 
 
-def _report(rows: list[dict[str, Any]], found: Blocks, walk: ModuleWalk, seconds: float) -> Report:
+def _report(rows: list[dict[str, Any]], found: ModuleBlocks, walk: ModuleWalk, seconds: float) -> Report:
     means_by_site = {row["block"] for row in rows}
     left = {
         path: walk.left.get(path, "no batch reaches it")
@@ -189,7 +203,7 @@ def _report(rows: list[dict[str, Any]], found: Blocks, walk: ModuleWalk, seconds
         if (path or "self") not in means_by_site
     }
     left |= {path: f"no block: {why}" for path, why in found.left.items()}
-    rows = [*rows, *(_row(path, Tuned(note=why), None, None) for path, why in left.items())]
+    rows = [*rows, *(_row(path, TuningResult(note=why), None, None) for path, why in left.items())]
     improved = sum(row["error_after"] is not None and row["error_after"] < row["error_before"] for row in rows)
     summary = {
         "blocks": improved,
@@ -200,7 +214,7 @@ def _report(rows: list[dict[str, Any]], found: Blocks, walk: ModuleWalk, seconds
     return Report("Block tuning", rows, summary)
 
 
-def _row(block: str, tuned: Tuned, iterations: int | None, seconds: float | None) -> dict[str, Any]:
+def _row(block: str, tuned: TuningResult, iterations: int | None, seconds: float | None) -> dict[str, Any]:
     return {
         "block": block or "self",
         "error_before": tuned.error_before,
@@ -211,7 +225,7 @@ def _row(block: str, tuned: Tuned, iterations: int | None, seconds: float | None
     }
 
 
-def _options(iterations: int, learn: Sequence[str], batch_size: int, lr: float, drop: float) -> Options:
+def _options(iterations: int, learn: Sequence[str], batch_size: int, lr: float, drop: float) -> BlockTuningOptions:
     chosen = [learn] if isinstance(learn, str) else list(learn)
     unknown = [name for name in chosen if name not in _LEARN]
     if unknown or not chosen:
@@ -220,4 +234,4 @@ def _options(iterations: int, learn: Sequence[str], batch_size: int, lr: float, 
         raise ConfigError(f"iterations={iterations} and batch_size={batch_size} must be 1 at least")
     if not lr > 0 or not 0 <= drop <= 1:
         raise ConfigError(f"lr={lr} must be positive, and drop={drop} a share from 0 to 1")
-    return Options(iterations, "rounding" in chosen, "scales" in chosen, batch_size, lr, drop)
+    return BlockTuningOptions(iterations, "rounding" in chosen, "scales" in chosen, batch_size, lr, drop)

@@ -196,7 +196,7 @@ def _student(
     sim: QuantSim, batch: Any, wanted: frozenset[str], forward: Forward | None
 ) -> tuple[Any, Mapping[str, Tensor]]:
     seen: dict[str, Tensor] = {}
-    with sim.runtime.telling(_keeper(sim, wanted, seen)) if wanted else nullcontext():
+    with sim.runtime.observing_sites(_keeper(sim, wanted, seen)) if wanted else nullcontext():
         outputs = feed(sim.model, batch, sim.example, forward, "the batch")
     _require_reached(wanted, seen, "the student")
     lost = sorted(site for site, x in seen.items() if not x.requires_grad)

@@ -37,8 +37,8 @@ from qsdk.verbs.doors.onnx_door import require_no_forward
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.attach import compare_sites
 from torch_bridge.data_passes.captures import captures
-from torch_bridge.numbering import traced_and_numbered
-from torch_bridge.prepare import Prepared, prepare
+from torch_bridge.numbering import trace_and_number
+from torch_bridge.prepare import PreparedModel, prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import stored_values
 
@@ -120,7 +120,7 @@ def quantize(
     try:
         return _plan(prepared, config, fold_batch_norm=fold_batch_norm)
     except BaseException:
-        prepared.give_back()  # matters in place: the caller's model is theirs again
+        prepared.restore()  # matters in place: the caller's model is theirs again
         raise
 
 
@@ -134,9 +134,9 @@ def _require_no_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
         raise ConfigError(f"inputs= is for a float ONNX model: {why}; leave it out")
 
 
-def _plan(prepared: Prepared, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
-    traced, prepared = traced_and_numbered(prepared)
-    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
+def _plan(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
+    traced, prepared = trace_and_number(prepared)
+    graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
     return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)

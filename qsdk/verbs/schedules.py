@@ -20,7 +20,7 @@ from qsdk.core.sims.stateful import require_sim
 from torch_bridge.calibrate import install
 from torch_bridge.quantizers.wider_grid import finer_grid
 from torch_bridge.sim import QuantSim
-from torch_bridge.training.schedule_state import Course
+from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.tuning.moving_ranges import RangeObserver
 
 Schedule = Callable[[QuantSim, int], None]
@@ -69,23 +69,23 @@ def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
     """
     require_sim(sim)
     _require_momentum(momentum)
-    course = schedule_state_of(sim)
-    if course.observer is not None:
+    state = schedule_state_of(sim)
+    if state.observer is not None:
         raise ConfigError("ranges are being observed already; end that first")
-    observer = _start(sim, course, momentum)
+    observer = _start(sim, state, momentum)
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         own = {id(parameter) for parameter in sim.model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            _moved(sim, course, observer)
+            _moved(sim, state, observer)
 
     handle = register_optimizer_step_post_hook(stepped)
     try:
         yield
-        _moved(sim, course, observer)
+        _moved(sim, state, observer)
     finally:
         handle.remove()
-        _stop(sim, course, observer)
+        _stop(sim, state, observer)
 
 
 def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> Schedule:
@@ -128,17 +128,17 @@ def anneal_bits(bits: Mapping[int, int], match: str = "weights") -> Schedule:
     return _AnnealBits(ordered, match)
 
 
-def schedule_state_of(sim: QuantSim) -> Course:
+def schedule_state_of(sim: QuantSim) -> ScheduleState:
     """Return the changes that schedules have made to a sim in training.
 
     Raises:
         ConfigError: it is not.
     """
     require_sim(sim)
-    course = sim.runtime.course if isinstance(sim, QuantSim) else None
-    if not isinstance(course, Course):
+    state = sim.runtime.schedule_state if isinstance(sim, QuantSim) else None
+    if not isinstance(state, ScheduleState):
         raise ConfigError("a schedule changes a sim of an nn.Module while it is trained; use it inside sim.training()")
-    return course
+    return state
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,19 +147,19 @@ class _ObserveRanges:
     momentum: float
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = schedule_state_of(sim)
-        observer = course.observer
+        state = schedule_state_of(sim)
+        observer = state.observer
         if not isinstance(observer, RangeObserver):
             if step < self.steps:
-                _start(sim, course, self.momentum).step = step
+                _start(sim, state, self.momentum).step = step
             return
         if step > observer.step:
-            _moved(sim, course, observer)
+            _moved(sim, state, observer)
         else:  # back to a checkpoint
             observer.forget()
         observer.step = step
         if step >= self.steps:
-            _stop(sim, course, observer)
+            _stop(sim, state, observer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,15 +169,15 @@ class _FreezeRanges:
     until: int | None
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = schedule_state_of(sim)
+        state = schedule_state_of(sim)
         holding = step >= self.after and (self.until is None or step < self.until)
-        if holding == (self in course.held) and step > 0:
+        if holding == (self in state.held) and step > 0:
             return
         matched = matched_owners(sim.plan, self.match, "freeze_ranges")  # also at step 0, for its errors
         if holding:
-            course.held[self] = frozenset(matched)
+            state.held[self] = frozenset(matched)
         else:
-            course.held.pop(self, None)
+            state.held.pop(self, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +186,9 @@ class _AnnealBits:
     match: str
 
     def __call__(self, sim: QuantSim, step: int) -> None:
-        course = schedule_state_of(sim)
+        state = schedule_state_of(sim)
         now = self.bits[max(known for known in self.bits if known <= step)]
-        if course.bits.get(self) == now:
+        if state.bits.get(self) == now:
             return
         matched = set(matched_owners(sim.plan, self.match, "anneal_bits"))
         last, found = list(self.bits.values())[-1], []
@@ -211,8 +211,8 @@ class _AnnealBits:
         if not found:
             raise ConfigError(f"anneal_bits: {self.match!r} matches no site with an integer grid")
         for quantizer, finer in found:
-            quantizer.finer = finer
-        course.bits[self] = now
+            quantizer.finer_grid = finer
+        state.bits[self] = now
 
 
 def _require_momentum(momentum: float) -> None:
@@ -220,19 +220,19 @@ def _require_momentum(momentum: float) -> None:
         raise ConfigError(f"momentum={momentum} is outside 0..1; 0.1 moves a range by a tenth of the way each step")
 
 
-def _start(sim: QuantSim, course: Course, momentum: float) -> RangeObserver:
-    observer = course.observer = RangeObserver(sim, momentum, all_reduce_max)
-    course.held[observer] = frozenset(observer.ranges)
+def _start(sim: QuantSim, state: ScheduleState, momentum: float) -> RangeObserver:
+    observer = state.observer = RangeObserver(sim, momentum, all_reduce_max)
+    state.held[observer] = frozenset(observer.ranges)
     return observer
 
 
-def _moved(sim: QuantSim, course: Course, observer: RangeObserver) -> None:
-    others = [sites for who, sites in course.held.items() if who is not observer]
-    observer.moved(sim, frozenset().union(*others))
+def _moved(sim: QuantSim, state: ScheduleState, observer: RangeObserver) -> None:
+    others = [sites for who, sites in state.held.items() if who is not observer]
+    observer.update(sim, frozenset().union(*others))
 
 
-def _stop(sim: QuantSim, course: Course, observer: RangeObserver) -> None:
-    course.observer = None
-    course.held.pop(observer, None)
+def _stop(sim: QuantSim, state: ScheduleState, observer: RangeObserver) -> None:
+    state.observer = None
+    state.held.pop(observer, None)
     observer.close()
     install(sim, {})  # makes room for biases that narrower ranges may have left none

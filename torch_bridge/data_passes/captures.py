@@ -1,4 +1,4 @@
-"""What parity needs of a sim: per batch, the values at every site, the model's inputs and its outputs."""
+"""The tensors that parity compares: per batch, the values at every site, the model's inputs and its outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
-from torch_bridge.torch_values.pytree import argument_leaves, by_flat_name, tensors_of
+from torch_bridge.torch_values.pytree import argument_leaves, name_leaves, tensors_of
 from torch_bridge.training.training import eval_mode
 
 Array = npt.NDArray[Any]
@@ -24,7 +24,7 @@ def captures(
 
     def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves = argument_leaves(module.forward, args, kwargs)
-        given = by_flat_name((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+        given = name_leaves((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
         seen.update({name: _array(tensor) for name, tensor in given.items()})
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)

@@ -17,7 +17,7 @@ from torch_bridge.tuning.block_calls import floats_of
 def outputs(
     sim: QuantSim, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
 ) -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Give the floating-point outputs of each batch, in order, of the simulation or in float.
+    """Yield the floating-point outputs of each batch, in order, of the simulation or in float.
 
     Raises:
         DataError: a batch that the model does not take.

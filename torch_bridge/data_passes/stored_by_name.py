@@ -1,4 +1,4 @@
-"""The stored tensors of a wrapped model by the names in its graph."""
+"""The stored tensors of a wrapped model by their names in its graph."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def stored_by_name(sim: QuantSim) -> LazyArrays:
 
 @torch.no_grad()
 def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Copy other values of the same shape into the parameters and buffers of these names."""
+    """Copy values of the same shape into the parameters and buffers of these names."""
     tensors = _tensors(sim)
     with sim.given.changing(sim.model, [tensors[name] for name in values]):
         for name, value in values.items():

@@ -12,15 +12,15 @@ from qsdk.core.layers.folded_norms import FoldedNorm
 
 @dataclass(frozen=True)
 class Fold:
-    """A BatchNorm that went into a layer.
+    """A BatchNorm that is folded into a layer.
 
     Attributes:
-        norm: path of the BatchNorm, now an Identity.
-        layer: path of the layer that took it.
-        op: what makes the layer's result: the layer, or `conv/conv2d.0` inside a forward of its own.
-        before: whether the BatchNorm stands before the layer.
+        norm: path of the BatchNorm, where an Identity is now.
+        layer: path of the layer.
+        op: the op that computes the layer's result: the layer, or `conv/conv2d.0` inside a forward of its own.
+        before: whether the BatchNorm comes before the layer.
         eps: of the BatchNorm.
-        kind: `linear`, `conv` or `conv_transpose`: where the layer's channels are.
+        kind: `linear`, `conv` or `conv_transpose`, which decides on the axis of the output channels.
         groups: of the layer.
         had_bias: whether the layer had a bias of its own.
     """
@@ -35,8 +35,8 @@ class Fold:
     had_bias: bool
 
 
-def describe(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
-    """Say how a BatchNorm goes into a layer, of which `op` is the path, or the op inside of it."""
+def fold_of(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, before: bool) -> Fold:
+    """Return the fold of a BatchNorm into a layer; `op` is the layer's path, or the op inside its forward."""
     layer_path = op.partition("/")[0]
     kind = "linear" if isinstance(layer, nn.Linear) else "conv"
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -47,8 +47,8 @@ def describe(norm_path: str, norm: nn.Module, op: str, layer: nn.Module, *, befo
     return Fold(norm_path, layer_path, op, before, eps, kind, groups, layer.bias is not None)
 
 
-def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
-    """Why a BatchNorm cannot go into a layer exactly, or None."""
+def reason_not_to_fold(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
+    """Return why a BatchNorm cannot be folded into a layer exactly, or None."""
     if norm.running_mean is None or norm.running_var is None:
         return "it keeps no running statistics"
     if not before:
@@ -63,35 +63,35 @@ def obstacle(norm: nn.Module, layer: nn.Module, *, before: bool) -> str | None:
 
 
 def factor_of(statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
-    """What a BatchNorm multiplies each channel with, in float64."""
+    """Return the factor of a BatchNorm for each channel, in float64."""
     var, gamma = statistics["running_var"], statistics.get("weight")
     assert var is not None
     factor = torch.rsqrt(var.double() + fold.eps)
     return factor if gamma is None else factor * gamma.double()
 
 
-def folded(
+def fold_tensors(
     weight: Tensor, bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold
 ) -> tuple[Tensor, Tensor]:
-    """Give the weight and bias that do what layer and BatchNorm do together, computed in float64.
+    """Return the weight and bias that do what layer and BatchNorm do together, computed in float64.
 
     `statistics` holds running_mean, running_var and, where affine, weight and bias.
     """
     if not fold.before:
-        return folded_weight(weight, statistics, fold), folded_bias(bias, statistics, fold, weight.dtype)
+        return fold_weight(weight, statistics, fold), fold_bias(bias, statistics, fold, weight.dtype)
     wide = weight.double()
     old_bias = wide.new_zeros(1) if bias is None else bias.double()
     factor = factor_of(statistics, fold)
     return _fold_before(wide, old_bias, factor, _shift(statistics, factor), fold, weight.dtype)
 
 
-def folded_weight(weight: Tensor, statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
-    """The weight of `folded` where the BatchNorm stands behind the layer."""
+def fold_weight(weight: Tensor, statistics: Mapping[str, Tensor | None], fold: Fold) -> Tensor:
+    """Return the weight of a layer with the BatchNorm after it folded in."""
     return (weight * channel_view(factor_of(statistics, fold), weight, fold)).to(weight.dtype)
 
 
-def folded_bias(bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold, dtype: torch.dtype) -> Tensor:
-    """The bias of `folded` where the BatchNorm stands behind the layer."""
+def fold_bias(bias: Tensor | None, statistics: Mapping[str, Tensor | None], fold: Fold, dtype: torch.dtype) -> Tensor:
+    """Return the bias of a layer with the BatchNorm after it folded in."""
     factor = factor_of(statistics, fold)
     shift = _shift(statistics, factor)
     return (shift if bias is None else bias.double() * factor + shift).to(dtype)
@@ -105,7 +105,7 @@ def _shift(statistics: Mapping[str, Tensor | None], factor: Tensor) -> Tensor:
 
 
 def channel_view(factor: Tensor, weight: Tensor, fold: Fold) -> Tensor:
-    """Shape one factor per output channel so that it multiplies the stored weight."""
+    """Return one factor per output channel in the shape that multiplies the stored weight."""
     if fold.kind != "conv_transpose":
         return factor.reshape(-1, *[1] * (weight.ndim - 1))
     # stored [in, out / groups, ...]: rows of group g carry that group's output channels
@@ -126,12 +126,12 @@ def _fold_before(
 
 
 def statistics_of(norm: nn.Module) -> dict[str, Tensor | None]:
-    """The running statistics of a BatchNorm, and its gamma and beta."""
+    """Return the running statistics of a BatchNorm, and its gamma and beta."""
     return {**norm._parameters, **norm._buffers}
 
 
 def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
-    """Fold in place; the BatchNorm's places in the model become Identity. Gives what takes it back bit for bit."""
+    """Fold in place and replace the BatchNorm by an Identity; return the function that undoes both, bit for bit."""
     norm, layer = model.get_submodule(fold.norm), model.get_submodule(fold.layer)
     statistics = statistics_of(norm)
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
@@ -140,7 +140,7 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
     old_weight = weight.detach().clone()
     old_bias = None if bias is None else bias.detach().clone()
     with torch.no_grad():
-        new_weight, new_bias = folded(weight, bias, statistics, fold)
+        new_weight, new_bias = fold_tensors(weight, bias, statistics, fold)
         weight.copy_(new_weight)
         if bias is None:
             layer._parameters["bias"] = nn.Parameter(new_bias, requires_grad=weight.requires_grad)
@@ -161,8 +161,8 @@ def apply_fold(model: nn.Module, fold: Fold) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def said_by(statistics: Mapping[str, Tensor | None], *, before: bool) -> FoldedNorm:
-    """What a BatchNorm that goes into a layer says of the layer's outputs, or with `before` of its inputs.
+def output_statistics_of(statistics: Mapping[str, Tensor | None], *, before: bool) -> FoldedNorm:
+    """Return the statistics that a BatchNorm implies for its layer's outputs, or with `before` for its inputs.
 
     `statistics` holds running_mean, running_var and, where affine, weight and bias.
     """
@@ -178,34 +178,34 @@ def said_by(statistics: Mapping[str, Tensor | None], *, before: bool) -> FoldedN
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in every place of another one."""
+    """Replace a module by another one in every place where it occurs."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is old:
                 module._modules[name] = new
 
 
-def fold_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> FoldedNorm | None:
-    """Fold a float checkpoint on its way into a folded model, in place, and give what its BatchNorm says.
+def fold_norm_in_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix: str, fold: Fold) -> FoldedNorm | None:
+    """Fold a float checkpoint on its way into a folded model, in place, and return its BatchNorm's statistics.
 
-    One that is already folded stays, and says nothing.
+    A checkpoint that is folded already stays as it is; the result is None then.
     """
     norms, layers = (key_prefixes(model, prefix, path) for path in (fold.norm, fold.layer))
     if f"{norms[0]}running_mean" not in state_dict or f"{layers[0]}weight" not in state_dict:
         return None
     names = ("running_mean", "running_var", "weight", "bias")
     statistics = {name: state_dict[norms[0] + name] for name in names if norms[0] + name in state_dict}
-    result = folded(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
+    result = fold_tensors(state_dict[f"{layers[0]}weight"], state_dict.get(f"{layers[0]}bias"), statistics, fold)
     for layer in layers:
         state_dict[f"{layer}weight"], state_dict[f"{layer}bias"] = result
     for norm in norms:
         for name in (*names, "num_batches_tracked"):
             state_dict.pop(norm + name, None)
-    return said_by(statistics, before=fold.before)
+    return output_statistics_of(statistics, before=fold.before)
 
 
 def key_prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
-    """The beginnings of a module's keys in a state_dict, under all its paths in the model."""
+    """Return the prefixes of a module's keys in a state_dict, one for each of its paths in the model."""
     module = model.get_submodule(path)
     found = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]
     return [f"{prefix}{other}." if other else prefix for other in (path, *(p for p in found if p != path))]

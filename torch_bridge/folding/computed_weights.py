@@ -1,6 +1,6 @@
 """Stored tensors that are computed from others (weight norm, spectral norm, pruning, weight standardisation).
 
-They are folded into their value.
+They are folded: replaced by their value.
 """
 
 import copy
@@ -15,20 +15,20 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from torch_bridge.folding.standardized_weights import own_weights, plain_class
+from torch_bridge.folding.standardized_weights import computed_weights, plain_class
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A tensor that a module computed before every call, and that is now its value in eval mode.
+class ComputedTensor:
+    """A tensor that a module computed before every call, and that is replaced by its value in eval mode.
 
     Attributes:
         path: of the module.
         name: of the tensor.
-        how: what computed it.
-        prefix: what the names of the tensors that it is made of begin with, behind the path.
-        source: computes it of these tensors.
-        kept: which of these tensors stay beside it.
+        how: class names of what computed it.
+        prefix: prefix, after the path, of the names of the tensors that it is computed from.
+        source: module that computes it from these tensors.
+        kept: names of those of these tensors that remain beside it.
     """
 
     path: str
@@ -46,12 +46,12 @@ class Computed:
         return result.detach().clone()
 
 
-class _Hooked(nn.Module):
-    """The tensors that a hook of the older interfaces reads, and the hook."""
+class _HookedTensor(nn.Module):
+    """A hook of torch's older interfaces (weight norm, say), with the tensors that it reads."""
 
     def __init__(self, hook: Any, name: str, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self.hook, self.made = hook, name
+        self.hook, self.name = hook, name
         for key, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(key, nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
@@ -61,37 +61,39 @@ class _Hooked(nn.Module):
 
     def forward(self) -> Tensor:
         self.hook(self, ())
-        result = self.__dict__.pop(self.made)
+        result = self.__dict__.pop(self.name)
         assert isinstance(result, Tensor)
         return result
 
 
-def fold_computed(model: nn.Module, run: Callable[[], Any], undone: list[Callable[[], None]]) -> list[Computed]:
-    """Fold every computed tensor of a model in eval mode into its value, in place.
+def fold_computed_tensors(
+    model: nn.Module, run: Callable[[], Any], undo_steps: list[Callable[[], None]]
+) -> list[ComputedTensor]:
+    """Replace every computed tensor of a model in eval mode by its value, in place.
 
     Args:
         model: not wrapped.
-        run: runs it on its example; called where a layer may compute its weight in a forward of its own.
-        undone: gets what takes it back, step by step.
+        run: runs the model on its example; called where a layer may compute its weight in a forward of its own.
+        undo_steps: gains the functions that restore the modules.
     """
-    found: list[Computed] = []
+    found: list[ComputedTensor] = []
     for path, module in list(model.named_modules()):
-        computed = [*_parametrized(path, module), *_hooked(path, module)]
+        computed = [*_parametrized_tensors(path, module), *_hooked_tensors(path, module)]
         if computed:
-            undone.append(_restorer(module))
+            undo_steps.append(_restore_function(module))
         for tensor in computed:
             _store(module, tensor)
         found += computed
-    for path, module, source in own_weights(model, run):
-        undone.append(_restorer(module))
+    for path, module, source in computed_weights(model, run):
+        undo_steps.append(_restore_function(module))
         kept = tuple(name for name in module._parameters if name == "bias")
-        found.append(Computed(path, "weight", type(module).__name__, "", source, kept))
+        found.append(ComputedTensor(path, "weight", type(module).__name__, "", source, kept))
         _make_plain(module, found[-1])
     return found
 
 
-def _make_plain(layer: nn.Module, computed: Computed) -> None:
-    """Turn a layer that computes its weight into the layer of torch.nn that it is made from."""
+def _make_plain(layer: nn.Module, computed: ComputedTensor) -> None:
+    """Turn a layer that computes its weight into the layer of torch.nn that it is derived from."""
     plain, old = plain_class(layer), layer._parameters["weight"]
     assert plain is not None
     assert old is not None
@@ -102,17 +104,17 @@ def _make_plain(layer: nn.Module, computed: Computed) -> None:
     layer._parameters.update({"weight": nn.Parameter(computed.value(), old.requires_grad), **stays})
 
 
-def _parametrized(path: str, module: nn.Module) -> Iterator[Computed]:
+def _parametrized_tensors(path: str, module: nn.Module) -> Iterator[ComputedTensor]:
     if not parametrize.is_parametrized(module):
         return
     lists = module.parametrizations
     assert isinstance(lists, nn.ModuleDict)
     for name, steps in lists.items():
         how = ", ".join(type(step).__name__.strip("_") for step in steps.children())
-        yield Computed(path, name, how, f"parametrizations.{name}.", copy.deepcopy(steps))
+        yield ComputedTensor(path, name, how, f"parametrizations.{name}.", copy.deepcopy(steps))
 
 
-def _hooked(path: str, module: nn.Module) -> Iterator[Computed]:
+def _hooked_tensors(path: str, module: nn.Module) -> Iterator[ComputedTensor]:
     for hook in module._forward_pre_hooks.values():
         endings: tuple[str, ...]
         if isinstance(hook, WeightNorm):
@@ -125,14 +127,14 @@ def _hooked(path: str, module: nn.Module) -> Iterator[Computed]:
             continue
         stored = {**module._parameters, **module._buffers}
         tensors = {key: stored[key] for key in (f"{name}_{ending}" for ending in endings)}
-        yield Computed(path, name, type(hook).__name__, "", _Hooked(hook, name, tensors))  # type: ignore[arg-type]
+        yield ComputedTensor(path, name, type(hook).__name__, "", _HookedTensor(hook, name, tensors))  # type: ignore[arg-type]
 
 
-def _store(module: nn.Module, computed: Computed) -> None:
-    """Put the value in the place of what it was computed of."""
+def _store(module: nn.Module, computed: ComputedTensor) -> None:
+    """Store the value in the place of the tensors that it was computed from."""
     name, source = computed.name, computed.source
     value = computed.value()
-    if isinstance(source, _Hooked):
+    if isinstance(source, _HookedTensor):
         for hooks in (module._forward_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for key, hook in list(hooks.items()):
                 own = getattr(hook, "hook", hook)  # torch wraps some of them
@@ -155,11 +157,11 @@ def _store(module: nn.Module, computed: Computed) -> None:
     else:
         module._buffers[name] = value
     if isinstance(module, nn.RNNBase) and not parametrize.is_parametrized(module):
-        module._init_flat_weights()  # what it hands to its kernel
+        module._init_flat_weights()  # the list that torch passes to its kernel
 
 
-def _restorer(module: nn.Module) -> Callable[[], None]:
-    """What makes a module what it is now; the dictionaries that hooks' handles know stay the same objects."""
+def _restore_function(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a module; dictionaries that hook handles refer to stay the same objects."""
     cls = module.__class__
     before = {key: (value, dict(value) if isinstance(value, dict) else None) for key, value in vars(module).items()}
     lists = module._modules.get("parametrizations")
@@ -179,18 +181,22 @@ def _restorer(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def fold_computed_checkpoint(state_dict: dict[str, Any], prefix: str, computed: Computed, *, ours: bool) -> None:
-    """Compute a folded tensor of a float checkpoint on its way in, in place; where it is folded already, nothing.
+def fold_computed_in_checkpoint(
+    state_dict: dict[str, Any], prefix: str, computed: ComputedTensor, *, from_folded_model: bool
+) -> None:
+    """Compute a folded tensor of a float checkpoint on its way in, in place.
 
-    `ours` says that the checkpoint is known to come from a folded model.
+    A checkpoint in which it is folded already stays as it is; `from_folded_model` says that this is known.
     """
     path = f"{prefix}{computed.path}." if computed.path else prefix
     names = {name: f"{path}{computed.prefix}{name}" for name in computed.source.state_dict()}
-    if not all(key in state_dict for key in names.values()) or (ours and not computed.prefix and "weight" in names):
+    if not all(key in state_dict for key in names.values()) or (
+        from_folded_model and not computed.prefix and "weight" in names
+    ):
         return
-    anew = copy.deepcopy(computed.source)
-    anew.load_state_dict({name: state_dict[key] for name, key in names.items()})
+    source = copy.deepcopy(computed.source)
+    source.load_state_dict({name: state_dict[key] for name, key in names.items()})
     for name, key in names.items():
         if name not in computed.kept:
             del state_dict[key]
-    state_dict[f"{path}{computed.name}"] = Computed(computed.path, computed.name, "", "", anew).value()
+    state_dict[f"{path}{computed.name}"] = ComputedTensor(computed.path, computed.name, "", "", source).value()

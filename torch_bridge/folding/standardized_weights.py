@@ -16,7 +16,7 @@ _OPS = (F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_trans
 
 
 def plain_class(module: nn.Module) -> type[nn.Module] | None:
-    """The layer of torch.nn that a layer with a forward of its own is made from, or None for any other module."""
+    """Return the layer class of torch.nn from which a layer with a forward of its own is derived, else None."""
     bases = type(module).__mro__
     defining = next(base for base in bases if "forward" in vars(base))
     if not isinstance(module, _LAYERS) or defining.__module__.startswith("torch.nn.modules") or module._modules:
@@ -24,8 +24,8 @@ def plain_class(module: nn.Module) -> type[nn.Module] | None:
     return next(base for base in bases if base.__module__.startswith("torch.nn.modules") and "forward" in vars(base))
 
 
-class OwnWeight(nn.Module):
-    """Computes the weight that a layer gives its op, of the layer's own tensors; it reads no data."""
+class ComputedWeight(nn.Module):
+    """The module that computes the weight a layer passes to its op, from the layer's tensors alone."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class OwnWeight(nn.Module):
         self.inside = (layer, torch.zeros_like(x[:1]))  # a tuple: no submodule, so the tensors keep their names
 
     def forward(self) -> Tensor:
-        """Run the layer on zeros, and give the weight that its op gets."""
-        found = _op_of(*self.inside)
+        """Run the layer on zeros, and return the weight that its op gets."""
+        found = _linear_call(*self.inside)
         assert found is not None
         return found[0]
 
 
-class _Watch(TorchFunctionMode):
-    """Notes the linear ops that are called, and which tensors come from the input."""
+class _LinearCallRecorder(TorchFunctionMode):
+    """The function mode that records calls of linear ops, and which tensors derive from the input."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -65,27 +65,31 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def _op_of(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """The weight and bias of the one linear op of a layer, and its result; None where the weight reads the input."""
-    with torch.no_grad(), _Watch(x) as watch:
+def _linear_call(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """Return weight and bias of the one linear op of a layer, and its result.
+
+    The result is None if the weight reads the input, or if there is not exactly one linear op.
+    """
+    with torch.no_grad(), _LinearCallRecorder(x) as recorder:
         result = layer.forward(x)
-    if len(watch.calls) != 1 or not isinstance(result, Tensor):
+    if len(recorder.calls) != 1 or not isinstance(result, Tensor):
         return None
-    weight, bias = watch.calls[0]
-    if any(weight is tensor for tensor in watch.derived):
+    weight, bias = recorder.calls[0]
+    if any(weight is tensor for tensor in recorder.derived):
         return None
     return weight, bias, result
 
 
-def own_weights(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, nn.Module, OwnWeight]]:
-    """The layers that are layers of torch.nn but for a weight that they compute of their own tensors alone.
+def computed_weights(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, nn.Module, ComputedWeight]]:
+    """Yield the layers that differ from layers of torch.nn only by a weight computed from their own tensors.
 
     Args:
         model: in eval mode, not wrapped.
-        run: runs it; called only where a layer has a forward of its own.
+        run: runs the model; called only where a layer has a forward of its own.
 
     Yields:
-        Path, layer, and what computes its weight. A plain layer with this weight gives the same on the example.
+        Path, layer, and the module that computes its weight. On the example, a plain layer with this weight computes
+        the same as the layer.
     """
     layers = {path: module for path, module in model.named_modules() if plain_class(module) is not None}
     if not layers:
@@ -104,13 +108,13 @@ def own_weights(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str,
         for handle in handles:
             handle.remove()
     for path, module in layers.items():
-        if module in seen and _is_plain_but_for_its_weight(module, seen[module]):
-            yield path, module, OwnWeight(module, seen[module])
+        if module in seen and _only_computes_weight(module, seen[module]):
+            yield path, module, ComputedWeight(module, seen[module])
 
 
 @torch.no_grad()
-def _is_plain_but_for_its_weight(layer: nn.Module, x: Tensor) -> bool:
-    found = _op_of(layer, x)
+def _only_computes_weight(layer: nn.Module, x: Tensor) -> bool:
+    found = _linear_call(layer, x)
     stored = layer._parameters.get("weight")
     if found is None or stored is None or found[0] is stored or found[0].shape != stored.shape:
         return False

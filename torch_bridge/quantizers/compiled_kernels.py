@@ -1,6 +1,7 @@
-"""Flat kernels of fake quantization for training on a CPU, made by torch.compile: one pass over memory for several.
+"""Flat kernels of fake quantization for training on a CPU: one pass over memory instead of several.
 
-They see tensors as one dimension of unknown length, so that each is compiled once whatever the model.
+torch.compile makes them. They see tensors as one dimension of unknown length, so that each is compiled once for all
+models.
 """
 
 import functools
@@ -27,14 +28,14 @@ def _backward(gradient: Tensor, x: Tensor, step: Tensor, ends: Tensor) -> tuple[
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Compiled kernels on tensors of any shape, with one scale and numbers for bounds."""
+class CompiledKernels:
+    """Compiled kernels for tensors of any shape, with one scale and numbers as bounds."""
 
     _forward: Callable[..., Tensor]
     _backward: Callable[..., tuple[Tensor, Tensor]]
 
     def forward(self, x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
-        """Give x on the grid of levels low to high."""
+        """Return x on the grid of levels low to high."""
         return _shaped(self._forward(_flat(x, x), scale.detach().reshape(()), torch.tensor((low, high))), x)
 
     def backward(
@@ -46,7 +47,7 @@ class Kernels:
         passing: tuple[float, float],
         ceiling: float,
     ) -> tuple[Tensor, list[float]]:
-        """Give the gradient of x, which passes in an open interval, and three sums.
+        """Return the gradient of x, which passes in an open interval, and three sums.
 
         The sums: of `g * (y - x)` where it passes, of `g * y` where it does not, and of g from `ceiling` on.
         """
@@ -54,23 +55,23 @@ class Kernels:
         passed, sums = self._backward(_flat(gradient, x), _flat(x, x), scale.detach().reshape(()), ends)
         return _shaped(passed, x), sums.tolist()
 
-    def __deepcopy__(self, memo: object) -> "Kernels":
+    def __deepcopy__(self, memo: object) -> "CompiledKernels":
         return self
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _without, ()  # another process computes without, rather than compile anew
+        return _no_kernels, ()  # another process computes without kernels, rather than compile them again
 
 
-def _without() -> None:
+def _no_kernels() -> None:
     return None
 
 
 @functools.cache
-def compiled_kernels() -> Kernels | None:
-    """Compile the kernels, or give None with a warning where there is no compiler that works."""
-    kernels = Kernels(torch.compile(_forward, dynamic=True), torch.compile(_backward, dynamic=True))
+def compiled_kernels() -> CompiledKernels | None:
+    """Return the compiled kernels, or None with a warning where there is no compiler that works."""
+    kernels = CompiledKernels(torch.compile(_forward, dynamic=True), torch.compile(_backward, dynamic=True))
     try:
-        for length in (70, 90):  # two lengths, so that none is taken for a constant
+        for length in (70, 90):  # two lengths, so that the compiler takes none for a constant
             x, scale = torch.linspace(-1.0, 1.0, length), torch.full((1,), 0.1)
             with torch.no_grad():
                 kernels.forward(x, scale, -3.0, 3.0)
@@ -83,8 +84,8 @@ def compiled_kernels() -> Kernels | None:
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of a tensor in the order in which another has them in memory; a view where it has them so too."""
-    plain = tensor.detach()  # or the compiler would look at the graph that it belongs to
+    """Return the elements of a tensor in the memory order of another one; a view where both have that order."""
+    plain = tensor.detach()  # without the graph of gradients, which the compiler would follow
     return plain.permute(0, 2, 3, 1).reshape(-1) if _channels_last(like) else plain.reshape(-1)
 
 

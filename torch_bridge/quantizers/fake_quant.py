@@ -1,4 +1,4 @@
-"""Fake quantization on torch tensors: the exact formula of `qsdk.core.numerics.affine`, and the gradients of LSQ.
+"""Fake quantization of torch tensors: the exact formula of `qsdk.core.numerics.affine`, with the gradients of LSQ.
 
 `clip(rint(x / s) + z, lo, hi) - z` is `clip(rint(x / s), lo - z, hi - z)` but for the sign of 0, so no pass adds the
 zero point. On a CPU the bounds must be numbers: with tensors `clamp` is not vectorised (`benchmarks/fake_quant.py`).
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import DType
-from torch_bridge.quantizers.per_tensor import Grid, OneScale, on_one_grid, runs_as_one_scale
+from torch_bridge.quantizers.per_tensor import (
+    FakeQuantGrid,
+    PerTensorFakeQuant,
+    fake_quantize_per_tensor,
+    runs_per_tensor,
+)
 
 _MINIFLOATS = {
     "float8e4m3fn": torch.float8_e4m3fn,
@@ -24,15 +29,15 @@ _FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class _ManyScales(torch.autograd.Function):
-    """Fake quantization with scales that broadcast, in operations that a compiler fuses."""
+class _BroadcastFakeQuant(torch.autograd.Function):
+    """Fake quantization with scales that broadcast, in operations that torch.compile fuses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-        # not the result: the model may write over it in place (`out += identity`)
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> Tensor:
+        # the result is not saved: the model may write over it (`out += identity`)
         ctx.save_for_backward(x, scale, zero_point)
-        ctx.grid, ctx.ends = grid, _numbers(x, zero_point, grid)
-        return _between(x, scale, ctx.ends or _ends(zero_point, grid))
+        ctx.grid, ctx.ends = grid, _bounds_as_numbers(x, zero_point, grid)
+        return _round_and_clip(x, scale, ctx.ends or _bounds_as_tensors(zero_point, grid))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -40,7 +45,7 @@ class _ManyScales(torch.autograd.Function):
         grid, gradient = ctx.grid, grads[0]
         ratio = x / scale
         levels = ratio.round()
-        clipped = torch.clamp(levels, *(ctx.ends or _ends(zero_point, grid)))
+        clipped = torch.clamp(levels, *(ctx.ends or _bounds_as_tensors(zero_point, grid)))
         inside = levels == clipped
         scale_grad = zero_grad = None
         if ctx.needs_input_grad[1]:
@@ -53,59 +58,66 @@ class _ManyScales(torch.autograd.Function):
         return torch.where(inside, gradient, 0.0), scale_grad, zero_grad, None
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> Tensor:
     """Return x on its grid, as `qsdk.core.numerics.affine` computes it, differentiable in x, scale and zero point.
 
-    Straight-through in x. The scale's gradient is equation 3 of Esser et al. 2020 (LSQ), the zero point's that of
-    Bhalgat et al. 2020 (LSQ+, section 3.1), whose offset is `-zero_point * scale`.
+    The gradient passes straight through to x. The scale's gradient is equation 3 of Esser et al. 2020 (LSQ), the zero
+    point's that of Bhalgat et al. 2020 (LSQ+, section 3.1), whose offset is `-zero_point * scale`.
 
     Args:
         x: float tensor.
         scale: broadcasts against x.
         zero_point: of scale's shape, whole numbers in x's dtype.
-        grid: its ends, and what else happens on the way.
+        grid: its ends and options.
     """
-    one = runs_as_one_scale(x, scale)
+    one = runs_per_tensor(x, scale)
     if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad or zero_point.requires_grad):
-        function = OneScale if one else _ManyScales
+        function = PerTensorFakeQuant if one else _BroadcastFakeQuant
         return function.apply(x, scale, zero_point, grid)  # type: ignore[no-any-return, no-untyped-call]
-    return on_one_grid(x, scale, zero_point, grid) if one else _on_grid(x, scale, zero_point, grid)
+    return (
+        fake_quantize_per_tensor(x, scale, zero_point, grid)
+        if one
+        else _fake_quantize_broadcast(x, scale, zero_point, grid)
+    )
 
 
-class _Through(torch.autograd.Function):
-    """Fake quantization on a grid that is never left, straight-through; the scales are not learned by it."""
+class _BiasFakeQuant(torch.autograd.Function):
+    """Straight-through fake quantization of a bias on a grid that it never leaves; its scale is not learned."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor:
-        return _between(x, scale, (lo, hi))
+        return _round_and_clip(x, scale, (lo, hi))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None, None
 
 
-def quantize_through(x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor:
-    """Give a bias on its grid, whose zero point is 0; the gradient of x passes straight through, the scale has none."""
+def fake_quantize_bias(x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor:
+    """Return a bias on its grid, whose zero point is 0; the gradient of x passes straight through."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Through.apply(x, scale, lo, hi)  # type: ignore[no-any-return, no-untyped-call]
-    return _between(x, scale, (lo, hi))
+        return _BiasFakeQuant.apply(x, scale, lo, hi)  # type: ignore[no-any-return, no-untyped-call]
+    return _round_and_clip(x, scale, (lo, hi))
 
 
-def _on_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    return _between(x, scale, _numbers(x, zero_point, grid) or _ends(zero_point, grid))
+def _fake_quantize_broadcast(x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> Tensor:
+    return _round_and_clip(x, scale, _bounds_as_numbers(x, zero_point, grid) or _bounds_as_tensors(zero_point, grid))
 
 
-def _between(x: Tensor, scale: Tensor, ends: tuple[Any, Any]) -> Tensor:
+def _round_and_clip(x: Tensor, scale: Tensor, ends: tuple[Any, Any]) -> Tensor:
     return (x / scale).round_().clamp_(*ends).mul_(scale).add_(0.0)  # the runtimes have no -0.0
 
 
-def _ends(zero_point: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The least and largest level."""
+def _bounds_as_tensors(zero_point: Tensor, grid: FakeQuantGrid) -> tuple[Tensor, Tensor]:
+    """Return the least and largest level as tensors."""
     return grid.lo - zero_point, grid.hi - zero_point
 
 
-def _numbers(x: Tensor, zero_point: Tensor, grid: Grid) -> tuple[float, float] | None:
-    """The same as numbers, where all zero points are the same: tensors are slow bounds on a CPU."""
+def _bounds_as_numbers(x: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> tuple[float, float] | None:
+    """Return the least and largest level as numbers, if all zero points are equal.
+
+    Tensors are slow bounds on a CPU.
+    """
     if x.device.type != "cpu" or not zero_point.numel() or torch.compiler.is_compiling():
         return None
     least, most = (float(bound) for bound in zero_point.detach().aminmax())
@@ -113,7 +125,7 @@ def _numbers(x: Tensor, zero_point: Tensor, grid: Grid) -> tuple[float, float] |
 
 
 class _Cast(torch.autograd.Function):
-    """A rounding to another float type and back, straight-through."""
+    """Straight-through rounding to another float type and back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: DType) -> Tensor:
@@ -124,18 +136,18 @@ class _Cast(torch.autograd.Function):
         return grads[0], None
 
 
-def cast_through(x: Tensor, dtype: DType) -> Tensor:
-    """Store x in a float dtype and read it back; the gradient passes straight through."""
+def cast_straight_through(x: Tensor, dtype: DType) -> Tensor:
+    """Return x as it is read back after being stored in a float dtype; the gradient passes straight through."""
     return _Cast.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def fake_quantize_minifloat(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
-    """Give x in a float8 or float4 type times its scale; the gradient passes straight through the cast."""
-    return affine.fake_quantize_minifloat(x, scale, dtype, lambda v: cast_through(v, dtype))  # type: ignore[no-any-return]
+    """Return x in a float8 or float4 dtype times its scale; the gradient passes straight through the cast."""
+    return affine.fake_quantize_minifloat(x, scale, dtype, lambda v: cast_straight_through(v, dtype))  # type: ignore[no-any-return]
 
 
 def cast(x: Tensor, dtype: DType) -> Tensor:
-    """Round x to the values of a float dtype, in x's own type."""
+    """Return x rounded to the values of a float dtype, in x's own dtype."""
     if dtype.name == "float4e2m1":
         return _round_to_float4(x)
     stored = _MINIFLOATS.get(dtype.name) or _FLOATS[dtype.name]

@@ -1,4 +1,4 @@
-"""What is learned at a site, in checkpoints: those of a training load into a sim that is not trained, and back."""
+"""Learned scales and zero points in checkpoints, which load into trained and untrained sims alike."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_p
 from torch_bridge.quantizers.quantizer import Quantizer
 
 
-def meet_learned(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
-    """Give a checkpoint the keys that a module has for a site.
+def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
+    """Adapt a checkpoint to the keys that a module has for a site.
 
-    What was learned is written into the encoding where nothing is learned now; where something is, an encoding that
-    comes without it has learned nothing.
+    Where nothing is learned now, learned values are merged into the encoding; where something is, a checkpoint without
+    learned values gets zeros.
     """
     if not quantizer.owns_encoding:
         return
@@ -33,8 +33,8 @@ def meet_learned(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) 
             state_dict[key] = torch.zeros_like(state_dict[base])
 
 
-def keep_float32(quantizer: Quantizer) -> dict[str, Tensor]:
-    """The tensors of a site that keep their type when their module changes its own, by name."""
+def float32_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
+    """Return the tensors of a site that keep their dtype when their module changes its own, by name."""
     owner = quantizer.owner
     found = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
     found |= {name: owner._parameters[name] for name in quantizer.learned_names}
@@ -44,7 +44,7 @@ def keep_float32(quantizer: Quantizer) -> dict[str, Tensor]:
 def prepare_buffers(
     module: nn.Module, quantizer: Quantizer, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Make room for the encodings that a state_dict brings; half an encoding, or one that does not fit, is an error."""
+    """Make buffers for the encodings of a state_dict; half an encoding, or one that does not fit, is an error."""
     if not quantizer.owns_encoding:
         return
     present = [name for name in quantizer.buffer_names if prefix + name in state_dict]
@@ -53,7 +53,7 @@ def prepare_buffers(
         error_msgs.append(f"the encoding of {quantizer.site} is uninitialised: {prefix}{absent} is missing")
         state_dict.pop(prefix + present[0])
         return
-    misfit = next((m for name in present if (m := quantizer.misfit(state_dict[prefix + name]))), None)
+    misfit = next((m for name in present if (m := quantizer.shape_error(state_dict[prefix + name]))), None)
     if misfit is not None:
         error_msgs.append(f"the encoding of {quantizer.site} does not fit: {misfit}")
         for name in present:

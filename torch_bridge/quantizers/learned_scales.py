@@ -1,9 +1,9 @@
-"""Scales and zero points while they are learned: what an optimizer may do to its parameters keeps both valid.
+"""Scales and zero points while they are learned: whatever an optimizer does to its parameters, both stay valid.
 
-A scale is what calibration found times 2**p, so it stays positive; p starts at 0. A scale of few digits is rounded to
-them, and a power of two thus learned as its exponent (Jain et al. 2020, TQT, section 3.2). A zero point is what
-calibration found plus p ranges, within the grid, so that the range keeps containing 0, and rounded. The gradients pass
-through both roundings.
+A scale is the calibrated one times 2**p, so it stays positive; p starts at 0. A scale of few digits is rounded to them,
+and a power of two is thus learned as its exponent (Jain et al. 2020, TQT, section 3.2). A zero point is the calibrated
+one plus p ranges, rounded within the grid, so that the range keeps containing 0. The gradients pass through both
+roundings.
 """
 
 import math
@@ -19,12 +19,15 @@ _LOG2_FACTORS = (-20.0, 20.0)
 
 
 def can_learn_scales(spec: Spec) -> bool:
-    """Whether each scale can move by itself: not those that are small numbers times one per channel or tensor."""
+    """Return whether each scale can change on its own.
+
+    It cannot where a scale is a small number times one factor per channel or tensor.
+    """
     return spec.scale_dtype is None or spec.scale_dtype == float8e8m0
 
 
 def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
-    """Give `base * 2**log2`, rounded to the significant binary digits that the spec's scales have."""
+    """Return `base * 2**log2`, rounded to the number of significant binary digits of the spec's scales."""
     digits = spec.scale_bits if spec.scale_dtype is None else 1
     if torch.is_grad_enabled() and log2.requires_grad:
         return _Power.apply(base, log2, digits)  # type: ignore[no-any-return, no-untyped-call]
@@ -32,14 +35,14 @@ def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
 
 
 def learned_zero_point(base: Tensor, shift: Tensor, lo: float, hi: float) -> Tensor:
-    """Give the whole number next to `base + shift * (hi - lo)` in the grid."""
+    """Return the integer of the grid that is nearest to `base + shift * (hi - lo)`."""
     moved = (base + shift * (hi - lo)).clamp(lo, hi)
     found: Tensor = _Rounded.apply(moved)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounding, straight-through."""
+    """Straight-through rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class _Power(torch.autograd.Function):
 
 
 def _power(base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
-    # the clamp keeps scales, and the product that a bias has, positive and finite whatever an optimizer did
+    # the clamp keeps scales, and their product for a bias, positive and finite whatever the optimizer does
     scale = base * torch.exp2(log2.detach().clamp(*_LOG2_FACTORS))
     if digits is None:
         return scale

@@ -1,4 +1,4 @@
-"""Marks: a site's name, written into a graph that is being exported."""
+"""Marks: nodes with the name of a site, in a graph that is being exported."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Observing a model while it runs: one reduction per extreme, a sample for histograms, one wait per batch."""
+"""Observation of a running model: one reduction per extreme, a sample for histograms, one GPU wait per batch."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ from qsdk.core.ranges.statistics import Statistics, channel_axis, reads_histogra
 
 
 class Observers:
-    """Collects statistics of the sites that are wanted.
+    """The collector of statistics at the wanted sites.
 
-    `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the second: its minimum is not below 0,
+    `amin` and `amax` are faster than one `aminmax` on a CPU. A Relu needs only the maximum: its minimum is not below 0,
     and a range contains 0 anyway.
 
     Attributes:
@@ -27,22 +27,22 @@ class Observers:
         self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
         self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
         self._pending: list[Tensor] = []
-        self._places: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
+        self._pending_sites: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
         self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
 
     def visit(self, site: str, x: Tensor) -> Tensor:
-        """Reduce the tensor at a site, if its range is wanted; gives the tensor back."""
+        """Reduce the tensor at a site, if its range is wanted, and return it unchanged."""
         nonnegative = self._nonnegative.get(site)
         if site in self._axes and x.numel():
             others = [axis for axis in range(x.dim()) if axis != self._axes[site]]
             self._channels.append((site, x.detach().amin(others), x.detach().amax(others)))
         elif nonnegative is not None and x.numel():
             self._pending.append(x.amax())
-            self._places.append((site, True))
+            self._pending_sites.append((site, True))
             if not nonnegative:
                 self._pending.append(x.amin())
-                self._places.append((site, False))
+                self._pending_sites.append((site, False))
             if site in self._sampled:
                 step = sample_step(x.numel())
                 # a copy: the model may write over the tensor, and a view would keep all of it
@@ -51,7 +51,7 @@ class Observers:
         return x
 
     def end_batch(self, number: int) -> None:
-        """Take in what a batch has shown.
+        """Add the batch to the statistics.
 
         Raises:
             DataError: NaN or an infinity; names the site and the batch.
@@ -66,7 +66,7 @@ class Observers:
         device = self._pending[0].device
         values = torch.stack([value.to(device, torch.float32) for value in self._pending]).tolist()
         seen: dict[str, list[tuple[float, float]]] = {}
-        for (site, is_high), value in zip(self._places, values, strict=True):
+        for (site, is_high), value in zip(self._pending_sites, values, strict=True):
             require_finite(site, number, value)
             calls = seen.setdefault(site, [])
             if is_high:  # the first value of every call
@@ -74,7 +74,7 @@ class Observers:
             else:
                 calls[-1] = (value, calls[-1][1])
         samples = self._samples
-        self._pending, self._places, self._samples = [], [], {}
+        self._pending, self._pending_sites, self._samples = [], [], {}
         for site, calls in seen.items():
             self._add(site, calls, samples.get(site))
 

@@ -1,4 +1,4 @@
-"""What sites do while a model runs: the phases of a sim, and what calls are given."""
+"""The phases of a sim, which decide what sites do while a model runs, and the arguments of a call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -9,8 +9,8 @@ Phase = Literal["float", "quantize", "visit", "mark"]
 Visitor = Callable[[str, Tensor], Tensor]
 
 
-def given_to(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
-    """What a call is given that it may write over, tensors in `out=` too."""
+def call_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    """Return the arguments of a call, including tensors in `out=`: the tensors that the call may write over."""
     if not kwargs:
         return args
     out = kwargs.get("out")

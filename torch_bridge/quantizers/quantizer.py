@@ -1,4 +1,4 @@
-"""Quantizers: what stands at a site of a wrapped module."""
+"""The quantizer: the object that fake-quantizes the tensor at one site."""
 
 import math
 from typing import Protocol
@@ -13,59 +13,65 @@ from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import axis_of, block_size_of
 from qsdk.core.planning.plan import Decision
-from torch_bridge.quantizers.compiled_kernels import Kernels
-from torch_bridge.quantizers.fake_quant import cast_through, fake_quantize, fake_quantize_minifloat, quantize_through
+from torch_bridge.quantizers.compiled_kernels import CompiledKernels
+from torch_bridge.quantizers.fake_quant import (
+    cast_straight_through,
+    fake_quantize,
+    fake_quantize_bias,
+    fake_quantize_minifloat,
+)
 from torch_bridge.quantizers.learned_scales import can_learn_scales, learned_scale, learned_zero_point
-from torch_bridge.quantizers.per_tensor import Grid, runs_as_one_scale
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid, runs_per_tensor
 from torch_bridge.quantizers.wider_grid import FinerGrid
-from torch_bridge.torch_values.sharding import whole
+from torch_bridge.torch_values.sharding import full_tensor_of
 
 
-class Watch(Protocol):
-    """Stands at a site while ranges are observed."""
+class InputObserver(Protocol):
+    """The interface of what observes the input of a quantizer while ranges move with training."""
 
     @property
-    def known(self) -> bool:
-        """Whether there is a range to quantize with."""
+    def has_range(self) -> bool:
+        """Return whether there is a range to quantize with."""
         ...
 
     def __call__(self, x: Tensor) -> bool:
-        """See what comes, and tell whether to quantize it."""
+        """Observe a tensor, and return whether to quantize it."""
         ...
 
 
 class Quantizer:
-    """Fake-quantizes the tensor at one site.
+    """The object that fake-quantizes the tensor at one site.
 
-    Its scale and zero point are buffers of the module that owns the site (so that state_dict, `.to()` and
-    parallel wrappers carry them); tied quantizers read their home's, a bias multiplies those of input and weight.
+    Its scale and zero point are buffers of the module that owns the site (so that state_dict, `.to()` and parallel
+    wrappers carry them). A tied quantizer reads those of another one, and a bias multiplies the scales of input and
+    weight.
 
     Attributes:
-        decision: the plan's word on this site.
+        decision: the plan's decision on this site.
         owner: the module that holds the buffers.
         model: the whole model.
-        home: the quantizer whose encoding this one shares, or None.
+        tied_to: the quantizer whose encoding this one shares, or None.
         factors: for a bias, the quantizers of its input and its weight.
-        frozen: neither calibrated nor trained nor searched.
-        clipped_only: its gradients come from clipped elements alone (`per_tensor.Grid`).
-        kernels: what it computes with while it is trained (`one_scale.Grid.kernels`).
-        keeps_result: nothing writes over what it gives (`one_scale.Grid.keeps`).
-        watch: sees what is to be quantized, and says whether to (`observed_ranges`).
-        finer: the grid it trains on for now, in place of its own.
+        frozen: whether calibration, training and searches leave it as it is.
+        clipped_only: whether its gradients come from clipped elements alone (`FakeQuantGrid.clipped_only`).
+        kernels: compiled kernels to use while it is trained (`FakeQuantGrid.kernels`).
+        keeps_result: whether nothing writes over its result (`FakeQuantGrid.keeps_result`).
+        input_observer: observes what is to be quantized, and decides whether to (`tuning.moving_ranges`).
+        finer_grid: the grid it trains on for now, in place of its own.
     """
 
     def __init__(self, decision: Decision, owner: nn.Module, prefix: str, model: nn.Module) -> None:
         self.decision = decision
         self.owner = owner
         self.model = model
-        self.home: Quantizer | None = None
+        self.tied_to: Quantizer | None = None
         self.factors: tuple[Quantizer, Quantizer] | None = None
         self.frozen = self.clipped_only = self.keeps_result = False
-        self.kernels: Kernels | None = None
-        self.watch: Watch | None = None
-        self.finer: FinerGrid | None = None
+        self.kernels: CompiledKernels | None = None
+        self.input_observer: InputObserver | None = None
+        self.finer_grid: FinerGrid | None = None
         shape = None if decision.kind in ("weight", "bias") else decision.shape
-        # as the sim's example has it, because not every activation has the batch in front
+        # taken from the example's shape, because not every activation has the batch in front
         self._features = None if shape is None else math.prod([n for n in shape[1:] if isinstance(n, int)])
         self._scale_name, self._zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
         if self.owns_encoding:
@@ -74,72 +80,74 @@ class Quantizer:
 
     @property
     def site(self) -> str:
-        """The site's name."""
+        """Return the site's name."""
         return self.decision.site
 
     @property
     def owns_encoding(self) -> bool:
-        """Whether scale and zero point are this quantizer's own (not tied, derived or a float cast)."""
+        """Return whether scale and zero point are this quantizer's own (not tied, derived or a float cast)."""
         return self.decision.quantized and self.decision.tied_to is None and self.decision.bias_of is None
 
     @property
     def scales_are_free(self) -> bool:
-        """Whether any positive float32 can be its scale: none of a narrow type, none with few digits."""
+        """Return whether any positive float32 can be its scale: none of a narrow dtype, none with few digits."""
         return self.decision.spec is not None and self.decision.spec.scales_are_free
 
     @property
     def can_learn_scale(self) -> bool:
-        """Whether training may move its scales."""
+        """Return whether training may change its scales."""
         spec = self.decision.spec
         return self.owns_encoding and not self.frozen and spec is not None and can_learn_scales(spec)
 
     @property
     def can_learn_zero_point(self) -> bool:
-        """Whether training may move its zero points."""
+        """Return whether training may change its zero points."""
         spec = self.decision.spec
         return self.owns_encoding and not self.frozen and spec is not None and not spec.symmetric and not spec.dynamic
 
     @property
     def buffer_names(self) -> tuple[str, str]:
-        """The names of the owner's buffers for scale and zero point."""
+        """Return the names of the owner's buffers for scale and zero point."""
         return self._scale_name, self._zero_name
 
     @property
     def log_scale_name(self) -> str:
-        """The name of the owner's parameter that holds log2 of the factor on the scale while it is learned."""
+        """Return the name of the owner's parameter for a learned scale: log2 of the factor on the scale."""
         return f"{self._scale_name}_log2"
 
     @property
     def shift_name(self) -> str:
-        """The name of the owner's parameter that holds how many ranges a learned zero point has moved."""
+        """Return the name of the owner's parameter for a learned zero point: its shift, in ranges."""
         return f"{self._zero_name}_shift"
 
     @property
     def learned_names(self) -> tuple[str, ...]:
-        """The names of the owner's parameters that are learned for this site now."""
+        """Return the names of the owner's parameters that are learned for this site now."""
         return tuple(name for name in (self.log_scale_name, self.shift_name) if name in self.owner._parameters)
 
     @property
     def calibrated(self) -> bool:
-        """Whether there is an encoding to quantize with."""
+        """Return whether there is an encoding to quantize with."""
         if not self.decision.quantized:
             return True
         if self.factors is not None:
             return all(factor.calibrated for factor in self.factors)
-        if self.home is not None:
-            return self.home.calibrated
-        return self.owner._buffers[self._scale_name] is not None and (self.watch is None or self.watch.known)
+        if self.tied_to is not None:
+            return self.tied_to.calibrated
+        return self.owner._buffers[self._scale_name] is not None and (
+            self.input_observer is None or self.input_observer.has_range
+        )
 
     def scale_and_zero_point(self) -> tuple[Tensor, Tensor]:
-        """Give scale and zero point as float tensors of the encoding's shape.
+        """Return scale and zero point as float tensors of the encoding's shape.
 
         Raises:
             CalibrationError: there is no encoding yet.
         """
-        if self.home is not None:
-            return self.home.scale_and_zero_point()
+        if self.tied_to is not None:
+            return self.tied_to.scale_and_zero_point()
         if self.factors is not None:
-            with torch.no_grad():  # a bias moves no scale
+            with torch.no_grad():  # no gradient of a bias reaches a scale
                 scale = self.factors[0].scale_and_zero_point()[0] * self.factors[1].scale_and_zero_point()[0]
                 return scale, torch.zeros_like(scale)
         scale_or_none, zero_point = (self.owner._buffers[name] for name in self.buffer_names)
@@ -148,66 +156,66 @@ class Quantizer:
         spec, stored = self.decision.spec, self.owner._parameters
         assert spec is not None
         if (factor := stored.get(self.log_scale_name)) is not None:
-            scale_or_none = learned_scale(scale_or_none, whole(factor), spec)
+            scale_or_none = learned_scale(scale_or_none, full_tensor_of(factor), spec)
         if (shift := stored.get(self.shift_name)) is not None:
-            zero_point = learned_zero_point(zero_point, whole(shift), spec.dtype.lo, spec.dtype.hi)
+            zero_point = learned_zero_point(zero_point, full_tensor_of(shift), spec.dtype.lo, spec.dtype.hi)
         return scale_or_none, zero_point
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Give x on the site's grid."""
+        """Return x on the site's grid."""
         spec = self.decision.spec
         if spec is None or self.decision.passes_through:
             return x
         if not spec.dtype.is_quantized:
-            return cast_through(x, spec.dtype)
+            return cast_straight_through(x, spec.dtype)
         if x.dtype in (torch.float16, torch.bfloat16):
-            # a scale or a grid may not fit there, so the formula runs in float32
+            # scale or grid may be out of the narrow dtype's range, so the formula runs in float32
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
-            return _on_its_own_grid(x)
-        if self.watch is not None and not self.watch(x):
+            return _fake_quantize_dynamic(x)
+        if self.input_observer is not None and not self.input_observer(x):
             return x
         scale, zero_point = self.scale_and_zero_point()
         if spec.dtype.kind == "minifloat":
-            return fake_quantize_minifloat(x, self._aligned(scale, x), spec.dtype)
+            return fake_quantize_minifloat(x, self._align(scale, x), spec.dtype)
         dtype = spec.dtype
-        if self.finer is not None:
-            scale, zero_point, dtype = *self.finer(scale, zero_point), self.finer.dtype
+        if self.finer_grid is not None:
+            scale, zero_point, dtype = *self.finer_grid(scale, zero_point), self.finer_grid.dtype
         if self.factors is not None:
-            return quantize_through(x, self._aligned(scale, x), dtype.lo, dtype.hi)
+            return fake_quantize_bias(x, self._align(scale, x), dtype.lo, dtype.hi)
         grid = self._grid(self._elements(x) / scale.numel(), dtype)
-        if runs_as_one_scale(x, scale):
+        if runs_per_tensor(x, scale):
             return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
-        return fake_quantize(x, self._aligned(scale, x), self._aligned(zero_point, x), grid)
+        return fake_quantize(x, self._align(scale, x), self._align(zero_point, x), grid)
 
-    def rectified(self, x: Tensor, ceiling: float) -> Tensor | None:
-        """Give `x.clamp(0, ceiling)` on the site's grid in one operation; None where that takes two.
+    def quantize_relu(self, x: Tensor, ceiling: float) -> Tensor | None:
+        """Return `x.clamp(0, ceiling)` on the site's grid, computed by one operation; None where that takes two.
 
-        Only while gradients are computed, where it saves the backward pass of the ReLU as well.
+        It is used only while gradients are computed, where it saves the backward pass of the ReLU as well.
         """
         spec = self.decision.spec
         if spec is None or spec.dynamic or not spec.dtype.is_integer:
             return None
         if self.decision.passes_through or x.dtype not in (torch.float32, torch.float64) or not x.requires_grad:
             return None
-        if self.watch is not None or self.finer is not None:
+        if self.input_observer is not None or self.finer_grid is not None:
             return None
         scale, zero_point = self.scale_and_zero_point()
-        if not torch.is_grad_enabled() or not runs_as_one_scale(x, scale) or zero_point.requires_grad:
-            return None  # what a zero point moves would have to be told from what the ReLU cuts
-        grid = self._grid(self._elements(x), spec.dtype)._replace(rectifies=True, ceiling=ceiling)
+        if not torch.is_grad_enabled() or not runs_per_tensor(x, scale) or zero_point.requires_grad:
+            return None  # the zero point's gradient would mix the grid's clipping with the ReLU's
+        grid = self._grid(self._elements(x), spec.dtype)._replace(fuses_relu=True, ceiling=ceiling)
         return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
 
     def _elements(self, x: Tensor) -> int:
-        """The elements of a weight, and of one example of an activation: parts of a batch add up to the whole."""
+        """Return the elements of a weight, or of one example of an activation: parts of a batch add up to the whole."""
         return x.numel() if self._features is None else self._features
 
-    def _grid(self, elements_per_scale: float, dtype: DType) -> Grid:
+    def _grid(self, elements_per_scale: float, dtype: DType) -> FakeQuantGrid:
         gain = 1.0 / max(elements_per_scale * dtype.hi, 1.0) ** 0.5
-        return Grid(dtype.lo, dtype.hi, gain, self.clipped_only, self.keeps_result, kernels=self.kernels)
+        return FakeQuantGrid(dtype.lo, dtype.hi, gain, self.clipped_only, self.keeps_result, kernels=self.kernels)
 
     def encoding(self) -> Encoding:
-        """Give what was found for this site (the shared or derived one where it has none of its own)."""
+        """Return the encoding of this site (the shared or derived one where it has none of its own)."""
         spec = self.decision.spec
         assert spec is not None
         scale, zero_point = (t.detach().cpu().numpy() for t in self.scale_and_zero_point())
@@ -223,13 +231,13 @@ class Quantizer:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the encoding is frozen: its own, the shared one, or both that a bias derives from."""
+        """Return whether the encoding is frozen: its own, the shared one, or both from which a bias derives."""
         if self.factors is not None:
             return all(factor.is_frozen for factor in self.factors)
-        return self.frozen if self.home is None else self.home.is_frozen
+        return self.frozen if self.tied_to is None else self.tied_to.is_frozen
 
-    def become(self, encoding: Encoding | None) -> None:
-        """Have this encoding of its own, frozen or not; None makes it uncalibrated."""
+    def replace_encoding(self, encoding: Encoding | None) -> None:
+        """Set the encoding and whether it is frozen; None makes the quantizer uncalibrated."""
         self.frozen = encoding is not None and encoding.frozen
         if encoding is None:
             self.owner._buffers.update(dict.fromkeys(self.buffer_names))
@@ -237,15 +245,15 @@ class Quantizer:
             self.set_encoding(encoding)
 
     def set_encoding(self, encoding: Encoding) -> None:
-        """Install an encoding in the owner's buffers, on the device of the owner or else of the model."""
+        """Write an encoding into the owner's buffers, on the device of the owner or else of the model."""
         assert self.owns_encoding, self.site
         tensors = (t for module in (self.owner, self.model) for t in (*module.parameters(), *module.buffers()))
         place = next(tensors, torch.empty(0)).device
         for name, value in zip(self.buffer_names, (encoding.scale, encoding.zero_point), strict=True):
             self.owner._buffers[name] = torch.from_numpy(value.astype(np.float32)).to(place)
 
-    def misfit(self, parameter: Tensor) -> str | None:
-        """Why a scale or zero point does not belong here, or None."""
+    def shape_error(self, parameter: Tensor) -> str | None:
+        """Return why a scale or zero point does not fit this site, or None."""
         assert self.decision.spec is not None
         granularity = self.decision.spec.granularity
         shape = tuple(n for n in self.decision.shape or () if isinstance(n, int))
@@ -255,16 +263,16 @@ class Quantizer:
             return str(error)
         return None
 
-    def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
+    def _align(self, parameter: Tensor, x: Tensor) -> Tensor:
         assert self.decision.spec is not None
         granularity = self.decision.spec.granularity
         shaped: Tensor = affine.align(parameter, tuple(x.shape), axis_of(granularity), block_size_of(granularity))
         return shaped.to(x.dtype)
 
 
-def _on_its_own_grid(x: Tensor) -> Tensor:
-    """Fake-quantize with the tensor's own range."""
+def _fake_quantize_dynamic(x: Tensor) -> Tensor:
+    """Fake-quantize a tensor with its own range."""
     if x.numel() == 0:
         return x
     low, high = x.detach().aminmax()
-    return fake_quantize(x, *affine.dynamic_parameters(low, high), Grid(0, 255))
+    return fake_quantize(x, *affine.dynamic_parameters(low, high), FakeQuantGrid(0, 255))

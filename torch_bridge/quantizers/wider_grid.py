@@ -1,4 +1,4 @@
-"""A grid of more bits over a site's range, on which it is trained for a while before it is on its own."""
+"""A grid of more bits over a site's range, on which the site is trained for a while before its own grid."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from qsdk.core.numerics.spec import Spec
 
 @dataclass(frozen=True)
 class FinerGrid:
-    """Gives scale and zero point on a grid of more bits whose range is that of the site's own.
+    """A grid of more bits whose range is that of a site's own grid.
 
     Attributes:
         dtype: of more bits.
         own_lo: smallest value of the site's own grid.
-        steps: steps of this grid in one step of its own.
+        steps: steps of this grid in one step of the site's own.
     """
 
     dtype: DType
@@ -23,7 +23,7 @@ class FinerGrid:
     steps: float
 
     def __call__(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-        """Give scale and zero point on this grid, for those on the site's own; gradients pass through.
+        """Return scale and zero point on this grid for those on the site's own; gradients pass through.
 
         The ends of the range stay, up to half a step: the zero point of a symmetric range need not be 0 here.
         """
@@ -32,7 +32,7 @@ class FinerGrid:
 
 
 def finer_grid(spec: Spec, bits: int) -> FinerGrid | None:
-    """The grid of so many bits, or None where the site's own has as many.
+    """Return the grid of `bits` bits, or None where the site's own has as many.
 
     Args:
         spec: of a site with an integer dtype.

@@ -1,7 +1,8 @@
-"""Activation checkpointing: refusing what a recomputation in the backward pass could not tell apart.
+"""Activation checkpointing: errors for sites that a recomputation in the backward pass could not name.
 
-A recomputation calls again what was checkpointed, alone: a module of the sim finds its sites by itself, the ops of any
-other function do not, since nobody calls the module that they belong to.
+A recomputation runs the checkpointed function again, without its caller. A module of the sim then finds its sites,
+because its own forward enters the function mode. Ops of any other function do not, since nothing calls the module they
+belong to.
 """
 
 import sys
@@ -16,35 +17,35 @@ from qsdk.core.errors import ModelError
 _REENTRANT = CheckpointFunction.forward.__code__
 
 
-def records_gradients() -> bool:
-    """Whether gradients are recorded call by call: a compiler sees recomputation as part of its graph."""
+def is_recording_gradients() -> bool:
+    """Return whether gradients are recorded call by call; torch.compile sees recomputation as part of its graph."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def saving_hook() -> Any:
-    """What now decides how tensors are saved for the backward pass; each checkpoint has one of its own."""
+def saved_tensors_hook() -> Any:
+    """Return the hook that now saves tensors for the backward pass; each checkpoint has its own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
-def is_recomputed() -> bool:
-    """Return whether a backward pass calls again what was checkpointed."""
+def is_recomputing() -> bool:
+    """Return whether a backward pass is running, which calls checkpointed modules again."""
     return torch._C._current_graph_task_id() != -1
 
 
-def refuse_lost_sites(path: str, hook: Any, site: str) -> None:
-    """Refuse a site of a module in a checkpoint that began after the module's call and calls no module there.
+def refuse_unreachable_site(path: str, hook: Any, site: str) -> None:
+    """Refuse a site in a checkpoint that began after the call of its module and calls no module of the sim.
 
     Args:
         path: of the module.
-        hook: what decided when it was called, with gradients recorded.
-        site: that was reached.
+        hook: the saved-tensors hook when the module was called, with gradients recorded.
+        site: the site that was reached.
 
     Raises:
-        ModelError: says what to checkpoint instead.
+        ModelError: the recomputation would not find the site.
     """
     if torch.is_grad_enabled():
-        now = saving_hook()
+        now = saved_tensors_hook()
         inside = now is not hook and getattr(now, "__qualname__", "").startswith("_checkpoint_hook.")
     else:
         inside = _is_called_by(_REENTRANT, sys._getframe(1))  # or the model's own no_grad
@@ -64,10 +65,10 @@ def _is_called_by(code: Any, frame: FrameType | None) -> bool:
 
 
 def refuse_reused(path: str) -> None:
-    """Refuse a module that is called again in the backward pass, where nothing says which of its calls is repeated.
+    """Refuse a module that is called several times, when the backward pass calls it again.
 
     Raises:
-        ModelError: says what to checkpoint instead.
+        ModelError: its recomputation cannot know which of the calls it repeats.
     """
     if torch._C._current_graph_task_id() != -1:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Functions as they are written into a trace, where torch's exporter fails on them or misreads them.
+"""The forms in which functions are traced, where torch's exporter fails on them or translates them wrongly.
 
-BatchNorm: statistics that are sites stop it. `squeeze`: it takes axes away that are not one long. `mean` whose axes are
-None: it writes an op without its input.
+It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axes that are not one long. For `mean` with
+`dim=None` it writes an op without its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ OPSET = 21
 
 
 def _batch_norm(
-    input: Tensor,  # as torch calls it
+    input: Tensor,  # torch's name, since it may come by keyword
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -26,10 +26,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Write `F.batch_norm` of x [N, C, ...] as one op, or as ops on the batch itself where that is what it reads.
+    """Return `F.batch_norm` of x [N, C, ...] as one ONNX op, or as ops on the batch itself if it uses batch statistics.
 
-    The exporter takes the running statistics even where `training` says not to, so it is not shown them; what they
-    become is no result.
+    The exporter uses the running statistics even where `training` is true, so they are not passed to it then.
     """
     if training or running_mean is None or running_var is None:
         return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
@@ -42,7 +41,7 @@ def _batch_norm(
 
 
 def _native_batch_norm(
-    input: Tensor,  # as torch calls it
+    input: Tensor,  # torch's name
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
@@ -52,12 +51,12 @@ def _native_batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Write `torch.batch_norm`, which takes the same in another order."""
+    """Return `torch.batch_norm`, which takes the same arguments in another order."""
     return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _squeeze(input: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Write `squeeze` of the named axes for those of them alone that are one long.
+    """Return x without those of the named axes that are one long.
 
     Raises:
         ExportError: an axis is dynamic.
@@ -78,12 +77,12 @@ def _is_one_long(x: Tensor, axis: int) -> bool:
 
 
 def _mean(input: Tensor, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Write `mean` over all axes by naming them."""
+    """Return the mean over all axes, with the axes named."""
     return torch.mean(input, tuple(range(input.dim())), keepdim, dtype=dtype)
 
 
-def as_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """What is traced in the place of a torch function: mostly the function itself."""
+def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function to trace in the place of a torch function: mostly the function itself."""
     if func is F.batch_norm:
         return _batch_norm
     if func is torch.batch_norm:

@@ -1,13 +1,13 @@
-"""Names of functional ops: which torch functions make a site, and what the site's owner is called."""
+"""Which torch functions have a site, and the name of an op in its site."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-# Functions that make floating-point values of integers, and are nothing else on floating-point tensors.
+# Conversions compute values only where they turn integers into floats; on floats they are no op of the model.
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "half", "double", "bfloat16"})
-# Functions that give back their argument, a copy of it, or something that is not computed from its values.
+# Functions that return their argument, a copy of it, or something that is not computed from its values.
 _WITHOUT_SITE = frozenset(
     {"contiguous", "detach", "clone", "cpu", "cuda"}
     | {"requires_grad", "dropout", "alpha_dropout", "feature_dropout", "dropout2d", "identity", "item", "tolist"}
@@ -19,7 +19,7 @@ _PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def op_name(func: Callable[..., Any]) -> str | None:
-    """The op's name in a site (`add` for `+`, `+=`, `torch.add` and `add_`), or None if it makes no site."""
+    """Return an op's name in a site (`add` for `+`, `+=`, `torch.add` and `add_`), or None if it has no site."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         described = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -39,31 +39,34 @@ op_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _OPERATORS = frozenset({f"__{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod")})
 
 
-def makes_value(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether a call computes with floating-point values, or makes some of a tensor that has none."""
+def computes_floats(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether a call computes with floating-point values, or converts integers to them."""
     if name in _CONVERSIONS:
         return bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
-    return reads_tensor(args, kwargs)
+    return reads_floats(args, kwargs)
 
 
-def reads_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether any argument is a floating-point tensor or a list of them: else the result is a constant or an index."""
+def reads_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether any argument is a floating-point tensor or a list of them.
+
+    Without one, the result is a constant or an index.
+    """
     values = (*args, *(kwargs or {}).values())
     return any(
-        value.is_floating_point() if isinstance(value, Tensor) else _holds_tensor(value)
+        value.is_floating_point() if isinstance(value, Tensor) else _contains_floats(value)
         for value in values
         if isinstance(value, Tensor | tuple | list)
     )
 
 
-def _holds_tensor(value: Any) -> bool:
+def _contains_floats(value: Any) -> bool:
     return any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
 
 
-def asks_again_for_gradients(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether this is `x.requires_grad = True` of a tensor that has it.
+def repeats_requires_grad(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether a call is `x.requires_grad = True` on a tensor that requires gradients already.
 
-    torch refuses that of what is computed; in a sim an input is computed too, since its scale is learned.
+    torch refuses that on computed tensors; in a sim an input is computed too, since its scale is learned.
     """
     if getattr(func, "__name__", "") != "__set__":
         return False

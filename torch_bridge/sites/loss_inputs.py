@@ -1,6 +1,6 @@
-"""Inputs that the example did not have, such as labels: what is computed from them is no part of the quantized model.
+"""Inputs that the example did not have, such as labels: what is computed from them is not part of the quantized model.
 
-A loss inside of a forward, as models of `transformers` have it, is float: it has no sites, and is in no exported file.
+A loss inside of a forward, as in models of `transformers`, is float: it has no sites, and is in no exported file.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from qsdk.core.errors import ModelError
 from qsdk.core.site import owner_of
 from torch_bridge.torch_values.pytree import tensors_of
 
-# what a loss does with the results of the model before it holds them against labels: no value changes
+# ops that a loss applies to the model's results before comparing them with labels; no value changes
 _MOVES = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "getitem"})
 
 
-class LaterInputs:
+class LossInputs:
     """The tensors of one forward pass that come from inputs which the example did not have.
 
     Args:
@@ -25,16 +25,16 @@ class LaterInputs:
         self.names = ", ".join(inputs)
         self._tensors = tensors_of(list(inputs.values()))
 
-    def read_by(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
-        """Whether a call is given any of them."""
+    def is_read_by(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether any of these tensors is among the arguments of a call."""
         given = tensors_of([*args, *(kwargs or {}).values()])
         return any(x is mine for x in given for mine in self._tensors)
 
-    def make(self, result: Any, site: str | None, sites: Mapping[str, Any]) -> Any:
-        """Take in what a call made of them, and give it.
+    def add_result(self, result: Any, site: str | None, sites: Mapping[str, Any]) -> Any:
+        """Add what a call computed from these tensors, and return it.
 
         Raises:
-            ModelError: the quantized model computes it as well, without these inputs.
+            ModelError: the quantized model computes the same without these inputs.
         """
         if site in sites:
             raise ModelError(
@@ -45,6 +45,6 @@ class LaterInputs:
         return result
 
 
-def only_moves(site: str) -> bool:
-    """Whether the op of a site gives values as they are."""
+def moves_values_only(site: str) -> bool:
+    """Return whether the op of a site returns the values that it gets."""
     return owner_of(site).rpartition("/")[2].partition(".")[0] in _MOVES

@@ -1,8 +1,8 @@
-"""Recurrent layers as ONNX has them: one op per layer, whose two weights are stored tensors with sites.
+"""Recurrent layers as in ONNX: one op per layer, whose two weights are stored tensors with sites.
 
-torch keeps the weights of each direction apart and orders their gates differently. The site of a weight is the tensor
-that the ONNX op reads, `[directions, gates * H, columns]`, so that a module and the file made of it have one plan.
-Layers run one by one: what goes from one to the next is a site too.
+torch stores the weights of each direction separately and orders their gates differently. The site of a weight is the
+tensor that the ONNX op reads, `[directions, gates * H, columns]`, so that a module and the file exported from it have
+one plan. Layers run one by one, because what goes from one to the next is a site too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.gate_order import arranged_weight, reordered, restored, suffixes
+from torch_bridge.torch_values.gate_order import direction_suffixes, onnx_weight, to_onnx_order, to_torch_order
 
 _OPS = {"LSTM": "LSTM", "GRU": "GRU", "RNN_TANH": "RNN", "RNN_RELU": "RNN"}
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -27,7 +27,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def run_recurrent(module: nn.RNNBase, runtime: Runtime, input: Any, hx: Any = None) -> tuple[Tensor, Any]:
-    """The forward of a recurrent layer, with its weights and the results of its layers passing through sites.
+    """Run the forward of a recurrent layer, with its weights and the results of its layers passing through sites.
 
     Raises:
         ModelError: packed sequences, or projections, which ONNX does not have.
@@ -47,12 +47,12 @@ def run_recurrent(module: nn.RNNBase, runtime: Runtime, input: Any, hx: Any = No
         if layer and module.dropout and module.training:
             x = F.dropout(x, module.dropout)
         run = _traced_layer if runtime.phase == "mark" else _eager_layer
-        count = len(suffixes(module))
+        count = len(direction_suffixes(module))
         own = [state[layer * count : (layer + 1) * count] for state in states]
         x, last = run(module, runtime, layer, x, own)
         for found, state, kind in zip(finals, last, ("hidden", "cell"), strict=False):
             several = module.num_layers > 1
-            found.append(_at(runtime, f"{kind}_l{layer}", state) if several else state)
+            found.append(_emit(runtime, f"{kind}_l{layer}", state) if several else state)
     joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in finals]
     x = x.transpose(0, 1) if module.batch_first else x
     if not batched:
@@ -61,25 +61,25 @@ def run_recurrent(module: nn.RNNBase, runtime: Runtime, input: Any, hx: Any = No
 
 
 def _initial_states(module: nn.RNNBase, x: Tensor, hx: Any, *, batched: bool) -> list[Tensor]:
-    """The states before the first step, [layers * directions, N, H] each: two for an LSTM."""
+    """Return the states before the first step, [layers * directions, N, H] each: two for an LSTM."""
     if hx is None:
-        shape = (len(suffixes(module)) * module.num_layers, x.shape[1], module.hidden_size)
+        shape = (len(direction_suffixes(module)) * module.num_layers, x.shape[1], module.hidden_size)
         return [torch.zeros(shape, dtype=x.dtype, device=x.device) for _ in range(1 + (module.mode == "LSTM"))]
     states = list(hx) if isinstance(hx, tuple | list) else [hx]
     return states if batched else [state.unsqueeze(1) for state in states]
 
 
-def _at(runtime: Runtime, port: str, x: Tensor) -> Tensor:
+def _emit(runtime: Runtime, port: str, x: Tensor) -> Tensor:
     assert runtime.frame is not None
     return runtime.emit(site_name(runtime.frame.name, port), x)
 
 
-def _weights(module: nn.RNNBase, runtime: Runtime, layer: int) -> list[Tensor]:
-    """W and R of a layer through their sites."""
+def _read_weights(module: nn.RNNBase, runtime: Runtime, layer: int) -> list[Tensor]:
+    """Return W and R of a layer, read through their sites."""
     assert runtime.frame is not None
     found = []
     for name in (f"weight_ih_l{layer}", f"weight_hh_l{layer}"):
-        weight = arranged_weight(module, name)
+        weight = onnx_weight(module, name)
         assert weight is not None
         found.append(runtime.emit(site_name(runtime.frame.path, name), weight))
     return found
@@ -88,39 +88,39 @@ def _weights(module: nn.RNNBase, runtime: Runtime, layer: int) -> list[Tensor]:
 def _eager_layer(
     module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """One layer by torch's kernel: [T, N, I] to [T, N, directions * H] and the last states."""
-    if runtime.recurrent is not None:
-        runtime.recurrent(module, layer, x, states)
+    """Run one layer by torch's kernel: [T, N, I] to [T, N, directions * H] and the last states."""
+    if runtime.recurrent_hook is not None:
+        runtime.recurrent_hook(module, layer, x, states)
     result, *last = _run_kernel(module, runtime, layer, x, states)
     length, batch, width = result.shape
-    apart = result.view(length, batch, width // module.hidden_size, module.hidden_size).transpose(1, 2)
-    apart = _at(runtime, f"output_l{layer}", apart)
-    return apart.transpose(1, 2).reshape(length, batch, width), last
+    by_direction = result.view(length, batch, width // module.hidden_size, module.hidden_size).transpose(1, 2)
+    by_direction = _emit(runtime, f"output_l{layer}", by_direction)
+    return by_direction.transpose(1, 2).reshape(length, batch, width), last
 
 
 def _run_kernel(
     module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    weights = _weights(module, runtime, layer)
+    weights = _read_weights(module, runtime, layer)
     flat: list[Tensor] = []
-    for direction, suffix in enumerate(suffixes(module)):
-        flat += [restored(weight[direction], module.mode) for weight in weights]
+    for direction, suffix in enumerate(direction_suffixes(module)):
+        flat += [to_torch_order(weight[direction], module.mode) for weight in weights]
         if module.bias:
             flat += [getattr(module, f"bias_{name}_l{layer}{suffix}") for name in ("ih", "hh")]
     given: Any = tuple(states) if module.mode == "LSTM" else states[0]
-    facts = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
-    found: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *facts)
+    options = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
+    found: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *options)
     return found
 
 
-def hidden_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
-    """What the recurrent weights of a layer are multiplied with: its state before each step.
+def hidden_weight_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
+    """Return the tensor that the recurrent weights of a layer are multiplied with: its state before each step.
 
     Args:
-        module: with the weights that it has now.
+        module: the layer, with the weights that it has now.
         runtime: in the frame of the module.
-        layer: its number.
-        x: its input, [T, N, I].
+        layer: number of the layer.
+        x: input of the layer, [T, N, I].
         states: before the first step, [directions, N, H] each.
 
     Returns:
@@ -138,10 +138,12 @@ def hidden_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, s
 def _traced_layer(
     module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """One layer as an ONNX op in the graph that is being exported."""
-    weights = _weights(module, runtime, layer)
-    biases = [_both_biases(module, f"l{layer}{suffix}") for suffix in suffixes(module)] if module.bias else []
-    count, size = len(suffixes(module)), module.hidden_size
+    """Write one layer as an ONNX op into the graph that is being exported."""
+    weights = _read_weights(module, runtime, layer)
+    biases = (
+        [_stack_biases(module, f"l{layer}{suffix}") for suffix in direction_suffixes(module)] if module.bias else []
+    )
+    count, size = len(direction_suffixes(module)), module.hidden_size
     attributes: dict[str, Any] = {"hidden_size": size, "direction": "bidirectional" if count == 2 else "forward"}
     if module.mode == "GRU":
         attributes["linear_before_reset"] = 1
@@ -157,9 +159,9 @@ def _traced_layer(
         shapes=shapes,
         version=14,
     )
-    result = _at(runtime, f"output_l{layer}", made[0])
+    result = _emit(runtime, f"output_l{layer}", made[0])
     return result.permute(0, 2, 1, 3).reshape(length, batch, count * size), made[1:]
 
 
-def _both_biases(module: nn.RNNBase, suffix: str) -> Tensor:
-    return torch.cat([reordered(getattr(module, f"bias_{name}_{suffix}"), module.mode) for name in ("ih", "hh")])
+def _stack_biases(module: nn.RNNBase, suffix: str) -> Tensor:
+    return torch.cat([to_onnx_order(getattr(module, f"bias_{name}_{suffix}"), module.mode) for name in ("ih", "hh")])

@@ -1,4 +1,4 @@
-"""The runtime of a sim: where the forward pass is, what its sites are called and what happens at them."""
+"""The runtime of a sim: what its wrapped modules do at each site of a forward pass."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -12,54 +12,59 @@ from torch.overrides import TorchFunctionMode
 from qsdk.core.errors import ModelError
 from qsdk.core.site import site_name
 from torch_bridge.quantizers.marks import mark
-from torch_bridge.quantizers.phases import given_to
-from torch_bridge.sites.export_forms import as_written
-from torch_bridge.sites.attention import stand_in
-from torch_bridge.sites.call_scopes import Frame, name_of_call
+from torch_bridge.quantizers.phases import call_arguments
+from torch_bridge.sites.attention import decomposition_of
+from torch_bridge.sites.call_scopes import Frame, call_name
 from torch_bridge.sites.checkpointing import (
-    is_recomputed,
-    records_gradients,
-    refuse_lost_sites,
+    is_recomputing,
+    is_recording_gradients,
     refuse_reused,
-    saving_hook,
+    refuse_unreachable_site,
+    saved_tensors_hook,
 )
-from torch_bridge.sites.functional import asks_again_for_gradients, makes_value, op_name
-from torch_bridge.sites.fused_relu import ceiling_of_call
-from torch_bridge.sites.loss_inputs import LaterInputs, only_moves
+from torch_bridge.sites.export_forms import export_form
+from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad
+from torch_bridge.sites.fused_relu import relu_ceiling_of_call
+from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only
 from torch_bridge.sites.runtime_state import RuntimeState
-from torch_bridge.sites.source_lines import Call, place, require_place
-from torch_bridge.torch_values.parameters import third_of
+from torch_bridge.sites.source_lines import RecordedCall, require_same_line, source_line
+from torch_bridge.torch_values.parameters import packed_rows
 from torch_bridge.torch_values.pytree import tensors_of
 
 
 class Runtime(RuntimeState):
-    """What the wrapped modules of a sim do at their sites."""
+    """The object that all wrapped modules of a sim share: it names their calls and runs their sites."""
 
-    def at_its_place(self, call: str, frame: Frame | None, *, op: bool = True) -> str:
-        """Note the place of a call, or hold it against that of the example; gives the name of the call.
+    def name_call(self, call: str, frame: Frame | None, *, op: bool = True) -> str:
+        """Return the name of a call in sites; record its source line, or compare it with that on the example.
+
+        Args:
+            call: name by the order of calls.
+            frame: the call of the module that makes it; None for the model itself.
+            op: whether an op is called, rather than a module.
 
         Raises:
-            ModelError: it is another.
+            ModelError: the call is made from another line than on the example.
         """
-        if self.noted is not None:
-            self.noted.append(Call(call, "" if frame is None else frame.name, op, place()))
+        if self.recorded_calls is not None:
+            self.recorded_calls.append(RecordedCall(call, "" if frame is None else frame.name, op, source_line()))
             return call
-        if not self.placed:
+        if not self.tracks_calls:
             return call
         training = frame is not None and frame.training
-        if not training and self.numbers is not None and self.phase != "mark" and not torch.compiler.is_compiling():
-            call = self.numbers.name(call, frame, op=op)
-        places = self.training_places if training else self.places
+        if not training and self.call_names is not None and self.phase != "mark" and not torch.compiler.is_compiling():
+            call = self.call_names.name(call, frame, op=op)
+        places = self.training_lines if training else self.source_lines
         if self.phase == "quantize" and call in places and not torch.compiler.is_compiling():
-            require_place(call, places[call], recomputed=is_recomputed())
+            require_same_line(call, places[call], recomputed=is_recomputing())
         return self.training_names.get(call, call) if training else call
 
-    def in_file(self, site: str) -> str | None:
-        """A site, if not only training has it."""
+    def exported_site(self, site: str) -> str | None:
+        """Return a site, or None if only training has it, so that it is in no exported file."""
         return None if site in self.only_training else site
 
-    def is_later(self, name: str, value: Any) -> bool:
-        """Whether an input holds tensors, and the example did not have it."""
+    def is_loss_input(self, name: str, value: Any) -> bool:
+        """Return whether an input holds tensors and the example had no such input."""
         return self.phase == "quantize" and name.partition(".")[0] not in self.inputs and bool(tensors_of(value))
 
     def call(
@@ -77,59 +82,59 @@ class Runtime(RuntimeState):
         """Run a wrapped module's forward in a frame of its own; a leaf's result passes through its site.
 
         Args:
-            paths: all paths of the module in the model, the first one being its own.
+            paths: all paths of the module in the model; the first one names its parameters.
             leaf: whether the module is one op.
-            has_output: whether a leaf makes a new tensor.
+            has_output: whether a leaf returns a new tensor.
             forward: the module's own forward.
-            args: what it is called with.
-            kwargs: and by keyword.
-            ceiling: upper bound of a ReLU.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            ceiling: upper bound, if the module is a ReLU or ReLU6; else None.
             training: whether the module is in train mode.
         """
         parent = self.frame
-        if self.phase == "float" or (parent is not None and parent.leaf and not parent.guest):
+        if self.phase == "float" or (parent is not None and parent.leaf and not parent.foreign):
             return forward(*args, **kwargs)
-        if parent is None and paths[0] in self.reused:
+        if parent is None and paths[0] in self.reused_modules:
             refuse_reused(paths[0])
-        frame = Frame(paths[0], name_of_call(parent, paths), leaf, training=training)
+        frame = Frame(paths[0], call_name(parent, paths), leaf, training=training)
         if parent is not None:
             frame.calls = parent.calls
-        if self.placed or self.noted is not None:
-            frame.name = self.at_its_place(frame.name, parent, op=False)
-        if records_gradients():
-            frame.recording, frame.hook = True, saving_hook()
+        if self.tracks_calls or self.recorded_calls is not None:
+            frame.name = self.name_call(frame.name, parent, op=False)
+        if is_recording_gradients():
+            frame.recording, frame.hook = True, saved_tensors_hook()
         self.frame = frame
         try:
-            if leaf and self.later is not None and self.later.read_by(args, kwargs):
-                return self.later.make(
-                    forward(*args, **kwargs), self.in_file(site_name(frame.name, "output")), self.quantizers
+            if leaf and self.loss_inputs is not None and self.loss_inputs.is_read_by(args, kwargs):
+                return self.loss_inputs.add_result(
+                    forward(*args, **kwargs), self.exported_site(site_name(frame.name, "output")), self.quantizers
                 )
-            if ceiling is not None and (made := self.rectified(frame.name, ceiling, args)) is not None:
+            if ceiling is not None and (made := self.quantize_relu(frame.name, ceiling, args)) is not None:
                 return made
             if parent is None:
                 with SiteMode(self):
                     result = forward(*args, **kwargs)
-            elif leaf and self._off_the_mode():
-                # nothing inside one op is a site, and each detour through the mode is felt
+            elif leaf and self._can_bypass_mode():
+                # nothing inside one op is a site, and the mode would slow down every call there
                 with torch._C.DisableTorchFunction():
                     result = forward(*args, **kwargs)
             else:
                 result = forward(*args, **kwargs)
             if leaf and has_output:
-                result = self.emit_result(frame.name, result, given_to(args, kwargs))
+                result = self.emit_result(frame.name, result, call_arguments(args, kwargs))
         finally:
             self.frame = parent
         return result
 
-    def as_guest(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a module that was put into the model later, as adapters are: it computes in float.
+    def call_foreign(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a foreign module, one that came into the model after wrapping (an adapter, say), in float.
 
-        The modules of the model in it are called as if by its caller.
+        The model's own modules inside it are named as if the caller of the foreign module called them.
         """
         caller = self.frame
         if caller is None or caller.leaf:
             return forward(*args, **kwargs)
-        self.frame = replace(caller, leaf=True, guest=True)
+        self.frame = replace(caller, leaf=True, foreign=True)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -138,7 +143,7 @@ class Runtime(RuntimeState):
     def emit_result(self, owner: str, result: Any, given: Iterable[Any] = ()) -> Any:
         """Pass every floating-point tensor of a result through its site: `output`, `output1`, ...
 
-        A result that was `given` was written in place.
+        A tensor that is also in `given`, the arguments of the call, was written in place.
         """
         given = tuple(given)
 
@@ -157,7 +162,7 @@ class Runtime(RuntimeState):
         return result
 
     def emit(self, site: str, x: Tensor) -> Tensor:
-        """Do at a site what the phase asks for.
+        """Return the tensor that goes on from a site: quantized, visited, marked or unchanged, as the phase asks.
 
         Raises:
             ModelError: the plan does not know the site.
@@ -170,72 +175,78 @@ class Runtime(RuntimeState):
                 self.marked.append(site)
                 return mark(x, site)
             if frame is not None and frame.recording and self.quantizers.get(site) is not None:
-                refuse_lost_sites(frame.path, frame.hook, site)
-            if not self._off_the_mode():
-                return self._at(site, x)
+                refuse_unreachable_site(frame.path, frame.hook, site)
+            if not self._can_bypass_mode():
+                return self._run_site(site, x)
             # the arithmetic of a site need not pass through the mode call by call
             with torch._C.DisableTorchFunction():
-                return self._at(site, x)
+                return self._run_site(site, x)
         finally:
             self.frame = frame
 
-    def _at(self, site: str, x: Tensor) -> Tensor:
+    def _run_site(self, site: str, x: Tensor) -> Tensor:
         if self.phase == "visit":
             assert self.visitor is not None
             return self.visitor(site, x)
-        return self.quantized(site, x)
+        return self.quantize(site, x)
 
-    def _off_the_mode(self) -> bool:
-        """Whether what is no site's business may bypass the mode: not while wiring or graphs are read from it."""
-        return self.phase != "mark" and self.watcher is None and not torch.compiler.is_compiling()
+    def _can_bypass_mode(self) -> bool:
+        """Return whether ops inside a site may bypass the function mode.
+
+        Not while the dataflow is recorded or a graph is traced: both are read from the mode.
+        """
+        return self.phase != "mark" and self.recorder is None and not torch.compiler.is_compiling()
 
     def read_packed(self, name: str, packed: Tensor, part: str) -> Tensor:
-        """Pass the packed projection of the calling attention module, or a part of it, through its site.
+        """Return the packed projection of the calling attention module, or a part of it, read through its site.
 
-        Any other caller has read its parameters through its own sites already.
+        Any other caller has read its parameters through their own sites already.
         """
         frame, self.frame = self.frame, None  # taking a part is no op of the model
-        read = third_of(packed, part) if part else packed
+        read = packed_rows(packed, part) if part else packed
         self.frame = frame
         assert frame is not None
-        if frame.path not in self.attention:
+        if frame.path not in self.attention_modules:
             return read
         return self.emit(site_name(frame.path, f"{name}_{part}" if part else name), read)
 
-    def run_whole(self, name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run several torch functions as one op of the calling module, with one site behind them."""
+    def run_as_one_op(self, name: str, computes: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run several torch functions as one op of the calling module, with one site for the result."""
         frame, self.frame = self.frame, None
         assert frame is not None
         try:
             result = computes(x)
         finally:
             self.frame = frame
-        return self.emit(site_name(frame.next_op(name), "output"), result)
+        return self.emit(site_name(frame.next_owner(name), "output"), result)
 
-    def rectified(self, owner: str, ceiling: float, args: tuple[Any, ...]) -> Tensor | None:
-        """What a ReLU gives at its site, where its quantizer does its work too."""
+    def quantize_relu(self, owner: str, ceiling: float, args: tuple[Any, ...]) -> Tensor | None:
+        """Return the result of a ReLU quantized by one operation, or None where that takes two."""
         site = site_name(owner, "output")
         quantizer = self.quantizers.get(site) if self.phase == "quantize" else None
-        if quantizer is None or len(args) != 1 or site in self.write_back or not self._off_the_mode():
+        if quantizer is None or len(args) != 1 or site in self.write_back or not self._can_bypass_mode():
             return None
         frame, self.frame = self.frame, None
         try:
             if frame is not None and frame.recording:
-                refuse_lost_sites(frame.path, frame.hook, site)
+                refuse_unreachable_site(frame.path, frame.hook, site)
             with torch._C.DisableTorchFunction():
-                made = quantizer.rectified(args[0], ceiling)
-            if made is not None and self.told is not None:
-                self.told(site, made)
+                made = quantizer.quantize_relu(args[0], ceiling)
+            if made is not None and self.site_observer is not None:
+                self.site_observer(site, made)
             return made
         finally:
             self.frame = frame
 
     def _emit_in_place(self, site: str, x: Tensor) -> Tensor:
-        """Write the site's values into a tensor that others read by its old name (`self.relu(x)` without `x =`)."""
+        """Write the values of a site back into a tensor that is read again by its old name.
+
+        This serves `self.relu(x)` with `inplace=True`, where the model goes on with x.
+        """
         frame, self.frame = self.frame, None
         try:
-            if self.watcher is not None:
-                return self.emit(site, self.watcher.wrote_over(site, x))
+            if self.recorder is not None:
+                return self.emit(site, self.recorder.after_write(site, x))
             made = self.emit(site, x)
             if site not in self.write_back or made is x:
                 return made
@@ -248,29 +259,29 @@ class Runtime(RuntimeState):
         finally:
             self.frame = frame
 
-    def quantized(self, site: str, x: Tensor) -> Tensor:
-        """Give x on the grid of a site.
+    def quantize(self, site: str, x: Tensor) -> Tensor:
+        """Return x on the grid of a site, or x itself where the site is float.
 
         Raises:
             ModelError: the plan does not know the site.
         """
         if site not in self.quantizers:
-            if self.later is not None and only_moves(site):
+            if self.loss_inputs is not None and moves_values_only(site):
                 return x
-            has = "" if self.later is None else f" and has {self.later.names}"
+            has = "" if self.loss_inputs is None else f" and has {self.loss_inputs.names}"
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "
                 f"that takes the same path through the model{has}"
             )
         quantizer = self.quantizers[site]
         made = x if quantizer is None else quantizer(x)
-        if self.told is not None:
-            self.told(site, made)
+        if self.site_observer is not None:
+            self.site_observer(site, made)
         return made
 
 
 class SiteMode(TorchFunctionMode):
-    """Sees every torch function that a module calls itself and passes its result through a site."""
+    """The torch function mode that passes the result of every function a module calls through a site."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
@@ -283,59 +294,59 @@ class SiteMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the function and quantize what it gives; a fused one as the ops that it is made of."""
+        """Run a function and quantize its result; run a fused function as the ops it consists of."""
         frame = self.runtime.frame
-        if asks_again_for_gradients(func, args):
+        if repeats_requires_grad(func, args):
             return None
         if func is Tensor.unflatten:
             func = torch.unflatten  # the same op; torch.compile does not trace the method's super() under a mode
         if getattr(func, "__name__", "") == "tag_activation_checkpoint":  # torch.compile calls what is checkpointed
-            return func(functools.partial(self._inside, args[0]), *args[1:], **(kwargs or {}))
+            return func(functools.partial(self._run_inside, args[0]), *args[1:], **(kwargs or {}))
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
-            if self.runtime.later is not None and self.runtime.later.read_by(args, kwargs):
-                return self._after_later_inputs(self.runtime.later, frame, func, args, kwargs)
-            parts = stand_in(func, self.runtime.read_packed, self.runtime.run_whole)
+            if self.runtime.loss_inputs is not None and self.runtime.loss_inputs.is_read_by(args, kwargs):
+                return self._after_loss_inputs(self.runtime.loss_inputs, frame, func, args, kwargs)
+            parts = decomposition_of(func, self.runtime.read_packed, self.runtime.run_as_one_op)
             if parts is not None:
                 with self:
                     return parts(*args, **(kwargs or {}))
             name = op_name(func)
-            ceiling = ceiling_of_call(name, args, kwargs) if name else None
+            ceiling = relu_ceiling_of_call(name, args, kwargs) if name else None
             if name and ceiling is not None and self.runtime.phase == "quantize":
-                return self._rectified(
-                    self.runtime.at_its_place(frame.next_op(name), frame), func, ceiling, args, kwargs
+                return self._quantize_relu(
+                    self.runtime.name_call(frame.next_owner(name), frame), func, ceiling, args, kwargs
                 )
-        watcher = self.runtime.watcher if frame is not None else None
-        if watcher is not None:
-            watcher.begins((args, kwargs))
-        runs = as_written(func, args, kwargs or {}) if self.runtime.phase == "mark" else func
+        recorder = self.runtime.recorder if frame is not None else None
+        if recorder is not None:
+            recorder.before_call((args, kwargs))
+        runs = export_form(func, args, kwargs or {}) if self.runtime.phase == "mark" else func
         result = runs(*args, **(kwargs or {}))
-        if frame is not None and watcher is not None:
-            watcher.read(frame, getattr(func, "__name__", ""), (args, kwargs), result)
+        if frame is not None and recorder is not None:
+            recorder.after_call(frame, getattr(func, "__name__", ""), (args, kwargs), result)
         if frame is None or frame.leaf or self.runtime.phase == "float":
             return result
-        if name is None or not makes_value(name, args, kwargs):
+        if name is None or not computes_floats(name, args, kwargs):
             return result
-        owner = self.runtime.at_its_place(frame.next_op(name), frame)
-        return self.runtime.emit_result(owner, result, given_to(args, kwargs))
+        owner = self.runtime.name_call(frame.next_owner(name), frame)
+        return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
-    def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return function(*args, **kwargs)
 
-    def _after_later_inputs(
-        self, later: LaterInputs, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    def _after_loss_inputs(
+        self, loss_inputs: LossInputs, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), op_name(func)
         computes = isinstance(result, Tensor) and result.is_floating_point() and name is not None
         site = None
         if computes and name is not None:
-            site = self.runtime.in_file(site_name(frame.next_op(name), "output"))
-        return later.make(result, site, self.runtime.quantizers)
+            site = self.runtime.exported_site(site_name(frame.next_owner(name), "output"))
+        return loss_inputs.add_result(result, site, self.runtime.quantizers)
 
-    def _rectified(
+    def _quantize_relu(
         self, owner: str, func: Callable[..., Any], ceiling: float, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        made = self.runtime.rectified(owner, ceiling, args)
+        made = self.runtime.quantize_relu(owner, ceiling, args)
         if made is None:
-            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), given_to(args, kwargs))
+            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
         return made

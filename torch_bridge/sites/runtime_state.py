@@ -1,4 +1,4 @@
-"""What a runtime knows: how the modules of a sim are to run, and where the forward pass is."""
+"""The state of a runtime: how the modules of a sim run now, and where each thread's forward pass is."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,116 +12,116 @@ from qsdk.core.errors import ModelError
 from qsdk.core.own_lock import OwnLock
 from torch_bridge.quantizers.phases import Phase, Visitor
 from torch_bridge.quantizers.quantizer import Quantizer
-from torch_bridge.sites.call_scopes import Frame, Naming, Watcher
-from torch_bridge.sites.loss_inputs import LaterInputs
-from torch_bridge.sites.source_lines import Call
+from torch_bridge.sites.call_scopes import CallNames, DataflowRecorder, Frame
+from torch_bridge.sites.loss_inputs import LossInputs
+from torch_bridge.sites.source_lines import RecordedCall
 from torch_bridge.torch_values.module_state import Cache
 
 
 class _Pass(threading.local):
-    """The forward pass of a thread."""
+    """The forward pass of one thread."""
 
     frame: Frame | None = None
-    later: LaterInputs | None = None
+    loss_inputs: LossInputs | None = None
     runs: bool = False
     acts_for: int | None = None
 
 
 class RuntimeState:
-    """Shared by all wrapped modules of a sim; each thread has a forward pass of its own.
+    """The state that all wrapped modules of a sim share; each thread has a forward pass of its own.
 
     Attributes:
         phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
             writes the site's name into a graph that is being traced.
         quantizers: by site; None where the plan keeps float32.
-        visitor: what `visit` calls with (site, tensor); it gives the tensor to go on with.
-        watcher: told of every torch function and in-place result while the model's wiring is learned.
-        views: sites of views that share what is written into them, and stay what the model has there.
+        visitor: called in the phase `visit` with (site, tensor); returns the tensor to go on with.
+        recorder: notified of every torch function and every write in place while the dataflow is recorded.
+        views: sites of views that share memory with a tensor that is written later; they are not quantized.
         write_back: sites of in-place ops whose tensor is read again by its old name.
-        overwritten: sites whose tensor something is written over after they were quantized.
+        overwritten: sites whose tensor is written over after it was quantized.
         marked: the sites written into the graph by the last `mark` phase.
-        reused: paths of the modules that one forward pass calls more than once.
-        attention: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
-        recurrent: told of each recurrent layer before it runs: module, number of the layer, its input and states.
-        told: is given the values of every site that is simulated, with its name.
-        ddp: id of the DistributedDataParallel that is known to know all parameters that are trained.
-        places: call -> place in the user's code, for those that nothing else tells apart (`source_lines.ambiguous`).
-        noted: all calls, while they are being noted.
-        numbers: names calls where a run leaves out some that the trace makes.
-        training_names: call as it is numbered in train mode -> its name, where that is another.
-        training_places: as `places`, for calls as they are numbered in train mode.
-        placed: whether there is any of these three.
-        only_training: site -> kind of what only train mode has; it is float.
-        caches: what modules keep of their parameters in eval mode.
-        caching: held by the thread that runs a model with caches.
-        inputs: names of those that the example had.
+        reused_modules: paths of the modules that one forward pass calls more than once.
+        attention_modules: paths of the nn.MultiheadAttention modules, whose packed projection is read part by part.
+        recurrent_hook: called before each recurrent layer runs, with the module, the layer's number, input and states.
+        site_observer: called with the name and the values of every site that is simulated.
+        ddp: id of the DistributedDataParallel that was found to know all parameters that are trained.
+        schedule_state: the `ScheduleState` while the model is trained, else None.
+        inputs: names of the inputs that the example has.
         writes_inputs: whether the model writes over its inputs.
-        owner: the thread that has the sim alone for a while, in which others cannot run the model.
-        course: what schedules have changed, while the model is trained (`schedule_state.Course`).
+        source_lines: call -> line of the user's code, for calls that only their line tells apart.
+        recorded_calls: all calls of a forward pass while they are recorded, else None.
+        call_names: names calls as the trace does, where a run leaves out some calls of the trace.
+        training_names: name of a call by its order in train mode -> its name on the example, where they differ.
+        training_lines: as `source_lines`, for calls named by their order in train mode.
+        tracks_calls: whether calls are compared with those on the example at all.
+        only_training: site -> kind, for sites that only train mode has; they stay float.
+        caches: attributes in which modules cache values computed from their parameters in eval mode.
+        cache_lock: held by the thread that runs a model with caches.
+        owner_thread: id of the thread that has the sim alone for a while; others cannot run the model then.
     """
 
     def __init__(self) -> None:
         self.phase: Phase = "float"
         self.quantizers: dict[str, Quantizer | None] = {}
         self.visitor: Visitor | None = None
-        self.watcher: Watcher | None = None
+        self.recorder: DataflowRecorder | None = None
         self.views: frozenset[str] = frozenset()
         self.write_back: frozenset[str] = frozenset()
         self.overwritten: frozenset[str] = frozenset()
         self.marked: list[str] = []
-        self.reused: frozenset[str] = frozenset()
-        self.attention: frozenset[str] = frozenset()
-        self.recurrent: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
-        self.told: Callable[[str, Tensor], None] | None = None
+        self.reused_modules: frozenset[str] = frozenset()
+        self.attention_modules: frozenset[str] = frozenset()
+        self.recurrent_hook: Callable[[nn.RNNBase, int, Tensor, list[Tensor]], None] | None = None
+        self.site_observer: Callable[[str, Tensor], None] | None = None
         self.ddp: int | None = None
-        self.course: object | None = None
+        self.schedule_state: object | None = None
         self.inputs: frozenset[str] = frozenset()
         self.writes_inputs = False
-        self.places: dict[str, str] = {}
-        self.noted: list[Call] | None = None
-        self.numbers: Naming | None = None
+        self.source_lines: dict[str, str] = {}
+        self.recorded_calls: list[RecordedCall] | None = None
+        self.call_names: CallNames | None = None
         self.training_names: dict[str, str] = {}
-        self.training_places: dict[str, str] = {}
-        self.placed = False
+        self.training_lines: dict[str, str] = {}
+        self.tracks_calls = False
         self.only_training: dict[str, str] = {}
         self.caches: tuple[Cache, ...] = ()
-        self.caching = OwnLock()
-        self.owner: int | None = None
+        self.cache_lock = OwnLock()
+        self.owner_thread: int | None = None
         self._forwards: dict[int, int] = {}  # thread in the middle of a forward pass -> thread it acts for
         self._turn = OwnLock()
         self._pass = _Pass()
-        self._compiled: Frame | None = None  # a compiler cannot read what differs by thread
-        self._compiled_later: LaterInputs | None = None
+        self._compiled_frame: Frame | None = None  # torch.compile cannot trace a thread-local value
+        self._compiled_loss_inputs: LossInputs | None = None
 
     @property
     def frame(self) -> Frame | None:
-        """Where the forward pass of this thread is."""
-        return self._compiled if torch.compiler.is_compiling() else self._pass.frame
+        """Return the innermost running call of this thread's forward pass; None outside of one."""
+        return self._compiled_frame if torch.compiler.is_compiling() else self._pass.frame
 
     @frame.setter
     def frame(self, frame: Frame | None) -> None:
         if torch.compiler.is_compiling():
-            self._compiled = frame
+            self._compiled_frame = frame
         else:
             self._pass.frame = frame
 
     @property
-    def later(self) -> LaterInputs | None:
-        """What comes from other inputs than the example's, while the forward pass of this thread has them."""
-        return self._compiled_later if torch.compiler.is_compiling() else self._pass.later
+    def loss_inputs(self) -> LossInputs | None:
+        """Return the tensors of inputs that the example did not have, if this thread's forward pass has any."""
+        return self._compiled_loss_inputs if torch.compiler.is_compiling() else self._pass.loss_inputs
 
-    @later.setter
-    def later(self, later: LaterInputs | None) -> None:
+    @loss_inputs.setter
+    def loss_inputs(self, loss_inputs: LossInputs | None) -> None:
         if torch.compiler.is_compiling():
-            self._compiled_later = later
+            self._compiled_loss_inputs = loss_inputs
         else:
-            self._pass.later = later
+            self._pass.loss_inputs = loss_inputs
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pass"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pass=_Pass(), owner=None, _forwards={})
+        self.__dict__.update(state, _pass=_Pass(), owner_thread=None, _forwards={})
 
     @property
     def thread(self) -> int:
@@ -149,7 +149,7 @@ class RuntimeState:
         """
         thread = threading.get_ident()
         with self._turn:
-            self.require_this_thread()
+            self.require_owner_thread()
             self._forwards[thread] = self.thread
         self._pass.runs = True
         try:
@@ -158,13 +158,13 @@ class RuntimeState:
             self._pass.runs = False
             del self._forwards[thread]
 
-    def require_this_thread(self) -> None:
+    def require_owner_thread(self) -> None:
         """Refuse a forward pass while another thread calibrates, tunes or exports the sim.
 
         Raises:
-            ModelError: says what to do.
+            ModelError: another thread has set a phase.
         """
-        elsewhere = self.owner not in (None, self.thread)
+        elsewhere = self.owner_thread not in (None, self.thread)
         if elsewhere and torch._C._current_graph_task_id() == -1:  # a backward pass has threads of its own
             raise ModelError(
                 f"another thread calibrates, tunes or traces the sim (phase {self.phase}), so this one cannot run it; "
@@ -179,17 +179,17 @@ class RuntimeState:
             ModelError: another thread has it, or is in the middle of a forward pass.
         """
         with self._turn:
-            self.require_this_thread()
+            self.require_owner_thread()
             if any(thread != self.thread for thread in list(self._forwards.values())):
                 raise ModelError(
                     "another thread is in the middle of a forward pass of the sim, which cannot be calibrated, tuned, "
                     "traced or changed meanwhile; let that pass end first, or work on a copy of the sim"
                 )
-            before, self.owner = self.owner, self.thread
+            before, self.owner_thread = self.owner_thread, self.thread
         try:
             yield
         finally:
-            self.owner = before
+            self.owner_thread = before
 
     @contextmanager
     def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
@@ -203,10 +203,10 @@ class RuntimeState:
                 self.phase, self.visitor = before
 
     @contextmanager
-    def telling(self, told: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Tell of the values of every site for a while."""
-        self.told = told
+    def observing_sites(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call an observer with the values of every simulated site inside the block."""
+        self.site_observer = observer
         try:
             yield
         finally:
-            self.told = None
+            self.site_observer = None

@@ -1,4 +1,4 @@
-"""`torch.std_mean` and `torch.var_mean` as two ops: a module that writes those has the same sites."""
+"""`torch.std_mean` and `torch.var_mean` as two ops, so that a module that calls them has the same sites."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Parts = Callable[..., tuple[Tensor, Tensor]]
+StdAndMean = Callable[..., tuple[Tensor, Tensor]]
 
 
-def spread_and_mean(func: Callable[..., Any]) -> Parts | None:
-    """What runs in the place of a function that gives a spread and the mean: None in the place of others."""
+def decompose_std_mean(func: Callable[..., Any]) -> StdAndMean | None:
+    """Return the function to run in the place of `torch.std_mean` or `torch.var_mean`; None in the place of others."""
     if func is torch.std_mean:
         return lambda *args, **kwargs: (torch.std(*args, **kwargs), _mean(*args, **kwargs))
     if func is torch.var_mean:
@@ -26,6 +26,6 @@ def _mean(
     *,
     correction: float | None = 1,
 ) -> Tensor:
-    """The mean, called as either overload of `torch.var_mean`; one takes `unbiased` in the place of `dim`."""
+    """Return the mean, called as either overload of `torch.var_mean`; one takes `unbiased` in the place of `dim`."""
     axes = None if isinstance(dim, bool) else dim
     return torch.mean(input, axes, keepdim)

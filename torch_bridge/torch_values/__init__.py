@@ -1,1 +1,1 @@
-"""What torch gives and takes: nested values, parameters, kinds of layers, sharding."""
+"""Values of torch: nested values, batches, parameters, kinds of layers, sharding."""

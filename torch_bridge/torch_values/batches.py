@@ -20,7 +20,7 @@ class Example:
     Attributes:
         args: positional.
         kwargs: by keyword.
-        dynamic_shapes: which axes are dynamic, as the user named them; None for the batch axis where that goes.
+        dynamic_shapes: the dynamic axes, as the user named them; None for the batch axis where that is possible.
     """
 
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Example:
 
 
 def as_example(value: Any) -> Example:
-    """Read an example or a batch: a tensor, a tuple or list of positional arguments, or a mapping of keywords.
+    """Return the arguments in an example or batch: a tensor, a tuple or list (positional), or a mapping (keywords).
 
     Raises:
         DataError: it is none of these.
@@ -73,13 +73,13 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
 def progress_over(
     data: Iterable[Any], title: str, progress: bool, *, skip_empty: bool = True
 ) -> Iterator[tuple[int, Any]]:
-    """Number the batches, with a progress bar.
+    """Yield numbered batches, with a progress bar.
 
     Args:
-        data: of the user.
+        data: the user's.
         title: of the progress bar.
         progress: show it.
-        skip_empty: leave batches of no rows out, in which there is nothing to learn from.
+        skip_empty: leave out batches of no rows, from which nothing can be learned.
 
     Raises:
         DataError: the data is a single tensor, or empty, or no batch has rows.
@@ -100,7 +100,7 @@ def progress_over(
 
 
 def has_no_rows(batch: Any) -> bool:
-    """Whether all tensors of a batch have a first axis of length 0."""
+    """Return whether all tensors of a batch have a first axis of length 0."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
     return bool(leaves) and all(leaf.shape[0] == 0 for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""Recurrent cells as the ops they are made of, in the order in which `torch.onnx.export` writes them."""
+"""Recurrent cells as the ops they consist of, in the order in which `torch.onnx.export` writes them."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 def is_cell(module: nn.Module) -> bool:
-    """Whether a module is a recurrent cell of torch with torch's own forward."""
+    """Return whether a module is a recurrent cell of torch with torch's own forward."""
     own = (base for base in type(module).__mro__ if "forward" in vars(base) and "_qsdk_parameters" not in vars(base))
     return next(own, None) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
 
 def run_cell(module: Any, input: Tensor, hx: Any = None) -> Any:
-    """One step of a cell: [N, I] or [I] and its state to the next state."""
+    """Run one step of a cell: [N, I] or [I] and its state to the next state."""
     states = _states(module, input, hx)
     batched = input.dim() == 2
     x = input if batched else input.unsqueeze(0)

@@ -10,7 +10,7 @@ _WEIGHT_BIAS = ("weight", "bias")
 # the packed projection is read by `torch_bridge.sites.attention`, in the parts that one op reads
 _ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
-# The first row whose class fits decides. An empty row: known, but its parameters are read raw.
+# The first row whose class matches decides. An empty row: a known layer whose parameters are read raw.
 _PARAMETERS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.modules.conv._ConvNd, _WEIGHT_BIAS),
     (nn.Linear, _WEIGHT_BIAS),
@@ -31,22 +31,22 @@ _WITHOUT_OUTPUT = (nn.Identity, nn.modules.dropout._DropoutNd)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is one op of torch.nn, so that only its output is a site (a recurrent cell is many)."""
+    """Return whether a module is one op of torch.nn, so that only its output is a site (a recurrent cell is many)."""
     defining = next(base for base in type(module).__mro__ if "forward" in vars(base))
     return defining.__module__.startswith("torch.nn.modules") and not module._modules and not is_cell(module)
 
 
 def has_output_site(module: nn.Module) -> bool:
-    """Whether a leaf makes a new tensor (Identity and Dropout do not)."""
+    """Return whether a leaf returns a new tensor (Identity and Dropout do not)."""
     return not isinstance(module, _WITHOUT_OUTPUT)
 
 
 def quantized_parameters(module: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The names of a module's own stored tensors that are read through quantizers.
+    """Return the names of a module's own stored tensors that are read through quantizers.
 
-    Known layers say it in the table; `declared` (class name -> names) adds modules that qsdk does not know; any
-    other module gives all its own floating-point parameters and buffers, and the traced graph says what they are: the
-    weight or bias of a linear op, a table, an operand of arithmetic, or nothing that has an integer form.
+    The table lists them for known layers, and `declared` (class name -> names) for modules that qsdk does not know. Any
+    other module has all its own floating-point parameters and buffers read so, and the traced graph decides what they
+    are: the weight or bias of a linear op, a table, an operand of arithmetic, or nothing that has an integer form.
     """
     names = declared.get(type(module).__name__)
     if names is None:

@@ -1,4 +1,4 @@
-"""What modules hold besides their code: kept over a look at them, and what they cache of their parameters."""
+"""Attributes of modules besides parameters: snapshots of them, and what modules cache of their parameters."""
 
 import copy
 import random
@@ -23,56 +23,56 @@ _OF_TORCH = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"}
 
 
 @dataclass(frozen=True)
-class Image:
-    """What a dictionary or a list held at some time, containers in it too."""
+class ContainerSnapshot:
+    """The contents of a dictionary or list at some time, including the containers in it."""
 
     original: Any
     parts: Any
 
-    def put_back(self) -> Any:
-        """Have the container hold that again, and return it."""
+    def restore(self) -> Any:
+        """Put the contents back into the container, and return it."""
         if isinstance(self.original, list):
-            self.original[:] = [put_back(part) for part in self.parts]
+            self.original[:] = [restore_contents(part) for part in self.parts]
         else:
             self.original.clear()
-            self.original.update({key: put_back(part) for key, part in self.parts.items()})
+            self.original.update({key: restore_contents(part) for key, part in self.parts.items()})
         return self.original
 
-    def renewed(self) -> Any:
-        """Return a new container that holds that."""
+    def rebuild(self) -> Any:
+        """Return a new container with these contents."""
         if isinstance(self.original, list):
-            return [renewed(part) for part in self.parts]
+            return [rebuild(part) for part in self.parts]
         made = copy.copy(self.original)
         made.clear()
-        made.update({key: renewed(part) for key, part in self.parts.items()})
+        made.update({key: rebuild(part) for key, part in self.parts.items()})
         return made
 
 
-def image_of(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """Return an `Image` of a container, and anything else as it is."""
+def snapshot_of(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """Return a `ContainerSnapshot` of a container; any other value is returned as it is."""
     if type(value) not in _CONTAINERS or id(value) in above:
         return value
     within = above | {id(value)}
     if isinstance(value, list):
-        return Image(value, [image_of(part, within) for part in value])
-    return Image(value, {key: image_of(part, within) for key, part in value.items()})
+        return ContainerSnapshot(value, [snapshot_of(part, within) for part in value])
+    return ContainerSnapshot(value, {key: snapshot_of(part, within) for key, part in value.items()})
 
 
-def put_back(image: Any) -> Any:
-    """Have what an image is of hold the same again, and return it."""
-    return image.put_back() if isinstance(image, Image) else image
+def restore_contents(image: Any) -> Any:
+    """Put the contents of a snapshot back into its container, and return it; any other value is returned as it is."""
+    return image.restore() if isinstance(image, ContainerSnapshot) else image
 
 
-def renewed(image: Any) -> Any:
-    """Return new containers that hold what an image shows."""
-    return image.renewed() if isinstance(image, Image) else image
+def rebuild(image: Any) -> Any:
+    """Return a new container with the contents of a snapshot; any other value is returned as it is."""
+    return image.rebuild() if isinstance(image, ContainerSnapshot) else image
 
 
 def tensors_in(value: Any, above: frozenset[int] = frozenset()) -> list[Tensor]:
-    """Return the tensors of a value and of the containers in it, parameters left out."""
+    """Return the tensors of a value and of the containers in it, except parameters."""
     if isinstance(value, Tensor):
         return [] if isinstance(value, nn.Parameter) else [value]
-    if isinstance(value, Image):
+    if isinstance(value, ContainerSnapshot):
         value = value.parts
     if not isinstance(value, dict | list | tuple) or id(value) in above:
         return []
@@ -81,11 +81,11 @@ def tensors_in(value: Any, above: frozenset[int] = frozenset()) -> list[Tensor]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Have the modules of a model, their tensors and the next random numbers be afterwards what they are now."""
-    images = [image_of(vars(module)) for module in model.modules()]
+def restoring_state(model: nn.Module) -> Iterator[None]:
+    """Restore a model's modules and tensors and the state of random numbers after the block."""
+    images = [snapshot_of(vars(module)) for module in model.modules()]
     buffers = [(tensor, tensor.detach().clone()) for tensor in model.buffers()]
-    written = _Written(model.parameters())
+    written = _WriteRecorder(model.parameters())
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), written:
@@ -94,14 +94,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         for image in images:
-            image.put_back()
+            image.restore()
         with torch.no_grad():
             for tensor, value in (*buffers, *written.before.values()):
                 tensor.detach().copy_(value)
 
 
-class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what tensors held before an op writes into their memory."""
+class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dispatch mode that copies tensors before an op writes into their memory."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,13 +123,13 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Cache:
-    """An attribute in which a module keeps what it has computed of its parameters.
+    """An attribute in which a module caches what it has computed from its parameters.
 
     Attributes:
-        module: that has it.
+        module: the module.
         name: of the attribute.
-        empty: its image before the module has computed anything.
-        exists: whether the attribute is there by then.
+        empty: snapshot of it before the module has computed anything.
+        exists: whether the attribute exists by then.
     """
 
     module: nn.Module
@@ -137,60 +137,61 @@ class Cache:
     empty: Any
     exists: bool
 
-    def forget(self) -> None:
-        """Have the module compute it anew."""
+    def clear(self) -> None:
+        """Empty the cache, so that the module computes its contents again."""
         if self.exists:
-            vars(self.module)[self.name] = renewed(self.empty)
+            vars(self.module)[self.name] = rebuild(self.empty)
         else:
             vars(self.module).pop(self.name, None)
 
 
 @contextmanager
-def forgotten(caches: Sequence[Cache], one_at_a_time: OwnLock) -> Iterator[None]:
-    """Have modules compute anew inside what they cache, and keep nothing of it: it depends on the phase of the sim.
+def without_caches(caches: Sequence[Cache], one_at_a_time: OwnLock) -> Iterator[None]:
+    """Empty caches before and after the block: what they hold depends on the phase of the sim.
 
-    Threads that run a model with caches take turns, or one would forget what another is about to read.
+    Threads that run a model with caches take turns, or one would empty a cache that another is about to read.
     """
     if not caches:
         yield
         return
     with one_at_a_time:
         for cache in caches:
-            cache.forget()
+            cache.clear()
         try:
             yield
         finally:
             for cache in caches:
-                cache.forget()
+                cache.clear()
 
 
 Attributes = dict[tuple[nn.Module, str], Any]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Return the images of all attributes that the modules of a model have of their own."""
+    """Return snapshots of all attributes that the modules of a model have of their own."""
     return {
-        (module, name): image_of(value)
+        (module, name): snapshot_of(value)
         for module in model.modules()
         for name, value in vars(module).items()
         if name not in _OF_TORCH
     }
 
 
-def emptied(before: Attributes, now: Attributes) -> Attributes:
+def emptied_attributes(before: Attributes, now: Attributes) -> Attributes:
     """Return the attributes that held tensors before and hold none now."""
     return {
         key: image for key, image in now.items() if key in before and tensors_in(before[key]) and not tensors_in(image)
     }
 
 
-def caches_of(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> tuple[Cache, ...]:
-    """Find what the modules of a model cache of their parameters in eval mode; they have forgotten it afterwards.
+def find_caches(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> tuple[Cache, ...]:
+    """Return the attributes in which modules of a model cache what they compute from parameters in eval mode.
 
-    A forward fills a cache, the next one leaves it as it is, and what it holds depends on parameters.
+    A forward fills a cache, the next one leaves it as it is, and what it holds depends on parameters. The caches are
+    empty afterwards.
 
     Args:
-        model: in eval mode; it has run since.
+        model: in eval mode; it has run since `empty` was taken.
         empty: its attributes before it ran.
         run: runs it in float.
     """
@@ -205,17 +206,17 @@ def caches_of(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> tu
     keys = _keys_of({module for module, _ in kept}, filled, empty)
     caches = [_cache(key, empty) for key in (*kept, *keys)]
     if caches:
-        with torch.enable_grad(), forgotten(caches, OwnLock()):
+        with torch.enable_grad(), without_caches(caches, OwnLock()):
             after = attributes_of(model) if _runs(run) else {}
             computed = {
                 c.module for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))
             }
         for module, name in (*candidates, *keys):
-            vars(module)[name] = put_back(filled[module, name])
-        # a module without a trained cache keeps what it has, such as the places of a grid
+            vars(module)[name] = restore_contents(filled[module, name])
+        # a module whose cache depends on no parameter keeps it, such as the coordinates of a grid
         caches = [cache for cache in caches if cache.module in computed]
         for cache in caches:
-            cache.forget()
+            cache.clear()
     return tuple(caches)
 
 
@@ -225,7 +226,7 @@ def _cache(key: tuple[nn.Module, str], empty: Attributes) -> Cache:
 
 
 def _keys_of(modules: set[nn.Module], filled: Attributes, empty: Attributes) -> list[tuple[nn.Module, str]]:
-    """Return the attributes without tensors that a forward has set: a cache may be computed anew where they differ."""
+    """Return the attributes without tensors that a forward has set: caches may depend on them."""
     return [
         (module, name)
         for (module, name), image in filled.items()
@@ -234,7 +235,7 @@ def _keys_of(modules: set[nn.Module], filled: Attributes, empty: Attributes) -> 
 
 
 def _alike(image: Any, other: Any) -> bool:
-    if isinstance(image, Image) and isinstance(other, Image):
+    if isinstance(image, ContainerSnapshot) and isinstance(other, ContainerSnapshot):
         image, other = image.parts, other.parts
     try:
         return image is other or bool(image == other)
@@ -245,7 +246,7 @@ def _alike(image: Any, other: Any) -> bool:
 def _runs(run: Callable[[], Any]) -> bool:
     try:
         run()
-    except ModelError:  # some modules cannot do without what they hold
+    except ModelError:  # some modules cannot run without what they hold
         return False
     return True
 

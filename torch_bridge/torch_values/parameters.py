@@ -1,19 +1,19 @@
-"""The stored tensors at sites: a parameter or buffer of a module, or the part of one that a single op reads."""
+"""Stored tensors at sites: a parameter or buffer of a module, or the part of one that a single op reads."""
 
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from torch_bridge.torch_values.gate_order import arranged_weight, is_recurrent
+from torch_bridge.torch_values.gate_order import is_recurrent, onnx_weight
 
-STATE = "_qsdk_state"  # where a wrapped module has its state, in its __dict__
+STATE = "_qsdk_state"  # key of a wrapped module's state in its __dict__
 STEPS = "qsdk_steps"  # a buffer of the root while the model is trained, so that checkpoints carry it
 RANGES = "qsdk_ranges"  # a buffer of the root while ranges are observed, so that checkpoints carry the averages
-# Thirds of a packed projection: the first and the one past the last.
+# Thirds of a packed projection: the first, and the one after the last.
 _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}
 
 
 def stored_tensor(model: nn.Module, site: str) -> Tensor:
-    """The raw stored tensor at a weight or bias site, on the graph of its parameter.
+    """Return the raw stored tensor at a weight or bias site, on the graph of its parameter.
 
     Raises:
         ModelError: the model stores nothing there.
@@ -25,28 +25,28 @@ def stored_tensor(model: nn.Module, site: str) -> Tensor:
 
 
 def find_stored(model: nn.Module, site: str) -> Tensor | None:
-    """The same, or None where the model stores nothing."""
+    """Return the raw stored tensor at a weight or bias site, or None where the model stores nothing."""
     owner, _, port = site.rpartition(":")
     try:
         module = model if owner == "self" else model.get_submodule(owner)
     except AttributeError:
         return None
     if is_recurrent(module):
-        arranged = arranged_weight(module, port)
+        arranged = onnx_weight(module, port)
         return module._parameters.get(port) if arranged is None else arranged
     state = module.__dict__.get(STATE)
-    if state is not None and state.live is not None and port in ("weight", "bias"):
-        return state.live.parameter(module, port)  # type: ignore[no-any-return]
+    if state is not None and state.active_norm is not None and port in ("weight", "bias"):
+        return state.active_norm.folded_parameter(module, port)  # type: ignore[no-any-return]
     found = {**module._parameters, **module._buffers}.get(port)
     if found is None and isinstance(module, nn.MultiheadAttention):
         name, _, part = port.rpartition("_")
         packed = module._parameters.get(name)
-        return None if packed is None or part not in _THIRDS else third_of(packed, part)
+        return None if packed is None or part not in _THIRDS else packed_rows(packed, part)
     return found
 
 
-def third_of(packed: Tensor, part: str) -> Tensor:
-    """The rows of a packed projection [3E, ...] that make queries (`q`), keys (`k`), values (`v`) or both (`kv`)."""
+def packed_rows(packed: Tensor, part: str) -> Tensor:
+    """Return the rows of a packed projection [3E, ...] for queries (`q`), keys (`k`), values (`v`) or both (`kv`)."""
     first, last = _THIRDS[part]
     size = packed.shape[0] // 3
     return packed[first * size : last * size]

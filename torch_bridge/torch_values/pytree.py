@@ -1,4 +1,4 @@
-"""The values that a module takes and gives: tensors, plain values, and containers of them."""
+"""Nested values that a module takes and returns: tensors, plain values, and containers of them."""
 
 import copy
 import dataclasses
@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-#: how a leaf is reached: argument names, keys, fields and positions
+#: path to a leaf: argument names, keys, fields and positions
 Path = tuple[str, ...]
 T = TypeVar("T")
 
 
-def mapped(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A copy of a value with `each(path, leaf)` in the place of every leaf.
+def map_leaves(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a copy of a value with every leaf replaced by `each(path, leaf)`.
 
     Containers are tuples and lists, named ones too, mappings, dataclasses, and what torch's pytrees know; everything
     else is a leaf. The containers keep their classes.
@@ -23,22 +23,22 @@ def mapped(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) -> Any
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return each(path, value)
     if isinstance(value, Mapping):
-        return _like_mapping(value, {key: mapped(item, each, (*path, str(key))) for key, item in value.items()})
+        return _like_mapping(value, {key: map_leaves(item, each, (*path, str(key))) for key, item in value.items()})
     if isinstance(value, tuple | list):
         fields = getattr(value, "_fields", None)
         keys = [str(i) for i in range(len(value))] if fields is None else fields
-        parts = [mapped(item, each, (*path, key)) for key, item in zip(keys, value, strict=True)]
+        parts = [map_leaves(item, each, (*path, key)) for key, item in zip(keys, value, strict=True)]
         return type(value)(parts) if fields is None else type(value)(*parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in dataclasses.fields(value):
-            part = mapped(getattr(value, field.name), each, (*path, field.name))
+            part = map_leaves(getattr(value, field.name), each, (*path, field.name))
             object.__setattr__(made, field.name, part)  # a frozen one too: the copy is ours
         return made
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return each(path, value)
-    return tree_unflatten([mapped(leaf, each, (*path, str(i))) for i, leaf in enumerate(leaves)], spec)
+    return tree_unflatten([map_leaves(leaf, each, (*path, str(i))) for i, leaf in enumerate(leaves)], spec)
 
 
 def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
@@ -51,24 +51,24 @@ def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
 
 
 def leaves_of(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """The leaves of a value in order, each with its path."""
+    """Return the leaves of a value in order, each with its path."""
     found: list[tuple[Path, Any]] = []
 
     def note(at: Path, leaf: Any) -> Any:
         found.append((at, leaf))
         return leaf
 
-    mapped(value, note, path)
+    map_leaves(value, note, path)
     return found
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value in order; one that stands twice in it comes twice."""
+    """Return the tensors of a value in order; one that occurs twice is returned twice."""
     return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
-def by_flat_name(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -> dict[str, T]:
-    """Name leaves as the exported file does: `pair_0`, `nested_a`; a name that is taken gets a number."""
+def name_leaves(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -> dict[str, T]:
+    """Return leaves by their names in the exported file: `pair_0`, `nested_a`; a taken name gets a number."""
     found: dict[str, T] = {}
     for path, leaf in pairs:
         name = wanted = "_".join(path)
@@ -80,7 +80,7 @@ def by_flat_name(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -
 
 
 def input_names(forward: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """The parameter names that positional arguments of a forward have (`args.1` for the second of `*args`)."""
+    """Return the parameter names of positional arguments of a forward (`args.1` for the second of `*args`)."""
     names: list[str] = []
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -93,6 +93,6 @@ def input_names(forward: Callable[..., Any], args: tuple[Any, ...]) -> list[str]
 def argument_leaves(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[Path, Any]]:
-    """The leaves of a call's arguments in order; their paths begin with the names that forward gives them."""
+    """Return the leaves of a call's arguments in order; their paths begin with the parameter names of forward."""
     named = [*zip(input_names(forward, args), args, strict=True), *kwargs.items()]
     return [leaf for name, value in named for leaf in leaves_of(value, tuple(name.split(".")))]

@@ -1,4 +1,4 @@
-"""Training on several ranks: parameters that are sharded (FSDP2), hooks that are no part of the model, and DDP."""
+"""Training on several ranks: sharded parameters (FSDP2), hooks that are not part of the model, and DDP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 from qsdk.core.errors import ModelError
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """Give a parameter as an ordinary tensor, together with the other ranks where it is sharded now.
+def full_tensor_of(parameter: Tensor) -> Tensor:
+    """Return a parameter as an ordinary tensor, gathered from the ranks where it is sharded.
 
     A tied site or a bias reads the scale of another module, which FSDP may have sharded again by then. The gradient is
-    the mean over the ranks, as that of all that FSDP shards.
+    the mean over the ranks, as for everything that FSDP shards.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter
-    found: Tensor = _Whole.apply(parameter)  # type: ignore[no-untyped-call]
+    found: Tensor = _GatherShards.apply(parameter)  # type: ignore[no-untyped-call]
     return found
 
 
-def write_whole(parameter: Tensor, value: Tensor) -> None:
+def write_full_tensor(parameter: Tensor, value: Tensor) -> None:
     """Copy an ordinary tensor into a parameter, of which each rank may hold a part."""
     sharded: Any = parameter
     if hasattr(sharded, "full_tensor"):
@@ -31,22 +31,22 @@ def write_whole(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def shard_again(model: nn.Module) -> None:
-    """Have FSDP put the parameters that it has gathered out of the way, so that modules have the sharded ones."""
+def reshard_parameters(model: nn.Module) -> None:
+    """Shard parameters that FSDP has gathered again, so that modules hold the sharded ones."""
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if reshard is not None and hasattr(module, "unshard"):
             reshard()
 
 
-def without_effect(parameter: Tensor) -> None:
-    """Set a learned parameter that is taken away to 0 if it is sharded: FSDP brings it back when it gathers next."""
+def zero_if_sharded(parameter: Tensor) -> None:
+    """Set a learned parameter that is being removed to 0 if it is sharded: FSDP restores it when it gathers next."""
     if hasattr(parameter, "full_tensor"):
         with torch.no_grad():
             parameter.zero_()
 
 
-class _Whole(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: Any) -> Tensor:
         ctx.kind, ctx.mesh, ctx.placements = type(sharded), sharded.device_mesh, sharded.placements
@@ -62,17 +62,17 @@ class _Whole(torch.autograd.Function):
         return found
 
 
-def of_the_sharding(hook: Callable[..., Any]) -> bool:
-    """Whether a hook of a module is FSDP's, which gathers parameters and computes nothing of the model."""
+def is_fsdp_hook(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook of a module is FSDP's, which gathers parameters and computes nothing of the model."""
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
 
 
 def require_synchronized(model: nn.Module, accepted: int | None) -> int | None:
-    """Refuse the DistributedDataParallel that is calling a model if it does not know all that is trained.
+    """Refuse the DistributedDataParallel that is calling a model if it does not know all trained parameters.
 
     Args:
         model: the whole model.
-        accepted: id of one that was found to know it.
+        accepted: id of one that was found to know them.
 
     Returns:
         The id of the one that is accepted now.

@@ -1,4 +1,4 @@
-"""Holding a model against its trace, where writes in place reach no other name of a tensor than the trace knows."""
+"""A check of a model against its trace: writes in place must reach only the names of a tensor that the trace knows."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ from torch_bridge.quantizers.phases import Visitor
 from torch_bridge.sites.runtime import Runtime
 
 
-def require_followed(runtime: Runtime, run: Callable[[], list[Tensor]], places: Sequence[str]) -> None:
-    """Hold a pass whose sites give other tensors than they get, as those of a trace do, against one whose do not.
+def require_traceable_writes(runtime: Runtime, run: Callable[[], list[Tensor]], places: Sequence[str]) -> None:
+    """Compare a pass whose sites return new tensors, as in a trace, with one whose sites return their input.
 
     Raises:
-        ModelError: what is written in place is read in a way that nobody saw.
+        ModelError: a tensor that is written in place is read through a name that the trace does not know.
     """
 
     def results(visitor: Visitor) -> list[Tensor]:
@@ -28,7 +28,7 @@ def require_followed(runtime: Runtime, run: Callable[[], list[Tensor]], places: 
         return x if isinstance(x, nn.Parameter) else x.clone()
 
     want = results(same)
-    # a model that draws random numbers says nothing
+    # two passes of a model that draws random numbers differ anyway
     if _alike(want, results(another)) or not _alike(want, results(same)):
         return
     raise ModelError(
@@ -39,7 +39,7 @@ def require_followed(runtime: Runtime, run: Callable[[], list[Tensor]], places: 
 
 
 def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether results are equal, but for the rounding of other kernels."""
+    """Return whether results are equal, but for the rounding of other kernels."""
     for a, b in zip(one, other, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False

@@ -1,4 +1,4 @@
-"""Dynamic axes: which axes of the inputs may have another length than the example's, and what they are called."""
+"""Dynamic axes: which axes of the inputs may have another length than the example's, and their names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ BATCH = "batch"
 
 
 def batch_axes(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Axes]:
-    """The axes that are dynamic by default: the first of every tensor, where it is as long as the first tensor's.
+    """Return the axes that are dynamic by default: the first of every tensor as long as the first tensor.
 
     Args:
         leaves: of the arguments, by path.
@@ -26,7 +26,7 @@ def batch_axes(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Axes]:
 
 
 def named_axes(leaves: Sequence[tuple[Path, Any]], wanted: Any) -> dict[Path, Axes]:
-    """Read `dynamic_shapes` as `torch.onnx.export` takes it.
+    """Return the axes that `dynamic_shapes` names, in the form that `torch.onnx.export` takes.
 
     Args:
         leaves: of the arguments, by path.
@@ -87,7 +87,7 @@ def _is_row(wanted: Any) -> bool:
 
 
 def plain_shapes(wanted: Any) -> Any:
-    """The same `dynamic_shapes` with names in the place of torch's `Dim`, so that a saved sim can hold it."""
+    """Return `dynamic_shapes` with names in the place of torch's `Dim`, so that a saved sim can hold it."""
     if isinstance(wanted, Mapping):
         return {key: plain_shapes(item) for key, item in wanted.items()}
     if isinstance(wanted, tuple | list):

@@ -1,4 +1,4 @@
-"""Refusing what cannot be traced: what happened, at which line of the user's code, and the remedy."""
+"""Errors for models that cannot be traced: what happened, at which line of the user's code, and the remedy."""
 
 import enum
 import re
@@ -42,21 +42,21 @@ def require_plain(leaves: Sequence[tuple[Path, Any]]) -> None:
 
 
 def require_tensors(outputs: Sequence[tuple[Path, Any]]) -> None:
-    """Refuse a model that gives no tensor.
+    """Refuse a model that returns no tensor.
 
     Raises:
-        ExportError: says what it gives.
+        ExportError: names what it returns.
     """
     if not any(isinstance(leaf, Tensor) for _, leaf in outputs):
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for _, leaf in outputs)) or "nothing"
         raise ExportError(f"the model gives no tensor ({kinds}); return the tensors that the exported file is to give")
 
 
-def refusal(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
-    """Say why a model cannot be traced.
+def export_error(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
+    """Return the error that explains why a model cannot be traced.
 
     Args:
-        error: what tracing or converting raised.
+        error: raised by tracing or converting.
         axes: input name -> its dynamic axes, in order.
     """
     chain = _chain(error)
@@ -76,7 +76,7 @@ def refusal(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
     if "Constraints violated" in text and fixed is not None:
         name = list(axes)[int(fixed[1])]
         axis = int(fixed[2])
-        return fixed_axis(axes[name].get(axis, ""), axis, name)
+        return fixed_axis_error(axes[name].get(axis, ""), axis, name)
     reason = next((line for line in str(chain[0]).splitlines() if line.strip()), type(error).__name__)
     return ExportError(
         f"torch cannot trace the model{where}: {type(chain[0]).__name__}: {reason}; write that part with tensor ops, "
@@ -84,8 +84,8 @@ def refusal(error: BaseException, axes: Mapping[str, Axes]) -> ExportError:
     )
 
 
-def fixed_axis(called: str, axis: int, name: str) -> ExportError:
-    """Say that the code fixes an axis that was to be dynamic."""
+def fixed_axis_error(called: str, axis: int, name: str) -> ExportError:
+    """Return the error for an axis that should be dynamic and that the code fixes."""
     return ExportError(
         f"the axis {called!r} (axis {axis} of {name}) cannot be dynamic, since the model's code fixes its length, by a "
         "loop over it, by int(), or by a reshape to a number; compute with x.shape there, or leave the axis out of "
@@ -94,7 +94,7 @@ def fixed_axis(called: str, axis: int, name: str) -> ExportError:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The causes of an error, the first one first."""
+    """Return the causes of an error, the first one first."""
     found = [error]
     while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
         found.append(cause)
@@ -102,7 +102,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _users_line(chain: Sequence[BaseException]) -> str:
-    """The innermost line of code that is neither torch's nor ours: ` at file:line (code)`, or nothing."""
+    """Return the innermost line of code that is neither torch's nor ours: ` at file:line (code)`, or nothing."""
     for error in chain:
         frames = traceback.extract_tb(error.__traceback__)
         for frame in reversed(frames):
@@ -112,21 +112,21 @@ def _users_line(chain: Sequence[BaseException]) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a model gives at one place.
+class OutputForm:
+    """The path, dtype and shape of a tensor that a model returns.
 
     Attributes:
         path: of the output.
         dtype: of the tensor.
-        shape: of the tensor; what is no int depends on the length of a dynamic axis.
+        shape: of the tensor; an entry that is no int depends on the length of a dynamic axis.
     """
 
     path: Path
     dtype: torch.dtype
     shape: tuple[Any, ...]
 
-    def fits(self, traced: "Form") -> bool:
-        """Whether a traced form is this one."""
+    def fits(self, traced: "OutputForm") -> bool:
+        """Return whether a traced form agrees with this one."""
         known = [isinstance(length, int) for length in traced.shape]
         # a symbolic length is never compared: that would fix it in the trace
         same = len(known) == len(self.shape) and all(
@@ -139,13 +139,13 @@ class Form:
         return f"{'.'.join(self.path) or 'one output'}: {str(self.dtype).removeprefix('torch.')} [{shape}]"
 
 
-def forms_of(outputs: Sequence[tuple[Path, Any]]) -> list[Form]:
-    """The forms of the tensors among a model's outputs."""
-    return [Form(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in outputs if isinstance(leaf, Tensor)]
+def output_forms(outputs: Sequence[tuple[Path, Any]]) -> list[OutputForm]:
+    """Return the forms of the tensors among a model's outputs."""
+    return [OutputForm(path, leaf.dtype, tuple(leaf.shape)) for path, leaf in outputs if isinstance(leaf, Tensor)]
 
 
-def require_same_outputs(eager: Sequence[Form], traced: Sequence[Form]) -> None:
-    """Refuse a trace whose outputs are others than those of the module itself on the example.
+def require_same_outputs(eager: Sequence[OutputForm], traced: Sequence[OutputForm]) -> None:
+    """Refuse a trace whose outputs differ in form from those of the module on the example.
 
     Raises:
         ExportError: names the first difference.

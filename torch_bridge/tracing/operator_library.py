@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _module(name: str) -> ModuleType | None:
-    """The module, or None where another torch keeps it elsewhere; tracing is slower then, and the same."""
+    """Return a module of torch, or None where another version of torch lacks it; tracing is only slower then."""
     try:
         return import_module(name)
     except ImportError:

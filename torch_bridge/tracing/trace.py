@@ -1,4 +1,4 @@
-"""Tracing: a wrapped model to ONNX bytes in which every site stands as a mark."""
+"""Tracing: from a wrapped model to ONNX bytes in which every site is marked."""
 
 import logging
 import re
@@ -16,19 +16,19 @@ from qsdk.core.encodings.provenance import EXAMPLE, example_text
 from qsdk.core.errors import ExportError, QsdkError
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.pytree import Path, argument_leaves, by_flat_name, leaves_of, mapped
+from torch_bridge.torch_values.pytree import Path, argument_leaves, leaves_of, map_leaves, name_leaves
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
 from torch_bridge.tracing.export_errors import (
-    Form,
-    fixed_axis,
-    forms_of,
-    refusal,
+    OutputForm,
+    export_error,
+    fixed_axis_error,
+    output_forms,
     require_plain,
     require_same_outputs,
     require_tensors,
 )
 from torch_bridge.tracing.operator_library import operators_read_once
-from torch_bridge.tracing.weights_by_name import Stored, handed_over
+from torch_bridge.tracing.weights_by_name import WeightsByName, detach_weights
 
 OPSET = 21
 _SIZE = r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]"  # as torch writes a length into its guards
@@ -38,25 +38,27 @@ Leaves = Sequence[tuple[Path, Any]]
 
 
 @dataclass(frozen=True)
-class Traced:
+class Trace:
     """A traced model.
 
     Attributes:
-        model: ONNX bytes, opset 21, with a node `qsdk::Quantizer(x){key=site}` at every site, without the state.
-        stored: what of the state they need, by name.
+        model: ONNX bytes, opset 21, with a node `qsdk::Quantizer(x){key=site}` at every site, without stored tensors.
+        stored: the stored tensors that the bytes refer to, by name.
         notes: what a user should know of its inputs and outputs, by a short title.
     """
 
     model: bytes
-    stored: Stored
+    stored: WeightsByName
     notes: Mapping[str, str]
 
 
-def marked_onnx(model: nn.Module, runtime: Runtime, example: Example, eager: Sequence[Form] | None = None) -> Traced:
-    """Export a wrapped model on its example; where `eager` is given, the outputs of the trace must be these.
+def trace_marked(
+    model: nn.Module, runtime: Runtime, example: Example, eager: Sequence[OutputForm] | None = None
+) -> Trace:
+    """Export a wrapped model on its example; where `eager` is given, the trace must have these outputs.
 
     The axes that `example.dynamic_shapes` names are dynamic; where it is None, the batch axis, if the model allows it.
-    Outputs are called what the module calls them: `output`, `output_1` in a tuple, or a mapping's keys.
+    Outputs are named as in the module: `output`, `output_1` in a tuple, or a mapping's keys.
 
     Raises:
         ConfigError: `dynamic_shapes` does not fit the example.
@@ -74,13 +76,13 @@ def marked_onnx(model: nn.Module, runtime: Runtime, example: Example, eager: Seq
             raise
         reason = f"the exported file takes only the example's length, because {error}"
     traced = _export(model, runtime, example, eager, leaves, {})
-    return Traced(traced.model, traced.stored, {**traced.notes, "batch axis": reason})
+    return Trace(traced.model, traced.stored, {**traced.notes, "batch axis": reason})
 
 
-class _Flat(nn.Module):
-    """A model that takes and gives nothing but tensors; what else its example holds stays as it is there.
+class _TensorsOnly(nn.Module):
+    """A model that takes and returns nothing but tensors; other arguments keep their values of the example.
 
-    `note` is told the leaves of what the model gives, by path (torch puts back attributes that a trace sets).
+    `note` is called with the leaves of what the model returns, by path (torch restores attributes that a trace sets).
     """
 
     def __init__(self, model: nn.Module, example: Example, note: Callable[[Leaves], None]) -> None:
@@ -92,11 +94,11 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
-        args, kwargs = mapped(self.given, lambda _, leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
+        args, kwargs = map_leaves(self.given, lambda _, leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
         outputs = leaves_of(self.model(*args, **kwargs))
         require_tensors(outputs)
         self.note(outputs)
-        # an output of its own, also for an input or a weight that is handed through, and for one that comes twice
+        # a separate output, also for an input or a weight that is returned, and for a tensor that is returned twice
         return tuple(_identity(leaf) for _, leaf in outputs if isinstance(leaf, Tensor))
 
 
@@ -108,21 +110,21 @@ def _export(
     model: nn.Module,
     runtime: Runtime,
     example: Example,
-    eager: Sequence[Form] | None,
+    eager: Sequence[OutputForm] | None,
     leaves: Leaves,
     axes: Mapping[Path, Axes],
-) -> Traced:
+) -> Trace:
     given = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-    inputs = list(by_flat_name(given))
+    inputs = list(name_leaves(given))
     shapes = [dict(axes.get(path, {})) for path, _ in given]
     outputs: list[tuple[Path, Any]] = []
-    flat = _Flat(model, example, outputs.extend)
+    flat = _TensorsOnly(model, example, outputs.extend)
     runtime.marked = []
     try:
         with runtime.in_phase("mark"), _quiet(), torch.no_grad():
-            captured = _captured(flat, [tensor for _, tensor in given], shapes)
+            captured = _capture(flat, [tensor for _, tensor in given], shapes)
             if eager is not None:
-                require_same_outputs(eager, forms_of(outputs))
+                require_same_outputs(eager, output_forms(outputs))
             conditions = _conditions(captured, inputs, shapes)
             with operators_read_once():
                 program = torch.onnx.export(
@@ -131,7 +133,7 @@ def _export(
     except QsdkError:
         raise
     except Exception as error:  # tracing runs the user's code and much of torch, which raise what they like
-        raise refusal(error, dict(zip(inputs, shapes, strict=True))) from error
+        raise export_error(error, dict(zip(inputs, shapes, strict=True))) from error
     assert program is not None
     notes = _notes(leaves, outputs, conditions)
     _name(program, inputs, _output_names(outputs, inputs))
@@ -139,19 +141,19 @@ def _export(
     if any(shapes):
         sizes = {name: leaf.shape for name, (_, leaf) in zip(inputs, given, strict=True)}
         program.model.metadata_props[EXAMPLE] = example_text(sizes)
-    return Traced(*handed_over(program, model), notes)
+    return Trace(*detach_weights(program, model), notes)
 
 
-def _captured(flat: _Flat, tensors: Sequence[Tensor], shapes: Sequence[Axes]) -> ExportedProgram:
+def _capture(flat: _TensorsOnly, tensors: Sequence[Tensor], shapes: Sequence[Axes]) -> ExportedProgram:
     hints = {"tensors": tuple(dict.fromkeys(axes, Dim.DYNAMIC) for axes in shapes)} if any(shapes) else None
     # so that an axis that is one long in the example is dynamic like any other; torch.onnx.export does the same
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        # tensors of their own: torch notes on a tensor that it is dynamic, and the next trace would find it
+        # detached: torch marks a tensor as dynamic, and the next trace would find the mark
         return torch.export.export(flat, tuple(x.detach() for x in tensors), dynamic_shapes=hints, strict=False)
 
 
 def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[str, str]:
-    """What the exported file does not have of the module."""
+    """Return what the exported file lacks of the module."""
     found = {}
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -165,7 +167,7 @@ def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[s
 
 
 def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequence[Axes]) -> list[str]:
-    """What the trace has found to hold for the lengths of dynamic axes, in their names.
+    """Return the conditions on the lengths of dynamic axes that the trace relies on, with the axes' names.
 
     Raises:
         ExportError: a dynamic axis has only one length.
@@ -176,31 +178,31 @@ def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequen
         pinned = re.fullmatch(rf"{_SIZE} == \d+", guard)
         if pinned is not None:
             place, axis = int(pinned[1]), int(pinned[2])
-            raise fixed_axis(shapes[place].get(axis, ""), axis, inputs[place])
+            raise fixed_axis_error(shapes[place].get(axis, ""), axis, inputs[place])
         named = size.sub(lambda place: shapes[int(place[1])].get(int(place[2]), place[0]), guard)
         left, _, right = named.partition(" == ")
-        # what ties two axes is arithmetic that holds for any lengths the module takes
+        # a guard on two axes is arithmetic that holds for any lengths the module takes
         if len({place[0] for place in size.finditer(guard)}) == 1 and left != right:
             found.append(named)
     return list(dict.fromkeys(found))
 
 
 def _output_names(outputs: Leaves, inputs: Sequence[str]) -> list[str]:
-    """Call the outputs what the module calls them; one that an input is called gets `_out`."""
+    """Return the outputs' names in the module; one that is also an input's name gets `_out`."""
     tensors = [(path, leaf) for path, leaf in outputs if isinstance(leaf, Tensor)]
     paths = [path if path and not path[0].isdigit() else ("output", *path) for path, _ in tensors]
     free = [(*path, "out") if "_".join(path) in inputs else path for path in paths]
-    return list(by_flat_name(((path, None) for path in free), inputs))
+    return list(name_leaves(((path, None) for path in free), inputs))
 
 
 def _name(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Name the edges, and the stored tensors as the model's state_dict does; what is inside gives way."""
+    """Name inputs and outputs, and the stored tensors as in the model's state_dict; inner names give way."""
     graph = program.model.graph
     edges = {*inputs, *outputs}
     for value in list(graph.initializers.values()):
         name = str(value.name).removeprefix("model.")
         value.name = f"{name}_stored" if name in edges else name
-    # torch calls what `h.t()` makes `t`, whatever parameter is called that
+    # torch names the result of `h.t()` `t`, even if a parameter has that name
     taken = {*edges, *(value.name for value in graph.initializers.values())}
     for node in graph.all_nodes():
         for value in node.outputs:
@@ -214,7 +216,7 @@ def _name(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Seque
 
 
 def _drop_traces(program: torch.onnx.ONNXProgram) -> None:
-    """Drop what torch notes at every node: stack traces tell this machine's paths, and weigh more than the node."""
+    """Drop torch's notes at every node: stack traces reveal this machine's paths, and outweigh the nodes."""
     program.model.graph.metadata_props.clear()
     for nodes in (program.model.graph, *program.model.functions.values()):
         for node in nodes:
@@ -223,7 +225,7 @@ def _drop_traces(program: torch.onnx.ONNXProgram) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter logs about packages that are not installed and warns about itself."""
+    """Silence the exporter inside the block: it logs packages that are not installed and warns about itself."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

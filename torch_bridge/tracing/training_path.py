@@ -1,4 +1,4 @@
-"""The path that a model takes in train mode, held against that of eval mode, which is the exported file's.
+"""The path that a model takes in train mode, compared with that of eval mode, which is the exported file's.
 
 What only training has, such as stochastic depth and auxiliary heads, has no site in the file: it stays float.
 """
@@ -13,66 +13,68 @@ from torch import nn
 
 from qsdk.core.site import owner_of, port_of, site_name
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.sites.source_lines import Call
-from torch_bridge.torch_values.module_state import Attributes, attributes_of, emptied, unchanged
-from torch_bridge.wrapping.dataflow import watch
+from torch_bridge.sites.source_lines import RecordedCall
+from torch_bridge.torch_values.module_state import Attributes, attributes_of, emptied_attributes, restoring_state
+from torch_bridge.wrapping.dataflow import record_dataflow
 
 
 @dataclass(frozen=True)
-class TrainingLook:
+class TrainingPath:
     """What one forward pass in train mode has shown.
 
     Attributes:
         calls: of modules and ops, in order, numbered as they came.
         sites: that it reached.
-        overwritten: sites whose tensor something is written over.
-        emptied: the caches that train mode has emptied, as they are then.
-        failed: why there is nothing of all this; empty where there is.
+        overwritten: sites whose tensor is written over.
+        emptied: snapshots of the caches that train mode has emptied.
+        failed: why the pass failed; empty where it did not.
     """
 
-    calls: Sequence[Call] = ()
+    calls: Sequence[RecordedCall] = ()
     sites: Sequence[str] = ()
     overwritten: frozenset[str] = frozenset()
     emptied: Attributes = field(default_factory=dict)
     failed: str = ""
 
 
-def look_in_training(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> TrainingLook:
-    """Run a wrapped model in train mode once; all but the caches that this empties is afterwards as before.
+def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> TrainingPath:
+    """Run a wrapped model in train mode once, and restore all but the caches that this empties.
 
-    BatchNorms stay in eval mode: they compute the same ops, and take no batch of one in train mode.
+    BatchNorms stay in eval mode: they compute the same ops, and accept no batch of one in train mode.
     """
     before = attributes_of(model)
     gone: Attributes = {}
-    runtime.noted = []
+    runtime.recorded_calls = []
     try:
-        with unchanged(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code, which is not being trained
+        with restoring_state(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of the user's code make no sense here: nothing is trained
             model.train()
             for module in model.modules():
                 if isinstance(module, nn.modules.batchnorm._NormBase):
                     module.eval()
-            wiring = watch(model, runtime, run)
-            gone = emptied(before, attributes_of(model))
-        found = TrainingLook(runtime.noted, tuple(wiring.sites), frozenset(wiring.overwritten), gone)
-    except Exception as error:  # the user's code raises what it likes, such as for labels that are missing
-        found = TrainingLook(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            dataflow = record_dataflow(model, runtime, run)
+            gone = emptied_attributes(before, attributes_of(model))
+        found = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), frozenset(dataflow.overwritten), gone)
+    except Exception as error:  # the user's code may raise anything, for missing labels for example
+        found = TrainingPath(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     finally:
-        runtime.noted = None
+        runtime.recorded_calls = None
     return found
 
 
-def set_training_path(runtime: Runtime, example: Sequence[Call], sites: Collection[str], look: TrainingLook) -> None:
-    """Tell a runtime what training calls by the names of the example, and which sites training alone has."""
-    if look.failed:
-        runtime.training_places = dict(runtime.places)
+def set_training_path(
+    runtime: Runtime, example: Sequence[RecordedCall], sites: Collection[str], training: TrainingPath
+) -> None:
+    """Set in a runtime the names of training's calls on the example, and the sites that training alone has."""
+    if training.failed:
+        runtime.training_lines = dict(runtime.source_lines)
     else:
-        matched = _Matched(example, look.calls)
-        runtime.training_names, runtime.training_places = matched.names, matched.places
-        reached = [matched.site(site) for site in look.sites]
+        matching = _CallMatching(example, training.calls)
+        runtime.training_names, runtime.training_lines = matching.names, matching.source_lines
+        reached = [matching.site(site) for site in training.sites]
         runtime.only_training = {site: _kind(site) for site in reached if site not in sites}
-        runtime.overwritten |= {matched.site(site) for site in look.overwritten}
-    runtime.placed = bool(runtime.places or runtime.training_places or runtime.training_names)
+        runtime.overwritten |= {matching.site(site) for site in training.overwritten}
+    runtime.tracks_calls = bool(runtime.source_lines or runtime.training_lines or runtime.training_names)
 
 
 def _kind(site: str) -> str:
@@ -80,20 +82,20 @@ def _kind(site: str) -> str:
     return "activation" if port.startswith("output") else "bias" if port == "bias" else "weight"
 
 
-class _Matched:
+class _CallMatching:
     """The calls of a pass in train mode, matched with those of the example.
 
-    A call is the one at the same line of code; of what is left, modules match in order, and so do ops where there are
-    as many. What matches nothing gets the numbers that follow.
+    A call is matched with the one from the same line of code. Of the rest, modules match in order, and so do ops if
+    there are as many. A call that matches nothing gets one of the numbers that follow.
 
     Attributes:
-        names: call as it is numbered in training -> its name, where that is another.
-        places: call as it is numbered in training -> line of code, where only that tells it apart.
+        names: call as it is numbered in training -> its name, where they differ.
+        source_lines: call as it is numbered in training -> line of code, where only that distinguishes it.
     """
 
-    def __init__(self, example: Sequence[Call], training: Sequence[Call]) -> None:
+    def __init__(self, example: Sequence[RecordedCall], training: Sequence[RecordedCall]) -> None:
         self.names: dict[str, str] = {}
-        self.places: dict[str, str] = {}
+        self.source_lines: dict[str, str] = {}
         self._name_of: dict[str, str] = {}
         known = _groups(example)
         for group, calls in _groups(training).items():
@@ -107,14 +109,14 @@ class _Matched:
         frame, slash, op = owner.rpartition("/")
         return site_name(f"{self._name_of[frame]}/{op}", port_of(site)) if slash and frame in self._name_of else site
 
-    def _match(self, group: str, calls: Sequence[Call], known: Mapping[str, Sequence[Call]]) -> None:
+    def _match(self, group: str, calls: Sequence[RecordedCall], known: Mapping[str, Sequence[RecordedCall]]) -> None:
         parent = calls[0].parent
         start = self._name_of.get(parent, parent)
         own = start + group[len(parent) :]
         there = known.get(own, ())
-        names = _paired(there, calls)
+        names = _match_names(there, calls)
         number = len(there)
-        told_apart = len({call.place for call in (*calls, *there)}) > 1
+        told_apart = len({call.source_line for call in (*calls, *there)}) > 1
         for call, paired in zip(calls, names, strict=True):
             name = paired
             if name is None:
@@ -126,23 +128,23 @@ class _Matched:
             if key != name:
                 self.names[key] = name
             if told_apart:
-                self.places[key] = call.place
+                self.source_lines[key] = call.source_line
 
 
-def _groups(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """The calls of the same op or module in one call of a module, in order."""
-    found: dict[str, list[Call]] = {}
+def _groups(calls: Sequence[RecordedCall]) -> dict[str, list[RecordedCall]]:
+    """Return the calls of the same op or module in one call of a module, in order."""
+    found: dict[str, list[RecordedCall]] = {}
     for call in calls:
         found.setdefault(re.sub(r"\.\d+$" if call.op else r"@\d+$", "", call.name), []).append(call)
     return found
 
 
-def _paired(there: Sequence[Call], calls: Sequence[Call]) -> list[str | None]:
-    """The names of the calls of the example that calls in training are."""
+def _match_names(there: Sequence[RecordedCall], calls: Sequence[RecordedCall]) -> list[str | None]:
+    """Return, for each call in training, the name of the matching call of the example, or None."""
     left = list(there)
     found: list[str | None] = []
     for call in calls:
-        same = next((one for one in left if one.place == call.place), None)
+        same = next((one for one in left if one.source_line == call.source_line), None)
         found.append(None if same is None else same.name)
         if same is not None:
             left.remove(same)

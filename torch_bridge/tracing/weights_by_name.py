@@ -1,4 +1,4 @@
-"""The stored tensors of a traced module, handed over by name instead of being copied into the traced bytes."""
+"""The stored tensors of a traced module, referred to by name instead of being copied into the traced bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from qsdk.core.lazy_arrays import LazyArrays
 
-LARGE = 4096  # elements of a constant that is handed over by name
-#: what NumPy knows by name alone: the integers of its bits, and its type
+LARGE = 4096  # a constant of more elements is referred to by name
+#: dtypes that NumPy does not have: torch's integers of their bits, and the dtype of ml_dtypes
 _BY_BITS: Mapping[torch.dtype, tuple[torch.dtype, Any]] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -24,19 +24,19 @@ _BY_BITS: Mapping[torch.dtype, tuple[torch.dtype, Any]] = {
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The stored tensors that the bytes of a trace hold nothing of.
+class WeightsByName:
+    """The stored tensors that are not in the bytes of a trace.
 
     Attributes:
         state: name -> path of a parameter or buffer of the module.
-        constants: name -> large tensor of the trace's own.
+        constants: name -> large constant of the trace.
     """
 
     state: Mapping[str, str]
     constants: Mapping[str, Tensor]
 
-    def of(self, model: nn.Module) -> LazyArrays:
-        """Their values as they are in the module whenever they are asked for: on the CPU views, no copies."""
+    def values_in(self, model: nn.Module) -> LazyArrays:
+        """Return their values, read from the module at each access: on the CPU views, no copies."""
         names = (*self.state, *self.constants)
         return LazyArrays(names, lambda name: _as_array(self._tensor(model, name)))
 
@@ -51,8 +51,8 @@ class Stored:
         return tensor
 
 
-def handed_over(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[bytes, Stored]:
-    """The bytes of a traced model without the module's state and without large constants, and what they are of."""
+def detach_weights(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[bytes, WeightsByName]:
+    """Return the bytes of a traced model without its state and large constants, and the names of these."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     places = {path: tensor.data_ptr() for path, tensor in tensors}
     state: dict[str, str] = {}
@@ -70,7 +70,7 @@ def handed_over(program: torch.onnx.ONNXProgram, model: nn.Module) -> tuple[byte
         else:
             continue
         value.const_value = type(held)(torch.empty(0, dtype=raw.dtype), name=value.name)
-    return program.model_proto.SerializeToString(), Stored(state, constants)
+    return program.model_proto.SerializeToString(), WeightsByName(state, constants)
 
 
 def _as_array(tensor: Tensor) -> npt.NDArray[Any]:

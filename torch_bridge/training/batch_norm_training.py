@@ -1,4 +1,4 @@
-"""BatchNorms in training: those that were folded come back for a while, and all are frozen after some steps."""
+"""BatchNorms in training: folded ones are put back for a while, and all can be frozen after some steps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,59 +10,65 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import replace_module
-from torch_bridge.folding.trainable_batch_norm import VARIANCE, KeptNorm, hears, heed, said_of
-from torch_bridge.wrapping.wrapper import state_of
+from torch_bridge.folding.trainable_batch_norm import (
+    VARIANCE,
+    TrainableBatchNorm,
+    can_restore,
+    output_statistics,
+    restore_affine,
+)
+from torch_bridge.wrapping.wrapped_state import state_of
 
 
-def live_in(model: nn.Module) -> list[KeptNorm]:
-    """The BatchNorms of a wrapped model that were folded and are live now."""
-    return [kept for kept in state_of(model).kept if kept.live]
+def active_norms(model: nn.Module) -> list[TrainableBatchNorm]:
+    """Return the folded BatchNorms of a wrapped model that are in the model again."""
+    return [trainable for trainable in state_of(model).trainable_norms if trainable.is_active]
 
 
 def require_folded(model: nn.Module) -> None:
-    """Refuse to change the weights of layers while they are not those of the exported model.
+    """Refuse to change weights of layers while these are not the weights of the exported model.
 
     Raises:
-        ConfigError: BatchNorms are live.
+        ConfigError: BatchNorms are being trained.
     """
-    if live_in(model):
+    if active_norms(model):
         raise ConfigError(
             "BatchNorms are being trained (freeze_bn_after=), and the weights of their layers are not the folded ones; "
             "leave the training block before you change weights"
         )
 
 
-def stays_folded(model: nn.Module) -> dict[str, str]:
-    """Path -> why, for every BatchNorm that was folded and cannot be trained."""
+def reasons_to_stay_folded(model: nn.Module) -> dict[str, str]:
+    """Return path -> reason, for every folded BatchNorm that cannot be trained."""
     root = state_of(model)
     found = {fold.norm: f"it stands before {fold.layer}" for fold in root.folds if fold.before}
-    for kept in root.kept:
-        reason = _obstacle(model, kept)
+    for trainable in root.trainable_norms:
+        reason = _reason_to_stay_folded(model, trainable)
         if reason:
-            found[kept.fold.norm] = reason
+            found[trainable.fold.norm] = reason
     return found
 
 
-def _obstacle(model: nn.Module, kept: KeptNorm) -> str:
-    layer = kept.fold.layer
-    quantizer = state_of(model).runtime.quantizers.get(site_name(kept.fold.op, "output"))
-    inside = kept.fold.op.removeprefix(layer)
+def _reason_to_stay_folded(model: nn.Module, trainable: TrainableBatchNorm) -> str:
+    layer = trainable.fold.layer
+    quantizer = state_of(model).runtime.quantizers.get(site_name(trainable.fold.op, "output"))
+    inside = trainable.fold.op.removeprefix(layer)
     if any(site_name(layer, name) in state_of(model).frozen_values for name in ("weight", "bias")):
         return f"the values of {layer} are frozen"
     if inside and not inside.startswith(("/conv", "/linear")):
         return f"{layer} has a forward of its own, in which more follows than its op"
     if inside and quantizer is not None and not quantizer.decision.passes_through:
         return f"{layer} has a forward of its own, in which its result is quantized"
-    if not hears(kept.norm, state_of(model).norms.get(layer)):
+    if not can_restore(trainable.norm, state_of(model).norms.get(layer)):
         return f"it has no gamma, and {layer} was scaled after it was folded"
     return ""
 
 
 @contextmanager
-def live_norms(model: nn.Module, freeze_after: float | None) -> Iterator[list[Callable[[int], None]]]:
-    """Have the BatchNorms of a wrapped model in it for a while, and give the schedule that freezes them.
+def unfolded_norms(model: nn.Module, freeze_after: float | None) -> Iterator[list[Callable[[int], None]]]:
+    """Put the folded BatchNorms back inside the block, and return the schedule that freezes their statistics.
 
-    Afterwards they are folded again, with what was trained, also when the block raises.
+    After the block they are folded again, as they were trained, also when the block raises.
 
     Args:
         model: the wrapped model.
@@ -71,7 +77,7 @@ def live_norms(model: nn.Module, freeze_after: float | None) -> Iterator[list[Ca
     Raises:
         ConfigError: no such number of steps, or the BatchNorms are being trained already.
     """
-    if live_in(model):
+    if active_norms(model):
         raise ConfigError("the BatchNorms of this sim are being trained; leave that block before you enter another")
     if freeze_after is None:
         yield []
@@ -84,116 +90,116 @@ def live_norms(model: nn.Module, freeze_after: float | None) -> Iterator[list[Ca
     norms: list[nn.Module] = []
 
     def schedule(steps: int) -> None:
-        _hold(norms, model.training, frozen=steps >= freeze_after)
-        for kept in live_in(model):
-            kept.hold_variance()
+        _set_frozen(norms, model.training, frozen=steps >= freeze_after)
+        for trainable in active_norms(model):
+            trainable.copy_variance()
 
     try:
-        enter(model)
+        unfold_norms(model)
         norms += [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         yield [schedule]
     finally:
-        leave(model)
+        fold_norms(model)
 
 
-def _hold(norms: list[nn.Module], training: bool, *, frozen: bool) -> None:
+def _set_frozen(norms: list[nn.Module], training: bool, *, frozen: bool) -> None:
     for norm in norms:
         state = state_of(norm)
-        if state.holds_eval is not frozen:
-            state.holds_eval = frozen
+        if state.stays_in_eval is not frozen:
+            state.stays_in_eval = frozen
             norm.train(training)
 
 
-def enter(model: nn.Module) -> None:
-    """Put every BatchNorm that can be trained back in front of the model's eyes, and its layer's own weight."""
-    root, left = state_of(model), stays_folded(model)
-    for kept in root.kept:
-        if kept.fold.norm not in left:
-            _place(model, kept)
-            kept.unsettle(model.get_submodule(kept.fold.layer), root.norms.get(kept.fold.layer))
-            kept.hold_variance()
+def unfold_norms(model: nn.Module) -> None:
+    """Put every BatchNorm that can be trained back into the model, and its own weight into its layer."""
+    root, left = state_of(model), reasons_to_stay_folded(model)
+    for trainable in root.trainable_norms:
+        if trainable.fold.norm not in left:
+            _insert_norm(model, trainable)
+            trainable.unfold_from(model.get_submodule(trainable.fold.layer), root.norms.get(trainable.fold.layer))
+            trainable.copy_variance()
 
 
-def leave(model: nn.Module) -> None:
-    """Fold the BatchNorms that are live into their layers for good, and hold none in eval mode any more."""
+def fold_norms(model: nn.Module) -> None:
+    """Fold the active BatchNorms into their layers, and end the freezing of all statistics."""
     for module in model.modules():
-        state_of(module).holds_eval = False
-    _settle(model)
+        state_of(module).stays_in_eval = False
+    _fold_active(model)
 
 
-def _settle(model: nn.Module) -> None:
-    said: dict[str, FoldedNorm] = {}
-    for kept in live_in(model):
-        kept.settle(model.get_submodule(kept.fold.layer))
-        _take_away(model, kept)
-        said[kept.fold.layer] = said_of(kept)
-    state_of(model).norms.update(said)
+def _fold_active(model: nn.Module) -> None:
+    output_stats: dict[str, FoldedNorm] = {}
+    for trainable in active_norms(model):
+        trainable.fold_into(model.get_submodule(trainable.fold.layer))
+        _remove_norm(model, trainable)
+        output_stats[trainable.fold.layer] = output_statistics(trainable)
+    state_of(model).norms.update(output_stats)
 
 
-def remember(model: nn.Module) -> None:
-    """Have what is known of the layers' values in the kept BatchNorms, before training makes it untrue."""
+def restore_affine_of_folded(model: nn.Module) -> None:
+    """Write what is known of the layers' outputs into the folded BatchNorms, before training makes it untrue."""
     root = state_of(model)
-    for kept in root.kept:
-        said = root.norms.get(kept.fold.layer)
-        if said is not None and not kept.live:
-            heed(kept.norm, said)
+    for trainable in root.trainable_norms:
+        output_stats = root.norms.get(trainable.fold.layer)
+        if output_stats is not None and not trainable.is_active:
+            restore_affine(trainable.norm, output_stats)
 
 
 @contextmanager
-def folded_for_now(model: nn.Module, *, changes: bool = False) -> Iterator[None]:
-    """Have the live BatchNorms folded for a while.
+def temporarily_folded(model: nn.Module, *, changes: bool = False) -> Iterator[None]:
+    """Fold the active BatchNorms inside the block.
 
-    Afterwards everything is as it was, bit for bit; or with `changes`, if the block does not raise, what the folded
-    model is by then.
+    Afterwards everything is as before, bit for bit; or with `changes`, if the block does not raise, the unfolded model
+    computes what the folded one computed at the end.
     """
-    root, live = state_of(model), live_in(model)
+    root, live = state_of(model), active_norms(model)
     if not live:
         yield
         return
-    raw = {name: tensor.detach().clone() for name, tensor in _raw(model, live).items()}
-    norms, modes = dict(root.norms), [kept.norm.training for kept in live]
+    raw = {name: tensor.detach().clone() for name, tensor in _stored_tensors(model, live).items()}
+    norms, modes = dict(root.norms), [trainable.norm.training for trainable in live]
     changed = False
-    _settle(model)
+    _fold_active(model)
     try:
         yield
         changed = changes
     finally:
-        for kept, mode in zip(live, modes, strict=True):
-            _place(model, kept)
-            kept.unsettle(model.get_submodule(kept.fold.layer), root.norms.get(kept.fold.layer))
-            kept.hold_variance()
-            kept.norm.training = mode
+        for trainable, mode in zip(live, modes, strict=True):
+            _insert_norm(model, trainable)
+            trainable.unfold_from(model.get_submodule(trainable.fold.layer), root.norms.get(trainable.fold.layer))
+            trainable.copy_variance()
+            trainable.norm.training = mode
         if not changed:
             root.norms = norms
             with torch.no_grad():
-                for name, tensor in _raw(model, live).items():
+                for name, tensor in _stored_tensors(model, live).items():
                     tensor.copy_(raw[name])
 
 
-def _raw(model: nn.Module, live: list[KeptNorm]) -> Mapping[str, Tensor]:
+def _stored_tensors(model: nn.Module, live: list[TrainableBatchNorm]) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for kept in live:
-        for module in (kept.norm, model.get_submodule(kept.fold.layer)):
+    for trainable in live:
+        for module in (trainable.norm, model.get_submodule(trainable.fold.layer)):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     found[f"{state_of(module).path}.{name}"] = tensor
     return found
 
 
-def _place(model: nn.Module, kept: KeptNorm) -> None:
-    identity, layer = model.get_submodule(kept.fold.norm), model.get_submodule(kept.fold.layer)
-    replace_module(model, identity, kept.norm)
-    kept.identity = identity
-    variance = kept.norm._buffers["running_var"]
+def _insert_norm(model: nn.Module, trainable: TrainableBatchNorm) -> None:
+    identity, layer = model.get_submodule(trainable.fold.norm), model.get_submodule(trainable.fold.layer)
+    replace_module(model, identity, trainable.norm)
+    trainable.identity = identity
+    variance = trainable.norm._buffers["running_var"]
     assert variance is not None
-    kept.norm.register_buffer(VARIANCE, variance.detach().clone(), persistent=False)
-    state_of(kept.norm).live = state_of(layer).live = kept
+    trainable.norm.register_buffer(VARIANCE, variance.detach().clone(), persistent=False)
+    state_of(trainable.norm).active_norm = state_of(layer).active_norm = trainable
 
 
-def _take_away(model: nn.Module, kept: KeptNorm) -> None:
-    layer, identity = model.get_submodule(kept.fold.layer), kept.identity
+def _remove_norm(model: nn.Module, trainable: TrainableBatchNorm) -> None:
+    layer, identity = model.get_submodule(trainable.fold.layer), trainable.identity
     assert identity is not None
-    replace_module(model, kept.norm, identity)
-    del kept.norm._buffers[VARIANCE]
-    kept.norm._non_persistent_buffers_set.discard(VARIANCE)
-    state_of(kept.norm).live = state_of(layer).live = kept.identity = None
+    replace_module(model, trainable.norm, identity)
+    del trainable.norm._buffers[VARIANCE]
+    trainable.norm._non_persistent_buffers_set.discard(VARIANCE)
+    state_of(trainable.norm).active_norm = state_of(layer).active_norm = trainable.identity = None

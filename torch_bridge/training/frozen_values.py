@@ -1,4 +1,4 @@
-"""Frozen values in training: no optimizer moves them, whatever it does besides following gradients."""
+"""Frozen values in training: no optimizer changes them, whatever it does besides following gradients."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from torch_bridge.torch_values.parameters import find_stored
 
 
 @contextmanager
-def values_held(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
-    """Have the stored tensors at sites of a wrapped model hold what they hold now, after every optimizer step too.
+def holding_values(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
+    """Keep the stored tensors at sites of a wrapped model unchanged inside the block, after every optimizer step too.
 
-    Parameters of which every value is held need no gradient for the time: so neither weight decay nor the norm of all
-    gradients counts them.
+    Parameters of which every value is kept require no gradient inside the block, so that neither weight decay nor the
+    norm of all gradients counts them.
     """
     held = [(tensor, tensor.detach().clone()) for tensor in _tensors(model, sites)]
     whole = {id(tensor) for tensor, _ in held}
-    still = [parameter for parameter in model.parameters() if id(parameter) in whole and parameter.requires_grad]
+    untrained = [parameter for parameter in model.parameters() if id(parameter) in whole and parameter.requires_grad]
 
     @torch.no_grad()
     def put_back(*_: Any) -> None:
@@ -29,7 +29,7 @@ def values_held(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
             tensor.detach().copy_(value)
 
     handle = register_optimizer_step_post_hook(put_back) if held else None
-    for parameter in still:
+    for parameter in untrained:
         parameter.requires_grad_(False)
     try:
         yield
@@ -37,12 +37,12 @@ def values_held(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
         if handle is not None:
             handle.remove()
         put_back()
-        for parameter in still:
+        for parameter in untrained:
             parameter.requires_grad_(True)
 
 
 def _tensors(model: nn.Module, sites: Collection[str]) -> list[Tensor]:
-    """What is stored at sites; of a recurrent layer, whose weights are read in another order, all that it stores."""
+    """Return the stored tensors at sites; of a recurrent layer all its parameters, since sites read them rearranged."""
     found: dict[int, Tensor] = {}
     for site in sorted(sites):
         owner = site.rpartition(":")[0]

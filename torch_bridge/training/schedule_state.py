@@ -1,6 +1,6 @@
-"""What schedules have changed for the time of a training: ranges that are observed or held, finer grids.
+"""What schedules have changed during a training: ranges that are observed or held, and finer grids.
 
-All of it ends with the training block, whatever ends that.
+All of it ends with the training block, however that ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,56 +16,59 @@ from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 
 
-class Observing(Protocol):
-    """Observes ranges."""
+class RangeObserving(Protocol):
+    """The interface of what observes ranges."""
 
     def close(self) -> None:
-        """Stop."""
+        """Stop observing."""
 
 
-class Course:
-    """What schedules have changed.
+class ScheduleState:
+    """What schedules have changed in a sim.
 
     Attributes:
-        held: who holds ranges -> the sites whose scales and zero points no optimizer moves.
-        bits: who has given sites finer grids -> of how many bits.
-        observer: of ranges.
+        held: schedule that holds ranges -> the sites whose scales and zero points no optimizer moves.
+        bits: schedule that has set finer grids -> number of their bits.
+        observer: the observer of ranges, or None.
     """
 
     def __init__(self, quantizers: Sequence[Quantizer]) -> None:
         self.held: dict[Any, frozenset[str]] = {}
         self.bits: dict[Any, int] = {}
-        self.observer: Observing | None = None
+        self.observer: RangeObserving | None = None
         self._quantizers = quantizers
 
     @property
-    def busy(self) -> bool:
-        """Whether it has put anything in the way of quantizers."""
+    def changes_quantizers(self) -> bool:
+        """Return whether any quantizer is changed."""
         return self.observer is not None or bool(self.bits)
 
     def holds(self, site: str) -> bool:
-        """Whether anybody holds the range of a site."""
+        """Return whether any schedule holds the range of a site."""
         return any(site in sites for sites in self.held.values())
 
-    def guard(self, quantizer: Quantizer) -> None:
-        """Let what is learned for a site have a gradient of 0 while it is held: ranks wait for each other's."""
+    def zero_held_gradients(self, quantizer: Quantizer) -> None:
+        """Make the gradients of a site's learned parameters 0 while its range is held.
+
+        They are not None, because every rank waits for a gradient.
+        """
         for name in quantizer.learned_names:
             parameter = quantizer.owner._parameters[name]
             assert parameter is not None
             parameter.register_hook(unserializable_hook(partial(self._gradient, quantizer.site)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Take everything back."""
+        """Undo all changes."""
         if self.observer is not None:
             self.observer.close()
         for quantizer in self._quantizers:
-            quantizer.finer = None
+            quantizer.finer_grid = None
 
     def _gradient(self, site: str, gradient: Tensor) -> Tensor | None:
         return gradient.new_zeros(()).expand_as(gradient) if self.holds(site) else None
 
     def before_step(self, *_: Any) -> None:
-        """Take the gradients away, so that neither momentum nor weight decay moves what is held."""
+        """Remove the gradients of held ranges, so that neither momentum nor weight decay moves them."""
         for quantizer in self._quantizers if self.held else ():
             if quantizer.learned_names and self.holds(quantizer.site):
                 for name in quantizer.learned_names:
@@ -75,13 +78,13 @@ class Course:
 
 
 @contextmanager
-def on_course(runtime: Runtime, quantizers: Sequence[Quantizer]) -> Iterator[Course]:
-    """Let schedules change a sim for a while."""
-    course = runtime.course = Course(quantizers)
-    handle = register_optimizer_step_pre_hook(course.before_step)
+def tracking_schedules(runtime: Runtime, quantizers: Sequence[Quantizer]) -> Iterator[ScheduleState]:
+    """Track what schedules change inside the block, and undo it afterwards."""
+    schedule_state = runtime.schedule_state = ScheduleState(quantizers)
+    handle = register_optimizer_step_pre_hook(schedule_state.before_step)
     try:
-        yield course
+        yield schedule_state
     finally:
         handle.remove()
-        runtime.course = None
-        course.close()
+        runtime.schedule_state = None
+        schedule_state.close()

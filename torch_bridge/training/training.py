@@ -1,4 +1,4 @@
-"""Quantization-aware training: what is learned becomes a parameter for a while."""
+"""Quantization-aware training: scales and zero points that are learned become parameters inside a block."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bridge.quantizers.compiled_kernels import Kernels
+from torch_bridge.quantizers.compiled_kernels import CompiledKernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.torch_values.parameters import STEPS
-from torch_bridge.torch_values.sharding import shard_again, without_effect
-from torch_bridge.training.schedule_state import Course, on_course
-from torch_bridge.training.step_counter import Schedule, counting
-from torch_bridge.wrapping.own_forward import drop_own_forwards, same_forwards
-from torch_bridge.wrapping.wrapper import state_of
+from torch_bridge.torch_values.sharding import reshard_parameters, zero_if_sharded
+from torch_bridge.training.schedule_state import ScheduleState, tracking_schedules
+from torch_bridge.training.step_counter import Schedule, counting_steps
+from torch_bridge.wrapping.own_forward import drop_own_forwards, restoring_forwards
+from torch_bridge.wrapping.wrapped_state import state_of
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """Put a model in eval mode for a while; afterwards every module has the mode it had."""
+    """Put a model in eval mode inside the block; afterwards every module has the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -30,7 +30,7 @@ def eval_mode(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Give modules the modes that were noted, those of their children untouched."""
+    """Set the mode of each module, without touching its children."""
     for module, mode in modes.items():
         module.training = mode
 
@@ -40,25 +40,25 @@ class Learning:
     """What is learned besides the weights.
 
     Attributes:
-        scales: every scale that may move.
-        zero_points: the zero points of asymmetric ranges.
-        clipped_only: from clipped elements alone, as PACT does.
-        kernels: what quantizers compute with; None for eager operations.
+        scales: whether every scale that may move is learned.
+        zero_points: whether zero points of asymmetric ranges are learned.
+        clipped_only: whether gradients come from clipped elements alone, as in PACT.
+        kernels: compiled kernels of the quantizers; None for eager operations.
     """
 
     scales: bool = False
     zero_points: bool = False
     clipped_only: bool = False
-    kernels: Kernels | None = None
+    kernels: CompiledKernels | None = None
 
 
 @contextmanager
 def training(
     model: nn.Module, quantizers: Sequence[Quantizer], learning: Learning, *, schedules: Sequence[Schedule] = ()
 ) -> Iterator[nn.Module]:
-    """Put a wrapped model in train mode; scales and zero points that are learned have a parameter each inside.
+    """Put a wrapped model in train mode inside the block; learned scales and zero points have a parameter each.
 
-    The parameters start at 0, where nothing has moved by a bit. Afterwards the model is in eval mode and the encodings
+    The parameters start at 0, where nothing changes by a bit. Afterwards the model is in eval mode and the encodings
     are fixed, also when the block raises.
     """
     scales = [q for q in quantizers if learning.scales and q.can_learn_scale]
@@ -66,10 +66,10 @@ def training(
     learned = list(dict.fromkeys([*scales, *shifted]))
     runtime = state_of(model).runtime
     runtime.ddp = None
-    with same_forwards(model), on_course(runtime, quantizers) as course:
+    with restoring_forwards(model), tracking_schedules(runtime, quantizers) as schedule_state:
         model.train()
         try:
-            with counting(model, schedules):
+            with counting_steps(model, schedules):
                 found = {q: q.scale_and_zero_point() for q in learned}  # names the site that has none
                 for quantizer in scales:
                     quantizer.owner.register_parameter(
@@ -81,25 +81,25 @@ def training(
                     )
                 for quantizer in learned:
                     quantizer.clipped_only = learning.clipped_only
-                    course.guard(quantizer)
+                    schedule_state.zero_held_gradients(quantizer)
                 for quantizer in quantizers:
                     quantizer.kernels = learning.kernels
                 yield model
         finally:
-            shard_again(model)
+            reshard_parameters(model)
             for quantizer in quantizers:
                 _fix(quantizer)
             model.eval()
 
 
 def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
-    """Have a copy that was made inside of a training block be as if that had ended."""
+    """End the training of a copy that was made inside a training block."""
     runtime = state_of(model).runtime
-    if isinstance(runtime.course, Course):
+    if isinstance(runtime.schedule_state, ScheduleState):
         for quantizer in quantizers:
             _fix(quantizer)
-        runtime.course.close()
-        runtime.course = None
+        runtime.schedule_state.close()
+        runtime.schedule_state = None
         model._buffers.pop(STEPS, None)
         drop_own_forwards(model)
         model.eval()
@@ -114,14 +114,17 @@ def _fix(quantizer: Quantizer) -> None:
     for name in quantizer.learned_names:
         parameter = quantizer.owner._parameters.pop(name)
         assert parameter is not None
-        without_effect(parameter)
+        zero_if_sharded(parameter)
     quantizer.clipped_only, quantizer.kernels = False, None
 
 
 def parameter_groups(
     model: nn.Module, quantizers: Sequence[Quantizer], *, lr: float, scale_lr: float | None
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: weights at `lr`; learned scales and zero points at `scale_lr` (default `lr`) without decay."""
+    """Return optimizer groups: weights at `lr`; learned scales and zero points at `scale_lr`, without decay.
+
+    `scale_lr` is `lr` where it is None.
+    """
     learned = [q.owner._parameters[name] for q in quantizers for name in q.learned_names]
     identities = {id(parameter) for parameter in learned}
     weights = [parameter for parameter in model.parameters() if id(parameter) not in identities]

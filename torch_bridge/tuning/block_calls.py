@@ -1,4 +1,4 @@
-"""The calls of one block: what batches give it and what it gives, taken apart by samples and run again."""
+"""The calls of one block: its arguments and results on all batches, split by samples and run again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.torch_values.pytree import Path, leaves_of, mapped, tensors_of
+from torch_bridge.torch_values.pytree import Path, leaves_of, map_leaves, tensors_of
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
-HELD_BACK = 8  # one sample in so many judges the result and is not learned from
+HELD_BACK = 8  # one sample in so many is used to judge the result, not to learn from
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Piece:
     """Samples of one call.
 
     Attributes:
-        call: which.
+        call: the call.
         rows: int64 indices into the first axis of what is split by samples; None for the whole call.
-        size: how many samples.
-        split: which arguments are split by samples.
+        size: number of samples.
+        split: the arguments that are split by samples.
     """
 
     call: ModuleCall
@@ -29,8 +29,8 @@ class Piece:
     size: int
     split: frozenset[Path]
 
-    def quantized(self, *, drop: float = 0.0, generator: torch.Generator | None = None) -> Arguments:
-        """A copy of the arguments in the quantized model; the block may write over it.
+    def quantized_arguments(self, *, drop: float = 0.0, generator: torch.Generator | None = None) -> Arguments:
+        """Return a copy of the arguments in the quantized model; the block may write over it.
 
         Args:
             drop: probability with which an element of a floating-point tensor is the float model's instead.
@@ -43,24 +43,24 @@ class Piece:
         def mixed(path: Path, leaf: Any) -> Any:
             other = in_float.get(path)
             if not isinstance(other, Tensor) or not other.is_floating_point() or other.shape != leaf.shape:
-                return self._of(path, leaf)
-            found, instead = self._of(path, leaf), self._of(path, other)
+                return self._select(path, leaf)
+            found, instead = self._select(path, leaf), self._select(path, other)
             chosen = torch.rand(found.shape, generator=generator).to(found.device) < drop
             return torch.where(chosen, instead, found)
 
-        return _mapped(self.call.quantized, mixed)
+        return _map_arguments(self.call.quantized, mixed)
 
-    def in_float(self) -> Arguments:
-        """A copy of the arguments in the float model."""
-        return _mapped(self.call.float, self._of)
+    def float_arguments(self) -> Arguments:
+        """Return a copy of the arguments in the float model."""
+        return _map_arguments(self.call.float, self._select)
 
     def outputs(self) -> list[Tensor]:
-        """What the float model gives for these samples."""
+        """Return the float model's outputs for these samples."""
         found = floats_of(self.call.result)
         return [y if self.rows is None else y.index_select(0, self.rows.to(y.device)) for y in found]
 
     def chunks(self, size: int, generator: torch.Generator) -> list["Piece"]:
-        """The samples in random order, at most `size` in each piece."""
+        """Return the samples in random order, at most `size` in each piece."""
         if self.rows is None:
             return [self]
         shuffled = self.rows[torch.randperm(self.size, generator=generator)]
@@ -68,12 +68,12 @@ class Piece:
         return [Piece(self.call, rows, len(rows), self.split) for rows in parts]
 
     def first(self, count: int) -> "Piece":
-        """At most so many of the samples, where they can be told apart."""
+        """Return at most `count` of the samples, where they can be split."""
         if self.rows is None or self.size <= count:
             return self
         return Piece(self.call, self.rows[:count], count, self.split)
 
-    def _of(self, path: Path, leaf: Any) -> Any:
+    def _select(self, path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if self.rows is None or path not in self.split:
@@ -82,21 +82,21 @@ class Piece:
 
 
 def floats_of(value: Any) -> list[Tensor]:
-    """The floating-point tensors of a value, in order."""
+    """Return the floating-point tensors of a value, in order."""
     return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
 
 
-def by_samples(call: ModuleCall) -> frozenset[Path]:
-    """The arguments whose first axis is as long as that of the outputs; empty where the outputs disagree."""
+def arguments_with_samples(call: ModuleCall) -> frozenset[Path]:
+    """Return the arguments whose first axis is as long as that of the outputs; empty where the outputs disagree."""
     samples = _samples(call)
     leaves = _leaves(call.quantized)
     return frozenset(path for path, x in leaves if isinstance(x, Tensor) and x.dim() and x.shape[0] == samples)
 
 
-def whole(call: ModuleCall, split: frozenset[Path]) -> Piece:
-    """All samples of a call, told apart where the arguments in `split` have as many rows as the outputs."""
+def all_samples(call: ModuleCall, split: frozenset[Path]) -> Piece:
+    """Return all samples of a call, split where the arguments in `split` have as many rows as the outputs."""
     samples = _samples(call)
-    if not split or samples is None or not split <= by_samples(call):
+    if not split or samples is None or not split <= arguments_with_samples(call):
         return Piece(call, None, samples or 1, split)
     return Piece(call, torch.arange(samples), samples, split)
 
@@ -110,16 +110,16 @@ def _leaves(arguments: Arguments) -> list[tuple[Path, Any]]:
     return leaves_of((arguments.args, arguments.kwargs))
 
 
-def _mapped(arguments: Arguments, each: Callable[[Path, Any], Any]) -> Arguments:
-    args, kwargs = mapped((arguments.args, arguments.kwargs), each)
+def _map_arguments(arguments: Arguments, each: Callable[[Path, Any], Any]) -> Arguments:
+    args, kwargs = map_leaves((arguments.args, arguments.kwargs), each)
     return Arguments(args, kwargs)
 
 
-def held_back(pieces: Sequence[Piece], generator: torch.Generator) -> tuple[list[Piece], list[Piece]]:
-    """Part samples to learn from and samples to judge by: one in `HELD_BACK` of each, at least one.
+def split_held_back(pieces: Sequence[Piece], generator: torch.Generator) -> tuple[list[Piece], list[Piece]]:
+    """Split samples into those to learn from and those to judge by: one in `HELD_BACK` of each, at least one.
 
     Returns:
-        The two lists. They are the same where there is but one sample, or one call whose samples cannot be told apart.
+        The two lists. They are the same where there is only one sample, or one call whose samples cannot be split.
     """
     learn: list[Piece] = []
     judge: list[Piece] = []

@@ -1,4 +1,7 @@
-"""Tuning one block: its weights' rounding and its scales, by the gradient of its output error.
+"""Tuning of one block: the rounding of its weights and its scales, by the gradient of its output error.
+
+Sources: Li et al. 2021, BRECQ, for the block as the unit; Cheng et al. 2024, SignRound, for the rounding; Esser et al.
+2020, LSQ, and Shao et al. 2024, OmniQuant, for scales that are learned with it.
 
 Sources: Li et al. 2021, BRECQ, for the block as the unit; Cheng et al. 2024, SignRound, for the rounding; Esser et al.
 2020, LSQ, and Shao et al. 2024, OmniQuant, for scales that are learned with it.
@@ -21,25 +24,25 @@ from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored, stored_tensor
-from torch_bridge.tuning.block_calls import Piece, by_samples, floats_of, held_back, whole
+from torch_bridge.tuning.block_calls import Piece, all_samples, arguments_with_samples, floats_of, split_held_back
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
-#: how far a weight may be moved before it is rounded, in steps of its scale
-FARTHEST = 1.0
-SAME = 1e-3  # relative difference up to which a block alone gives what it gave in the model
+#: how far a weight may be shifted before it is rounded, in steps of its scale
+MAX_SHIFT = 1.0
+REPEAT_TOLERANCE = 1e-3  # relative difference up to which a block run alone repeats its result in the model
 
 
 @dataclass(frozen=True)
-class Options:
-    """How blocks are tuned.
+class BlockTuningOptions:
+    """The options of tuning a block.
 
     Attributes:
         iterations: optimizer steps per block.
         rounding: whether weights learn which way to round.
         scales: whether weights and activations learn their scales.
         batch_size: samples per step.
-        lr: what a step of the optimizer moves a weight by at first, in steps of its scale; it falls to 0.
-        drop: see `Piece.quantized`.
+        lr: shift of a weight by the first step of the optimizer, in steps of its scale; it falls to 0.
+        drop: see `Piece.quantized_arguments`.
     """
 
     iterations: int
@@ -51,7 +54,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Change:
+class SiteChange:
     """What was learned for one site.
 
     Attributes:
@@ -66,27 +69,27 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What became of a block.
+class TuningResult:
+    """The result of tuning a block.
 
     Attributes:
         changes: empty where it stays as it was.
         error_before: of its output on held-back samples, relative to the float output's energy.
         error_after: the same with the changes.
-        note: what is to be said about it.
+        note: remark for the report.
     """
 
-    changes: Sequence[Change] = ()
+    changes: Sequence[SiteChange] = ()
     error_before: float | None = None
     error_after: float | None = None
     note: str = ""
 
 
 class _LearnedWeight:
-    """Stands in for the quantizer of a weight while its rounding is learned.
+    """The replacement of a weight's quantizer while the weight's rounding is learned.
 
     The weight is moved by `shift` steps and then rounded to the nearest grid point; the gradient passes straight
-    through. So what is judged is at any time a hard-rounded weight, and nothing is left to harden at the end.
+    through. So the weight that is judged is hard-rounded at any time, and nothing is left to harden at the end.
     """
 
     def __init__(self, quantizer: Quantizer, weight: Tensor) -> None:
@@ -104,13 +107,13 @@ class _LearnedWeight:
 
 @dataclass
 class BlockRun:
-    """Runs one block by itself, and knows the sites that it has come by.
+    """A block that is run by itself, and the quantizers that it reaches.
 
     Attributes:
         sim: whose block it is.
         module: the block.
-        learned: by site, what stands in for quantizers.
-        visited: the quantizers that it has come by.
+        learned: site -> replacement of its quantizer.
+        visited: site -> quantizer that it has reached.
     """
 
     sim: QuantSim
@@ -118,22 +121,22 @@ class BlockRun:
     learned: dict[str, _LearnedWeight] = field(default_factory=dict)
     visited: dict[str, Quantizer] = field(default_factory=dict)
 
-    def quantized(self, arguments: Arguments) -> list[Tensor]:
-        """What the block gives as it is now."""
+    def run_quantized(self, arguments: Arguments) -> list[Tensor]:
+        """Return the block's outputs as it is now."""
         with self.sim.runtime.in_phase("visit", self._visit):
             return floats_of(self.module(*arguments.args, **arguments.kwargs))
 
-    def in_float(self, arguments: Arguments) -> list[Tensor]:
-        """What it gives in float."""
+    def run_float(self, arguments: Arguments) -> list[Tensor]:
+        """Return the block's outputs in float."""
         with self.sim.float_phase():
             return floats_of(self.module(*arguments.args, **arguments.kwargs))
 
     def error(self, pieces: Sequence[Piece]) -> float:
-        """The output's squared error, relative to the float output's energy."""
+        """Return the output's squared error, relative to the float output's energy."""
         missed = energy = 0.0
         with torch.no_grad():
             for piece in pieces:
-                for y, wanted in zip(self.quantized(piece.quantized()), piece.outputs(), strict=True):
+                for y, wanted in zip(self.run_quantized(piece.quantized_arguments()), piece.outputs(), strict=True):
                     missed += float((y.double() - wanted.double()).square().sum())
                     energy += float(wanted.double().square().sum())
         return missed / energy if energy else 0.0
@@ -142,7 +145,7 @@ class BlockRun:
         learned = self.learned.get(site)
         if learned is not None:
             return learned(x)
-        found = self.sim.runtime.quantized(site, x)
+        found = self.sim.runtime.quantize(site, x)
         quantizer = self.sim.runtime.quantizers[site]
         if quantizer is not None:
             self.visited[site] = quantizer
@@ -150,63 +153,70 @@ class BlockRun:
 
 
 def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
-    """The calls as pieces whose samples can be told apart, if the block by itself shows that they can.
+    """Return the calls as pieces, which can be split by samples if the block by itself shows that they can.
 
     Args:
         run: of the block, with the float weights.
         calls: of all batches.
 
     Raises:
-        ModelError: run by itself, the block does not give what it gave in the model.
+        ModelError: run by itself, the block does not repeat its result in the model.
     """
-    split = by_samples(calls[0])
-    halved = whole(calls[0], split)
-    if halved.rows is not None and _repeats(run, halved.first(max(halved.size // 2, 1))):
-        return [whole(call, split) for call in calls]
-    if _repeats(run, whole(calls[0], frozenset())):
-        return [whole(call, frozenset()) for call in calls]
+    split = arguments_with_samples(calls[0])
+    halved = all_samples(calls[0], split)
+    if halved.rows is not None and _repeats_result(run, halved.first(max(halved.size // 2, 1))):
+        return [all_samples(call, split) for call in calls]
+    if _repeats_result(run, all_samples(calls[0], frozenset())):
+        return [all_samples(call, frozenset()) for call in calls]
     raise ModelError("run by itself it does not give what it gave in the model, as with a cache (use_cache=False)")
 
 
-def _repeats(run: BlockRun, piece: Piece) -> bool:
-    """Whether the block gives what it gave in the model, and once more (it may count its calls)."""
+def _repeats_result(run: BlockRun, piece: Piece) -> bool:
+    """Return whether the block repeats its result in the model, twice (it may count its calls)."""
     wanted = piece.outputs()
     for _ in range(2):
         try:
             with torch.no_grad():
-                found = run.in_float(piece.in_float())
+                found = run.run_float(piece.float_arguments())
         except (RuntimeError, ValueError, IndexError):
             return False
         if [y.shape for y in found] != [y.shape for y in wanted]:
             return False
         pairs = zip(found, wanted, strict=True)
-        if any(float((y - t).double().norm()) > SAME * float(t.double().norm()) for y, t in pairs):
+        if any(float((y - t).double().norm()) > REPEAT_TOLERANCE * float(t.double().norm()) for y, t in pairs):
             return False
     return True
 
 
-def learnable_sites(run: BlockRun, pieces: Sequence[Piece], options: Options) -> list[str]:
-    """The sites of a block whose rounding or scale can be learned without changing other blocks, in the order met."""
+def learnable_sites(run: BlockRun, pieces: Sequence[Piece], options: BlockTuningOptions) -> list[str]:
+    """Return the sites of a block whose rounding or scale can be learned without changing other blocks.
+
+    They are in the order in which the block reaches them.
+    """
     with torch.no_grad():
-        run.quantized(pieces[0].first(1).quantized())
+        run.run_quantized(pieces[0].first(1).quantized_arguments())
     weights, scales = _learnable(run, options)
     return list(dict.fromkeys(quantizer.site for quantizer in (*weights, *scales)))
 
 
-def tune_block(run: BlockRun, pieces: Sequence[Piece], options: Options, generator: torch.Generator) -> Tuned:
+def tune_block(
+    run: BlockRun, pieces: Sequence[Piece], options: BlockTuningOptions, generator: torch.Generator
+) -> TuningResult:
     """Learn the rounding and scales of a block; nothing is written.
 
     Args:
         run: of the block, in eval mode; afterwards as it was.
         pieces: of all calls.
-        options: how.
+        options: of the tuning.
         generator: of the samples that are held back, and of the order of the others.
     """
-    learn, judge = held_back(pieces, generator)
+    learn, judge = split_held_back(pieces, generator)
     before = run.error(judge)
     weights, scales = _learnable(run, options)
     if not weights and not scales:
-        return Tuned((), before, before, "nothing in it can be learned: float, frozen, or shared with other modules")
+        return TuningResult(
+            (), before, before, "nothing in it can be learned: float, frozen, or shared with other modules"
+        )
     shared = learn is judge
     model = run.sim.model
     run.learned = {q.site: _LearnedWeight(q, stored_tensor(model, q.site).detach()) for q in weights}
@@ -218,22 +228,26 @@ def tune_block(run: BlockRun, pieces: Sequence[Piece], options: Options, generat
     finally:
         run.learned = {}
     if not changes:
-        return Tuned((), before, before, "kept as it was: the error on held-back samples did not fall")
-    return Tuned(changes, before, after, "judged by the one sample it was tuned on" if shared else "")
+        return TuningResult((), before, before, "kept as it was: the error on held-back samples did not fall")
+    return TuningResult(changes, before, after, "judged by the one sample it was tuned on" if shared else "")
 
 
 def _descend(
-    run: BlockRun, pieces: Sequence[Piece], scales: Sequence[Quantizer], options: Options, generator: torch.Generator
+    run: BlockRun,
+    pieces: Sequence[Piece],
+    scales: Sequence[Quantizer],
+    options: BlockTuningOptions,
+    generator: torch.Generator,
 ) -> None:
     shifts = [weight.shift for weight in run.learned.values()]
     groups: list[dict[str, Any]] = [{"params": shifts, "lr": options.lr}] if shifts else []
     for quantizer in scales:
-        # a step moves the ends of the grid by a few times what it moves a single weight
+        # so a step moves the ends of the grid a few times as far as a single weight
         factor = quantizer.owner._parameters[quantizer.log_scale_name]
         assert quantizer.decision.spec is not None
         groups.append({"params": [factor], "lr": 8 * options.lr / 2**quantizer.decision.spec.dtype.bits})
     parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-    # the gradients are those of a relative error, spread over all the weights: far below the usual epsilon
+    # the gradients of a relative error, spread over all weights, are far below the usual epsilon
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-12)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.iterations)
     batches = _batches(pieces, options.batch_size, generator)
@@ -245,21 +259,25 @@ def _descend(
         schedule.step()
         with torch.no_grad():
             for shift in shifts:
-                shift.clamp_(-FARTHEST, FARTHEST)
+                shift.clamp_(-MAX_SHIFT, MAX_SHIFT)
 
 
 def _gradients(
-    run: BlockRun, batch: Sequence[Piece], parameters: Sequence[Tensor], options: Options, generator: torch.Generator
+    run: BlockRun,
+    batch: Sequence[Piece],
+    parameters: Sequence[Tensor],
+    options: BlockTuningOptions,
+    generator: torch.Generator,
 ) -> list[Tensor]:
-    """Of the relative error on a batch; one piece is in memory at a time."""
+    """Return the gradients of the relative error on a batch; one piece is in memory at a time."""
     wanted = [piece.outputs() for piece in batch]
     energy = sum(float(y.float().square().sum()) for outputs in wanted for y in outputs) or 1.0
     sums = [torch.zeros_like(parameter) for parameter in parameters]
     for piece, outputs in zip(batch, wanted, strict=True):
         with torch.enable_grad():
-            found = run.quantized(piece.quantized(drop=options.drop, generator=generator))
+            found = run.run_quantized(piece.quantized_arguments(drop=options.drop, generator=generator))
             missed = [(y.float() - t.float()).square().sum() for y, t in zip(found, outputs, strict=True)]
-            # not backward(): the model's own gradients are the caller's
+            # not backward(), which would write the gradients of the caller's parameters
             parts = torch.autograd.grad(torch.stack(missed).sum() / energy, parameters, allow_unused=True)
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
@@ -268,7 +286,7 @@ def _gradients(
 
 
 def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> Iterator[list[Piece]]:
-    """Batches of at least `size` samples (fewer never, more only of calls that stay whole), in random order."""
+    """Yield batches of at least `size` samples in random order; only calls that stay whole make them larger."""
     waiting: list[Piece] = []
     while True:
         batch: list[Piece] = []
@@ -280,17 +298,17 @@ def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> 
         yield batch
 
 
-def _changes(run: BlockRun, scales: Sequence[Quantizer]) -> list[Change]:
-    changes = {quantizer.site: Change(quantizer.site, quantizer.encoding()) for quantizer in scales}
+def _changes(run: BlockRun, scales: Sequence[Quantizer]) -> list[SiteChange]:
+    changes = {quantizer.site: SiteChange(quantizer.site, quantizer.encoding()) for quantizer in scales}
     with torch.no_grad():
         for site, learned in run.learned.items():
             value = learned(stored_tensor(run.sim.model, site).detach())
-            changes[site] = Change(site, learned.quantizer.encoding(), value)
+            changes[site] = SiteChange(site, learned.quantizer.encoding(), value)
     return list(changes.values())
 
 
-def _learnable(run: BlockRun, options: Options) -> tuple[list[Quantizer], list[Quantizer]]:
-    """The quantizers of the block whose rounding, and those whose scales, can be learned without changing others."""
+def _learnable(run: BlockRun, options: BlockTuningOptions) -> tuple[list[Quantizer], list[Quantizer]]:
+    """Return the block's quantizers whose rounding, and those whose scales, can be learned without changing others."""
     modules = dict(run.sim.model.named_modules())
     readers = Counter(id(t) for m in modules.values() for t in {**m._parameters, **m._buffers}.values())
     sharing: dict[str, set[str]] = {}
@@ -312,7 +330,7 @@ def _learnable(run: BlockRun, options: Options) -> tuple[list[Quantizer], list[Q
 
 
 def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) -> bool:
-    """Whether another module holds a tensor that the site is stored in, in parts or whole."""
+    """Return whether another module holds a tensor in which the site is stored, in parts or whole."""
     owner, port = owner_of(site), port_of(site)
     module = modules["" if owner == "self" else owner]
     own = {**module._parameters, **module._buffers}.items()
@@ -322,7 +340,7 @@ def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) 
 
 @contextmanager
 def _learned_scales(quantizers: Sequence[Quantizer]) -> Iterator[None]:
-    """Inside, each quantizer's scale has a factor that is a parameter; afterwards the scales are as they were."""
+    """Give each quantizer's scale a factor that is a parameter, inside the block; then restore the scales."""
     factors = [(quantizer.owner._parameters, quantizer.log_scale_name) for quantizer in quantizers]
     try:
         for quantizer in quantizers:

@@ -1,4 +1,4 @@
-"""Finding the blocks of a module: residual blocks, decoder layers, and single layers where there are none."""
+"""The blocks of a module: residual blocks, decoder layers, and single layers where there are none."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from torch_bridge.sim import QuantSim
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MULTIPLY = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
-#: a layer by itself whose output is so many times its input (the head of a language model) would need too much memory
+#: a single layer whose output is more times its input (the head of a language model) would need too much memory
 WIDE = 8
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ModuleBlocks:
     """The blocks of a model.
 
     Attributes:
@@ -29,8 +29,8 @@ class Blocks:
     left: Mapping[str, str]
 
 
-def find_blocks(sim: QuantSim, patterns: Sequence[str] | None) -> Blocks:
-    """Find the modules that are tuned as one.
+def find_blocks(sim: QuantSim, patterns: Sequence[str] | None) -> ModuleBlocks:
+    """Return the modules that are tuned as one.
 
     Without patterns: the members of lists and sequences whose class occurs several times (decoder layers, the residual
     blocks of a stage), else modules with branches of their own (two weights or more, none of their parts repeated),
@@ -46,22 +46,22 @@ def find_blocks(sim: QuantSim, patterns: Sequence[str] | None) -> Blocks:
     modules = dict(sim.model.named_modules())
     matrices = [path for path, multiplies in _owners(sim, modules).items() if multiplies]
     if patterns is None:
-        chosen = list(_structural(modules, matrices))
+        chosen = list(_find_by_structure(modules, matrices))
     else:
         chosen = [path for path in modules if any(matches(pattern, path or "self") for pattern in patterns)]
         chosen = [path for path in chosen if _weights_in(path, matrices)]
         _require_matches(patterns, chosen, modules)
-        _require_apart(chosen)
+        _require_disjoint(chosen)
     left = {
-        owner: "in no block" if patterns is not None else _why_alone(owner, matrices)
+        owner: "in no block" if patterns is not None else _reason_left_out(owner, matrices)
         for owner in _owners(sim, modules)
         if not any(_inside(owner, path) for path in chosen)
     }
-    return Blocks({path: modules[path] for path in chosen}, left)
+    return ModuleBlocks({path: modules[path] for path in chosen}, left)
 
 
 def _owners(sim: QuantSim, modules: Mapping[str, nn.Module]) -> dict[str, bool]:
-    """Path of a module with quantized weights -> whether it multiplies by a matrix of them."""
+    """Return path of a module with quantized weights -> whether it multiplies by a matrix of them."""
     found: dict[str, bool] = {}
     for decision in sim.plan.decisions.values():
         owner = without_calls(owner_of(decision.site)).partition("/")[0]
@@ -71,13 +71,13 @@ def _owners(sim: QuantSim, modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     return found
 
 
-def _why_alone(owner: str, matrices: Sequence[str]) -> str:
+def _reason_left_out(owner: str, matrices: Sequence[str]) -> str:
     if owner in matrices:
         return "its output is much larger than its input; name it in blocks="
     return "by itself it is no block: it multiplies by no matrix"
 
 
-def _structural(modules: Mapping[str, nn.Module], matrices: Sequence[str]) -> Iterator[str]:
+def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]) -> Iterator[str]:
     classes = {path: _own_class(module) for path, module in modules.items()}
     composite = {
         path
@@ -107,7 +107,7 @@ def _structural(modules: Mapping[str, nn.Module], matrices: Sequence[str]) -> It
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a wrapped module before it was wrapped."""
+    """Return the class of a wrapped module before it was wrapped."""
     found: type[nn.Module] = type(module).__mro__[2]
     return found
 
@@ -132,7 +132,7 @@ def _require_matches(patterns: Sequence[str], chosen: Sequence[str], modules: Ma
             raise ConfigError(f"no module with a quantized weight matches blocks={pattern!r}; the nearest are {near}")
 
 
-def _require_apart(chosen: Sequence[str]) -> None:
+def _require_disjoint(chosen: Sequence[str]) -> None:
     for path in chosen:
         outer = next((other for other in chosen if other != path and _inside(path, other)), None)
         if outer is not None:

@@ -1,9 +1,9 @@
-"""Learning the ranges of activations by gradient: both ends of every site together, by the error of the outputs.
+"""Learning of activation ranges by gradient: both ends of every site together, by the error of the outputs.
 
-A range that moves a site's own values least need not be the best one for what reads them: where a few huge values go
-into a LayerNorm, cutting them off costs little and makes the grid finer for all others. The gradients with respect to
-scale and zero point are those of LSQ+ (Bhalgat et al. 2020, section 3.1); the ends are learned as powers of two times
-what calibration found, so that they keep their signs (Jain et al. 2020, TQT).
+The range that changes a site's own values least need not be the best one for what reads them: where a few huge values
+go into a LayerNorm, cutting them off costs little and makes the grid finer for all others. The gradients of scale and
+zero point are those of LSQ+ (Bhalgat et al. 2020, section 3.1); the ends are learned as powers of two times the
+calibrated ones, so that they keep their signs (Jain et al. 2020, TQT).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed
@@ -25,7 +25,7 @@ from torch_bridge.torch_values.pytree import tensors_of
 
 
 class LearnedRange:
-    """The range of a site whose ends are 2**p times those that its encoding has now, p being learned from 0 on.
+    """The range of a site whose ends are 2**p times those of its present encoding, p being learned from 0 on.
 
     A symmetric range has one p, an asymmetric one a p for each end.
     """
@@ -40,7 +40,7 @@ class LearnedRange:
         self.log2 = nn.Parameter(torch.zeros(1 if spec.symmetric else 2, device=scale.device))
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        """Give x on the site's grid as it is now."""
+        """Return x on the site's grid as it is now."""
         spec = self.spec
         if spec.symmetric:
             scale, zero_point = self.scale * torch.exp2(self.log2), self.zero_point
@@ -50,10 +50,10 @@ class LearnedRange:
             scale = (high - low) / (spec.dtype.hi - spec.dtype.lo)
             exact = spec.dtype.lo - low / scale
             zero_point = exact + (exact.round() - exact).detach()
-        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), Grid(spec.dtype.lo, spec.dtype.hi))
+        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), FakeQuantGrid(spec.dtype.lo, spec.dtype.hi))
 
     def encoding(self) -> Encoding:
-        """The encoding of the range as it is now; the one from before where nothing was learned."""
+        """Return the encoding of the range as it is now; the one from before where nothing was learned."""
         if not bool(self.log2.detach().any()):
             return self.before
         low, high = (self.ends * torch.exp2(self.log2.detach())).float().cpu().numpy().reshape(2, 1)
@@ -69,20 +69,22 @@ class RangeTuner:
 
     def __init__(self, sim: QuantSim, forward: Forward | None) -> None:
         self.sim, self.forward = sim, forward
-        self.learned = {site: LearnedRange(q, spec) for site, q in sim.quantizers.items() if (spec := _free(q))}
+        self.learned = {
+            site: LearnedRange(q, spec) for site, q in sim.quantizers.items() if (spec := _learnable_spec(q))
+        }
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is learned."""
+        """Return the parameters that are learned."""
         return [one.log2 for one in self.learned.values()]
 
     def wanted(self, batch: Any, where: str) -> list[Tensor]:
-        """The float model's outputs."""
+        """Return the float model's outputs."""
         with self.sim.float_phase() as model, torch.no_grad():
             return _floats(feed(model, batch, self.sim.example, self.forward, where))
 
     def error(self, batch: Any, wanted: Sequence[Tensor], where: str) -> Tensor:
-        """The squared error of the outputs, relative to their energy, as the ranges are now."""
+        """Return the squared error of the outputs, relative to their energy, with the present ranges."""
         with self.sim.runtime.in_phase("visit", self._visit):
             found = _floats(feed(self.sim.model, batch, self.sim.example, self.forward, where))
         errors = [
@@ -104,8 +106,8 @@ def _floats(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
 
 
-def _free(quantizer: Quantizer) -> Spec | None:
-    """The spec of a site whose range may be learned, else None."""
+def _learnable_spec(quantizer: Quantizer) -> Spec | None:
+    """Return the spec of a site whose range may be learned, else None."""
     decision, spec = quantizer.decision, quantizer.decision.spec
     computed = decision.kind in ("activation", "input", "output") and not decision.passes_through
     if spec is None or not computed or not quantizer.owns_encoding or quantizer.frozen:

@@ -1,4 +1,4 @@
-"""Where a forward comes by the layers of a sim: at a module, at a function that reads a weight, in a recurrent op."""
+"""Hooks where a forward reads a layer's input: at a module, at a function that reads a weight, in a recurrent op."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,20 +19,20 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.sites.attention import multi_head_attention_forward
 from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.functional import op_name
-from torch_bridge.sites.recurrent import hidden_inputs, run_recurrent
-from torch_bridge.torch_values.gate_order import is_recurrent, suffixes
-from torch_bridge.torch_values.parameters import find_stored, third_of
+from torch_bridge.sites.recurrent import hidden_weight_inputs, run_recurrent
+from torch_bridge.torch_values.gate_order import direction_suffixes, is_recurrent
+from torch_bridge.torch_values.parameters import find_stored, packed_rows
 from torch_bridge.torch_values.relu6 import graph_as_it_runs
 from torch_bridge.walk.paused_forward import same_input
-from torch_bridge.wrapping.wrapper import state_of
+from torch_bridge.wrapping.wrapped_state import state_of
 
-#: what is called with (weight site, input of its layer)
-Reached = Callable[[str, Tensor], None]
+#: called with (weight site, input of the layer)
+LayerCallback = Callable[[str, Tensor], None]
 Key = tuple[int, int, int]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# op -> where its data and its weight stand, and what torch calls them
+# op -> position and keyword of its data and of its weight
 _OPS = {
     "linear": ((0, "input"), (1, "weight")),
     **{f"conv{n}d": ((0, "input"), (1, "weight")) for n in (1, 2, 3)},
@@ -42,18 +42,18 @@ _OPS = {
     "addmm": ((1, "mat1"), (2, "mat2")),
     "embedding": ((0, "input"), (1, "weight")),
 }
-# in float, torch runs a recurrent cell at once: input, state, weights of either
+# in float, torch runs a recurrent cell as one function of input, state and their weights
 _CELLS = (torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
 
 
 @dataclass(frozen=True)
-class Stop:
-    """A layer, and how a forward comes by it.
+class HookedLayer:
+    """A layer, and where a forward reads it.
 
     Attributes:
-        layer: what is solved.
-        module: whose call reads its input; None where a function or a recurrent op does.
-        repeated: whether one forward comes by several times.
+        layer: the layer to solve.
+        module: the module whose call reads the layer's input; None where a function or a recurrent op does.
+        repeated: whether one forward reads it several times.
         recurrent: whether a recurrent op reads it.
     """
 
@@ -64,52 +64,58 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Came:
-    """A layer that a forward came to: the site of its weight, and its input (and which version of it)."""
+class LayerInput:
+    """The input of a layer that a forward has reached: site of the weight, tensor, and version of the tensor."""
 
     site: str
     x: Tensor
     version: int
 
     @classmethod
-    def to(cls, site: str, x: Tensor) -> "Came":
-        """With the input as it is now."""
+    def to(cls, site: str, x: Tensor) -> "LayerInput":
+        """Return the input of the layer at a site, as it is now."""
         return cls(site, x, 0 if x.is_inference() else x._version)
 
-    def repeats(self, other: "Came") -> bool:
-        """Whether the input is the other one, and nothing was written into it in between."""
+    def repeats(self, other: "LayerInput") -> bool:
+        """Return whether this is the same input as another one, and nothing was written into it in between."""
         return self.version == other.version and same_input(self.x, other.x)
 
 
 @dataclass
-class Stops:
+class HookedLayers:
     """The layers of a sim in the order of the graph.
 
     Attributes:
-        by_site: weight site -> its stop.
-        left: weight site -> why it is none.
+        by_site: weight site -> its layer.
+        left: weight site -> why it is not among them.
         functions: sites whose weights are read by functions.
         groups: sites of layers that read one input, one directly after another, in order.
     """
 
-    by_site: dict[str, Stop]
+    by_site: dict[str, HookedLayer]
     left: dict[str, str]
     functions: set[str]
     groups: list[list[str]] = field(default_factory=list)
 
     def read_early(self, sites: Iterable[str] | None = None) -> set[str]:
-        """What a forward holds while it stands before the functions that multiply with these weights (all of them)."""
+        """Return the sites that a forward reads before it reaches the functions that use them.
+
+        `sites` restricts them to these weights.
+        """
         among = self.functions if sites is None else self.functions.intersection(sites)
         return {*among, *(self.by_site[site].layer.bias for site in among)} - {""}
 
     def group_of(self, site: str) -> list[str]:
-        """A layer, and those directly after it that read the same input."""
+        """Return a layer, and those directly after it that read the same input."""
         group = next((group for group in self.groups if site in group), [site])
         return group[group.index(site) :]
 
 
-def find_stops(sim: QuantSim) -> Stops:
-    """The stops of a sim, as far as its graph and its modules tell; `Probe` says which functions read the rest."""
+def find_hooked_layers(sim: QuantSim) -> HookedLayers:
+    """Return the layers of a sim, as far as its graph and its modules tell.
+
+    `resolving_readers` finds out which functions read the others.
+    """
     frozen = {site for site, quantizer in sim.quantizers.items() if quantizer.is_frozen}
     layers, left = graph_layers(graph_as_it_runs(sim.model, sim.graph), sim.plan, frozen)
     modules = dict(sim.model.named_modules())
@@ -118,14 +124,14 @@ def find_stops(sim: QuantSim) -> Stops:
         site = found.layer.site
         owner = modules.get("" if owner_of(site) == "self" else owner_of(site))
         if isinstance(owner, nn.RNNBase) and is_recurrent(owner):
-            by_site[site] = Stop(found.layer, None, len(found.ops) > 1, recurrent=True)
+            by_site[site] = HookedLayer(found.layer, None, len(found.ops) > 1, recurrent=True)
         elif owner is not None and port_of(site) == "weight" and _is_plain_layer(owner):
             layer = replace(found.layer, geometry=_geometry(owner))
-            by_site[site] = Stop(layer, owner, len(found.ops) > 1)
+            by_site[site] = HookedLayer(layer, owner, len(found.ops) > 1)
         else:
-            by_site[site] = Stop(found.layer, None, len(found.ops) > 1)
+            by_site[site] = HookedLayer(found.layer, None, len(found.ops) > 1)
             functions.add(site)
-    return Stops(by_site, left, functions)
+    return HookedLayers(by_site, left, functions)
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
@@ -155,92 +161,92 @@ def _geometry(module: nn.Module) -> PatchGeometry | None:
 
 
 @contextmanager
-def settling(sim: QuantSim, stops: Stops) -> Iterator[None]:
-    """Inside, one float forward is run; it tells which functions read the weights that no module reads itself.
+def resolving_readers(sim: QuantSim, hooked_layers: HookedLayers) -> Iterator[None]:
+    """Find out which functions read the weights that no module reads, by the one float forward run inside the block.
 
-    A weight that neither reads is left; so is one that both read. It also tells which layers read one input.
+    A weight that neither or both read is skipped. The block also finds out which layers read one input.
     """
-    seen = _Seen()
-    keys = _float_keys(sim, [site for site, stop in stops.by_site.items() if not stop.recurrent])
-    with stopping(sim, stops, seen.by_module), Watch(keys, seen.by_function):
+    counts = _ReadCounts()
+    keys = _float_keys(sim, [site for site, hooked in hooked_layers.by_site.items() if not hooked.recurrent])
+    with hooks_before_layers(sim, hooked_layers, counts.by_module), WeightReadMode(keys, counts.by_function):
         yield
-    for site, stop in list(stops.by_site.items()):
-        modules, functions = seen.modules[site], seen.functions[site]
-        if stop.module is not None and not modules and functions:  # as MultiheadAttention reads its out_proj
-            stops.functions.add(site)
-            stop = replace(stop, module=None)
-        stops.by_site[site] = replace(stop, repeated=stop.repeated or max(modules, functions) > 1)
-        if site in stops.functions and not functions:
-            stops.left[site] = "no linear function of torch reads it in the first batch"
-        elif stop.module is not None and functions not in (0, modules):
-            stops.left[site] = "its module reads it and a function too"
-    for site in stops.left.keys() & stops.by_site.keys():
-        del stops.by_site[site]
-        stops.functions.discard(site)
-    once = {site for site, stop in stops.by_site.items() if not stop.repeated}
-    stops.groups = [group for group in seen.groups if len(group) > 1 and once.issuperset(group)]
+    for site, hooked in list(hooked_layers.by_site.items()):
+        modules, functions = counts.modules[site], counts.functions[site]
+        if hooked.module is not None and not modules and functions:  # as MultiheadAttention reads its out_proj
+            hooked_layers.functions.add(site)
+            hooked = replace(hooked, module=None)
+        hooked_layers.by_site[site] = replace(hooked, repeated=hooked.repeated or max(modules, functions) > 1)
+        if site in hooked_layers.functions and not functions:
+            hooked_layers.left[site] = "no linear function of torch reads it in the first batch"
+        elif hooked.module is not None and functions not in (0, modules):
+            hooked_layers.left[site] = "its module reads it and a function too"
+    for site in hooked_layers.left.keys() & hooked_layers.by_site.keys():
+        del hooked_layers.by_site[site]
+        hooked_layers.functions.discard(site)
+    once = {site for site, hooked in hooked_layers.by_site.items() if not hooked.repeated}
+    hooked_layers.groups = [group for group in counts.groups if len(group) > 1 and once.issuperset(group)]
 
 
-class _Seen:
-    """How often one forward came by each layer, and which layers read one input."""
+class _ReadCounts:
+    """How often one forward read each layer, and which layers read one input."""
 
     def __init__(self) -> None:
         self.modules: Counter[str] = Counter()
         self.functions: Counter[str] = Counter()
         self.groups: list[list[str]] = []
-        self._last: Came | None = None
+        self._last: LayerInput | None = None
 
     def by_module(self, site: str, x: Tensor) -> None:
         self.modules[site] += 1
-        self._group(Came.to(site, x))
+        self._group(LayerInput.to(site, x))
 
     def by_function(self, site: str, x: Tensor) -> None:
         self.functions[site] += 1
         if not self.modules[site]:
-            self._group(Came.to(site, x))
+            self._group(LayerInput.to(site, x))
 
-    def _group(self, came: Came) -> None:
-        if self._last is None or not came.repeats(self._last):
+    def _group(self, layer_input: LayerInput) -> None:
+        if self._last is None or not layer_input.repeats(self._last):
             self.groups.append([])
-        self._last = came
-        self.groups[-1].append(came.site)
+        self._last = layer_input
+        self.groups[-1].append(layer_input.site)
 
 
 @contextmanager
-def stopping(sim: QuantSim, stops: Stops, reached: Reached) -> Iterator[None]:
-    """Inside, modules and recurrent ops that read a layer's input tell it before they do."""
+def hooks_before_layers(sim: QuantSim, hooked_layers: HookedLayers, on_layer: LayerCallback) -> Iterator[None]:
+    """Call back before modules and recurrent ops read a layer's input, inside the block."""
     runtime, handles = sim.runtime, []
 
     def before(site: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reached(site, args[0] if args else kwargs["input"])
+            on_layer(site, args[0] if args else kwargs["input"])
 
         return hook
 
     def recurrent(module: nn.RNNBase, layer: int, x: Tensor, states: list[Tensor]) -> None:
-        path, directions = state_of(module).path, len(suffixes(module))
+        path, directions = state_of(module).path, len(direction_suffixes(module))
         inputs, hidden = (site_name(path, f"weight_{name}_l{layer}") for name in ("ih", "hh"))
-        if inputs in stops.by_site:
-            reached(inputs, torch.cat([x] * directions, dim=-1))
-        if hidden in stops.by_site:
-            reached(hidden, hidden_inputs(module, runtime, layer, x, states))
+        if inputs in hooked_layers.by_site:
+            on_layer(inputs, torch.cat([x] * directions, dim=-1))
+        if hidden in hooked_layers.by_site:
+            on_layer(hidden, hidden_weight_inputs(module, runtime, layer, x, states))
 
     try:
-        for site, stop in stops.by_site.items():
-            if stop.module is not None:
-                handles.append(stop.module.register_forward_pre_hook(before(site), with_kwargs=True))
-        for module in _recurrent_modules(sim, stops):
+        for site, hooked in hooked_layers.by_site.items():
+            if hooked.module is not None:
+                handles.append(hooked.module.register_forward_pre_hook(before(site), with_kwargs=True))
+        for module in _recurrent_modules(sim, hooked_layers):
             handles.append(module.register_forward_pre_hook(_run_layer_by_layer, with_kwargs=True))
-        runtime.recurrent = recurrent
+        runtime.recurrent_hook = recurrent
         yield
     finally:
-        runtime.recurrent = None
+        runtime.recurrent_hook = None
         for handle in handles:
             handle.remove()
 
 
-def _recurrent_modules(sim: QuantSim, stops: Stops) -> list[nn.RNNBase]:
-    owners = {owner_of(site) for site in stops.by_site}
+def _recurrent_modules(sim: QuantSim, hooked_layers: HookedLayers) -> list[nn.RNNBase]:
+    owners = {owner_of(site) for site in hooked_layers.by_site}
     return [
         module
         for path, module in sim.model.named_modules()
@@ -249,7 +255,7 @@ def _recurrent_modules(sim: QuantSim, stops: Stops) -> list[nn.RNNBase]:
 
 
 def _run_layer_by_layer(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """In float, torch runs all layers at once; run them one by one beforehand, so that each can be told of."""
+    """Run the layers of a recurrent module one by one beforehand: in float, torch runs all of them at once."""
     state = state_of(module)
     runtime, frame = state.runtime, state.runtime.frame
     if runtime.phase != "float":
@@ -261,13 +267,13 @@ def _run_layer_by_layer(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[
         runtime.frame = frame
 
 
-class Watch(TorchFunctionMode):
-    """Tells of the linear functions that read the weight of a layer, before they run."""
+class WeightReadMode(TorchFunctionMode):
+    """The function mode that calls back before a linear function reads the weight of a layer."""
 
-    def __init__(self, keys: Callable[[], Mapping[Key, str]], reached: Reached) -> None:
-        """Watch for the tensors at these keys (see `key_of`), weight sites."""
+    def __init__(self, keys: Callable[[], Mapping[Key, str]], on_layer: LayerCallback) -> None:
+        """Look for the tensors at these keys (see `storage_key`) of weight sites."""
         super().__init__()
-        self._keys, self._reached = keys, reached
+        self._keys, self._on_layer = keys, on_layer
 
     def __torch_function__(
         self,
@@ -276,9 +282,9 @@ class Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Look at the function's operands, then run it."""
+        """Look at the operands of a function, then run it."""
         named = kwargs or {}
-        if func is F.multi_head_attention_forward:  # in float; a simulation has taken it apart already
+        if func is F.multi_head_attention_forward:  # in float; a simulation has decomposed it already
             with self:
                 return multi_head_attention_forward(*args, read=_read_part, **named)
         if func in _CELLS:
@@ -294,44 +300,44 @@ class Watch(TorchFunctionMode):
 
     def _look(self, left: Tensor, right: Tensor) -> None:
         keys = self._keys()
-        site = keys.get(key_of(right))
+        site = keys.get(storage_key(right))
         if site is not None:
-            self._reached(site, left)
+            self._on_layer(site, left)
             return
-        site = keys.get(key_of(left))
+        site = keys.get(storage_key(left))
         if site is not None:  # W @ x: the rows of data are the columns of x
-            self._reached(site, right.mT if right.dim() > 1 else right)
+            self._on_layer(site, right.mT if right.dim() > 1 else right)
 
 
 def _read_part(name: str, packed: Tensor, part: str) -> Tensor:
-    return third_of(packed, part) if part else packed
+    return packed_rows(packed, part) if part else packed
 
 
-def key_of(tensor: Tensor) -> Key:
-    """What a tensor shares with its transpose and with nothing else: the place of its values, and their number."""
+def storage_key(tensor: Tensor) -> Key:
+    """Return what a tensor shares with its transpose and with nothing else: address and number of its values."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _float_keys(sim: QuantSim, sites: Collection[str]) -> Callable[[], Mapping[Key, str]]:
     stored = {site: find_stored(sim.model, site) for site in sites}
-    keys = {key_of(x): site for site, x in stored.items() if x is not None}
+    keys = {storage_key(x): site for site, x in stored.items() if x is not None}
     return lambda: keys
 
 
-def watches(
-    sim: QuantSim, stops: Stops, held: Callable[[], Mapping[str, Tensor]], reached: Reached
+def weight_read_modes(
+    sim: QuantSim, hooked_layers: HookedLayers, held: Callable[[], Mapping[str, Tensor]], on_layer: LayerCallback
 ) -> dict[bool, TorchFunctionMode] | None:
-    """What float (False) and quantized forwards enter, to tell of functions that read weights; None if none does.
+    """Return the modes that float (False) and quantized forwards enter; None if no function reads a weight.
 
-    To be made before any weight is written.
+    To be called before any weight is written.
 
     Args:
         sim: with its weights in float.
-        stops: settled.
-        held: gives site -> the fake-quantized weights that quantized forwards hold.
-        reached: is told.
+        hooked_layers: after `resolving_readers`.
+        held: returns site -> the fake-quantized weights that quantized forwards hold.
+        on_layer: called back.
     """
-    if not stops.functions:
+    if not hooked_layers.functions:
         return None
-    in_simulation = Watch(lambda: {key_of(x): site for site, x in held().items()}, reached)
-    return {False: Watch(_float_keys(sim, stops.functions), reached), True: in_simulation}
+    in_simulation = WeightReadMode(lambda: {storage_key(x): site for site, x in held().items()}, on_layer)
+    return {False: WeightReadMode(_float_keys(sim, hooked_layers.functions), on_layer), True: in_simulation}

@@ -1,6 +1,6 @@
-"""Walking the layers of a sim in the order they run: one float pass and one quantized pass over the data in all.
+"""A walk over the layers of a sim in the order they run: one float pass and one quantized pass over the data in all.
 
-Every batch has two suspended forwards, one in float and one quantized. When all stand before a layer they give its
+Every batch has two paused forwards, one in float and one quantized. When all are paused before a layer, they give its
 inputs; after it has been solved and written they go on, the float ones with the weights as they were.
 """
 
@@ -19,8 +19,14 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, progress_over, require_reiterable
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.forward_pairs import ForwardPairs
-from torch_bridge.walk.layer_hooks import Came, find_stops, settling, stopping, watches
-from torch_bridge.walk.paused_forward import Suspended
+from torch_bridge.walk.layer_hooks import (
+    LayerInput,
+    find_hooked_layers,
+    hooks_before_layers,
+    resolving_readers,
+    weight_read_modes,
+)
+from torch_bridge.walk.paused_forward import PausedForward
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class _Step:
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
     def inputs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs of the layers, call by call."""
+        """Yield the float and the quantized inputs of the layers, call by call."""
         for x, x_quantized in self.pairs():
             yield _as_float(x), _as_float(x_quantized)
 
@@ -45,85 +51,88 @@ class LayerWalk:
         """Find the layers; see `walk_layers`."""
         self._sim, self._data = sim, data
         self._pairs = ForwardPairs(sim, data, forward, max_memory)
-        self._stops = find_stops(sim)
-        self._pairs.look_at_first_batch(lambda: settling(sim, self._stops))
+        self._hooked = find_hooked_layers(sim)
+        self._pairs.run_first_batch(lambda: resolving_readers(sim, self._hooked))
         self._weights = self._pairs.weights
-        self._weights.hold(self._stops.read_early())
-        self._watches = watches(sim, self._stops, self._weights.held_now, self._reached)
-        self._order = {site: at for at, site in enumerate(self._stops.by_site)}
-        self._forwards: list[Suspended] = []
-        self._collecting: dict[Suspended, tuple[str, list[Tensor]]] = {}
-        self._given: dict[Suspended, list[Came]] = {}
-        self._whole = {site for site, stop in self._stops.by_site.items() if stop.repeated}
+        self._weights.hold(self._hooked.read_early())
+        self._weight_read_modes = weight_read_modes(sim, self._hooked, self._weights.held_tensors, self._on_layer)
+        self._order = {site: at for at, site in enumerate(self._hooked.by_site)}
+        self._forwards: list[PausedForward] = []
+        self._collecting: dict[PausedForward, tuple[str, list[Tensor]]] = {}
+        self._inputs_given: dict[PausedForward, list[LayerInput]] = {}
+        self._repeated = {site for site, hooked in self._hooked.by_site.items() if hooked.repeated}
         self._solved: set[str] = set()
         self._done: set[str] = set()
 
     @property
     def batches(self) -> int:
-        """How many batches the data has."""
+        """Return the number of batches."""
         return self._pairs.batches
 
     @property
     def float_seconds(self) -> float:
-        """Seconds spent in the float model so far."""
+        """Return the seconds spent in the float model so far."""
         return self._pairs.float_seconds
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """All layers, in the order of the graph."""
-        return [stop.layer for stop in self._stops.by_site.values()]
+        """Return all layers, in the order of the graph."""
+        return [hooked.layer for hooked in self._hooked.by_site.values()]
 
     @property
     def left(self) -> dict[str, str]:
-        """Weight sites that cannot be solved, and why."""
-        return self._stops.left
+        """Return weight site -> reason, for weights that cannot be solved."""
+        return self._hooked.left
 
     def weight(self, site: str) -> Tensor:
-        """The stored weight in the float model, float32."""
+        """Return the stored weight in the float model, float32."""
         return self._weights.original(site)
 
     def bias(self, site: str) -> Tensor | None:
-        """The stored bias of a layer in the float model, float32; None where it has none."""
-        bias = self._stops.by_site[site].layer.bias
+        """Return the stored bias of a layer in the float model, float32; None where it has none."""
+        bias = self._hooked.by_site[site].layer.bias
         return self._weights.original(bias) if bias else None
 
     def encoding(self, site: str) -> Encoding:
-        """The encoding that a weight has now."""
+        """Return the encoding that a weight has now."""
         return self._sim.quantizers[site].encoding()
 
     def write(
         self, site: str, *, encoding: Encoding | None = None, weight: Any | None = None, bias_shift: Any | None = None
     ) -> None:
-        """Change the quantized model at a layer, as `Walk.write` says."""
+        """Change the quantized model at a layer, see `Walk.write`."""
         self._weights.write(site, encoding=encoding, weight=weight, frozen=weight is not None)
         if bias_shift is not None:
-            self._weights.shift(self._stops.by_site[site].layer.bias, bias_shift)
+            self._weights.shift(self._hooked.by_site[site].layer.bias, bias_shift)
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Inside, there are forwards of all batches, that stand before their first layers; the walk ends with it."""
-        with stopping(self._sim, self._stops, self._reached), self._pairs.started(self._watches) as self._forwards:
+        """Run forwards of all batches up to their first layers; the walk ends with the block."""
+        with (
+            hooks_before_layers(self._sim, self._hooked, self._on_layer),
+            self._pairs.started(self._weight_read_modes) as self._forwards,
+        ):
             yield
 
     def __iter__(self) -> Iterator[_Step]:
-        """The steps."""
+        """Yield the steps."""
         while (site := self._next_site()) is not None:
             sites: Sequence[str] = (site,)
-            if site in self._whole or site in self._solved:
+            if site in self._repeated or site in self._solved:
                 self._done.add(site)
                 yield self._step(sites, partial(self._all_calls, site))
-            elif pairs := self._standing_before(site):
-                sites = [name for name in self._stops.group_of(site) if name not in self._solved]
+            elif pairs := self._pairs_paused_at(site):
+                sites = [name for name in self._hooked.group_of(site) if name not in self._solved]
                 self._solved.update(sites)
                 yield self._step(sites, partial(self._inputs, pairs))
                 pairs.clear()
-            self._go_on(sites)
+            self._resume_from(sites)
 
     def _step(self, sites: Sequence[str], pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> _Step:
-        return _Step([self._stops.by_site[site].layer for site in sites], pairs)
+        return _Step([self._hooked.by_site[site].layer for site in sites], pairs)
 
-    def _reached(self, site: str, x: Tensor) -> None:
-        """A forward comes to a layer: it stops there, unless the layer has been dealt with."""
+    def _on_layer(self, site: str, x: Tensor) -> None:
+        """Pause a forward that has reached a layer, unless the layer is done."""
         one = self._pairs.running
         if one is None:
             return
@@ -132,72 +141,77 @@ class LayerWalk:
             if site == wanted:
                 found.append(x)
             return
-        came = Came.to(site, x)
-        if site in self._done or any(came.repeats(known) for known in self._given.get(one, ()) if known.site == site):
+        layer_input = LayerInput.to(site, x)
+        if site in self._done or any(
+            layer_input.repeats(known) for known in self._inputs_given.get(one, ()) if known.site == site
+        ):
             return
-        self._given.pop(one, None)
-        self._pairs.stop(came)
+        self._inputs_given.pop(one, None)
+        self._pairs.pause(layer_input)
 
     def _next_site(self) -> str | None:
-        """The first layer in the order of the graph that any forward stands before."""
+        """Return the first layer in the order of the graph before which a forward is paused."""
         self._forwards = [one for one in self._forwards if not one.finished]
         return min((one.at.site for one in self._forwards), key=self._order.__getitem__, default=None)
 
-    def _standing_before(self, site: str) -> list[tuple[Suspended, Suspended]]:
-        """The forwards, float and quantized, of the batches that both stand before a layer."""
-        found: dict[bool, dict[int, Suspended]] = {False: {}, True: {}}
+    def _pairs_paused_at(self, site: str) -> list[tuple[PausedForward, PausedForward]]:
+        """Return the float and quantized forwards of the batches of which both are paused before a layer."""
+        found: dict[bool, dict[int, PausedForward]] = {False: {}, True: {}}
         for one in self._forwards:
             if one.at.site == site:
                 found[one.quantized][one.number] = one
         return [(one, found[True][number]) for number, one in found[False].items() if number in found[True]]
 
-    def _inputs(self, pairs: Sequence[tuple[Suspended, Suspended]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs of the layer that forwards stand before."""
+    def _inputs(self, pairs: Sequence[tuple[PausedForward, PausedForward]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs of the layer before which forwards are paused."""
         for pair in pairs:
             with self._pairs.present(*pair):
-                x, x_quantized = (one.at.x.clone() if self._pairs.spills else one.at.x for one in pair)
+                x, x_quantized = (one.at.x.clone() if self._pairs.offloads else one.at.x for one in pair)
             yield x, x_quantized
 
     def _all_calls(self, site: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs of a layer that forwards call several times, by forwards of their own, as the model is now."""
+        """Yield the inputs of a layer that a batch calls several times, from forwards of their own.
+
+        They run the model as it is now.
+        """
         require_reiterable(self._data, f"the layer {site}, which a batch calls several times,")
         for number, batch in progress_over(self._data, "layers", progress=False):
             both: list[list[Tensor]] = []
             for quantized in (False, True):
-                one = self._pairs.begin(number, batch, quantized=quantized, watches=self._watches)
+                one = self._pairs.add_forward(number, batch, quantized=quantized, modes=self._weight_read_modes)
                 both.append([])
                 self._collecting[one] = (site, both[-1])
                 self._pairs.resume([one])
                 del self._collecting[one]
             yield from zip(*both, strict=False)
 
-    def _go_on(self, sites: Sequence[str]) -> None:
-        """Let the forwards that stand before the first of these layers go on; all of them are dealt with."""
+    def _resume_from(self, sites: Sequence[str]) -> None:
+        """Resume the forwards that are paused before the first of these layers, all of which are done."""
         going = [one for one in self._forwards if one.at.site == sites[0]]
-        self._weights.forget()
+        self._weights.drop_cache()
         for one in going:
-            self._given[one] = [replace(one.at, site=site) for site in sites]
+            self._inputs_given[one] = [replace(one.at, site=site) for site in sites]
         self._pairs.resume(going)
         for one in going:
             if one.finished:
-                self._given.pop(one, None)
-        self._weights.release(self._stops.read_early(sites))
+                self._inputs_given.pop(one, None)
+        self._weights.release(self._hooked.read_early(sites))
 
 
 @contextmanager
 def walk_layers(
     sim: QuantSim, data: Iterable[Any], *, forward: Forward | None = None, max_memory: int | None = None
 ) -> Iterator[LayerWalk]:
-    """Walk the layers of a sim (`layers.layer_walk.Walk` of the core) in eval mode, one pass in float, one quantized.
+    """Walk the layers of a sim in eval mode, with one pass in float and one quantized.
 
-    A layer that a batch calls several times costs a pass of either kind more, since its weight is one for all calls.
+    The walk is a `qsdk.core.layers.layer_walk.Walk`. A layer that a batch calls several times costs one more pass of
+    either kind, since its weight is one for all calls.
 
     Args:
         sim: calibrated.
         data: batches.
         forward: calls the model on a batch.
-        max_memory: bytes that forwards may hold where they stand; beyond it, tensors go to temporary files. None: no
-            bound.
+        max_memory: bytes that paused forwards may hold; beyond it, tensors go to temporary files. None: no limit.
 
     Raises:
         DataError: no data, data that the model does not take, or more batches than there can be forwards in flight.

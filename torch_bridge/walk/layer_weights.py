@@ -12,16 +12,16 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.gate_order import arranged_weight, restored, suffixes
-from torch_bridge.torch_values.parameters import stored_tensor, third_of
+from torch_bridge.torch_values.gate_order import direction_suffixes, onnx_weight, to_torch_order
+from torch_bridge.torch_values.parameters import packed_rows, stored_tensor
 from torch_bridge.training.batch_norm_training import require_folded
 
 
 class LayerWeights:
-    """Reads and writes stored tensors; what was written can be taken back."""
+    """The reader and writer of a sim's stored tensors during a walk; everything written can be undone."""
 
     def __init__(self, sim: QuantSim) -> None:
-        """Nothing has been written.
+        """Start with nothing written.
 
         Raises:
             ConfigError: inside of a training block in which BatchNorms are trained.
@@ -30,7 +30,7 @@ class LayerWeights:
         self._sim = sim
         self._modules = dict(sim.model.named_modules())
         self._held: set[str] = set()
-        self._read: dict[str, Tensor] = {}
+        self._cache: dict[str, Tensor] = {}
         self._originals: dict[Tensor, Tensor] = {}
         self._kept: dict[Tensor, Tensor] = {}
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
@@ -38,8 +38,8 @@ class LayerWeights:
         self._biases = dict(sim.original_biases)
         self._known, self._given = sim.given.known(), sim.given.now(sim.model)
 
-    def start_from(self, floats: Mapping[str, Any]) -> None:
-        """Give the float model other values than those that are stored at these sites."""
+    def set_floats(self, floats: Mapping[str, Any]) -> None:
+        """Give the float model other values than those stored at these sites."""
         stored = {site: stored_tensor(self._sim.model, site).detach() for site in floats}
         self._shifted = {site: tensor.clone() for site, tensor in stored.items()}
         for site, value in floats.items():
@@ -48,48 +48,51 @@ class LayerWeights:
             self._store(site, shifted)
 
     def visit(self, site: str, x: Tensor) -> Tensor:
-        """What a quantized pass reads at a site; a stored tensor is quantized once for all passes until `forget`."""
-        known = self._read.get(site)
+        """Return the tensor that a quantized pass reads at a site.
+
+        A stored tensor is quantized once for all passes until `drop_cache`.
+        """
+        known = self._cache.get(site)
         if known is not None:
             return known
-        found = self._sim.runtime.quantized(site, x)
+        found = self._sim.runtime.quantize(site, x)
         quantizer = self._sim.runtime.quantizers[site]
         if found is not x and quantizer is not None and quantizer.decision.kind in ("weight", "bias"):
-            self._read[site] = found
+            self._cache[site] = found
         return found
 
-    def forget(self) -> None:
-        """Drop what `visit` keeps, but for the sites that are held."""
-        self._read = {site: x for site, x in self._read.items() if site in self._held}
+    def drop_cache(self) -> None:
+        """Drop the cached fake-quantized tensors, except at the sites that are held."""
+        self._cache = {site: x for site, x in self._cache.items() if site in self._held}
 
     def hold(self, sites: Collection[str]) -> None:
-        """These sites may be read long before an op multiplies with them."""
+        """Keep the cached tensors of these sites, which may be read long before an op multiplies with them."""
         self._held.update(sites)
 
     def release(self, sites: Collection[str]) -> None:
-        """These sites are no longer held."""
+        """Stop holding these sites."""
         self._held.difference_update(sites)
 
-    def held_now(self) -> dict[str, Tensor]:
-        """The held sites that were read, as passes hold them; what is written changes these tensors too."""
-        return {site: x for site, x in self._read.items() if site in self._held}
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Return the cached tensors at the held sites, which passes hold and which a write changes in place."""
+        return {site: x for site, x in self._cache.items() if site in self._held}
 
-    def read_now(self) -> Collection[Tensor]:
-        """All that `visit` keeps, for all passes."""
-        return self._read.values()
+    def cached_tensors(self) -> Collection[Tensor]:
+        """Return all cached tensors, which are shared by all passes."""
+        return self._cache.values()
 
     @contextmanager
     def floats(self) -> Iterator[None]:
-        """Put the stored tensors back to what they were, for a while."""
+        """Put the stored tensors back to their float values inside the block."""
         current = {parameter: parameter.data for parameter in self._originals}
-        _point(self._originals)
+        _set_data(self._originals)
         try:
             yield
         finally:
-            _point(current)
+            _set_data(current)
 
     def original(self, site: str) -> Tensor:
-        """The stored tensor at a site in the float model, float32."""
+        """Return the stored tensor at a site in the float model, float32."""
         with self.floats():
             return stored_tensor(self._sim.model, site).detach().float()
 
@@ -103,18 +106,18 @@ class LayerWeights:
         quantizer.frozen = quantizer.frozen or frozen
         if weight is not None:
             self._store(site, weight)
-        self._read_again(quantizer)
+        self._requantize_cached(quantizer)
 
     def shift(self, site: str, by: Tensor) -> None:
-        """Store the float model's values at a site and so much more."""
+        """Store the float model's values at a site, plus an offset."""
         stored, exact = stored_tensor(self._sim.model, site), self.original(site)
         self._store(site, (exact + by.reshape(stored.shape).to(exact)).to(stored))
         quantizer = self._sim.quantizers.get(site)
         if quantizer is not None:
-            self._read_again(quantizer)
+            self._requantize_cached(quantizer)
 
     def keep(self) -> None:
-        """Copy what was written into the old storage, so that whoever shares it sees it."""
+        """Copy what was written into the original storage, so that everything that shares it sees the change."""
         now = {parameter: parameter.data for parameter in self._originals}
         with self.floats():
             before = self._sim.given.before(self._sim.model, list(now))
@@ -124,11 +127,11 @@ class LayerWeights:
             parameter.data = original
         self._sim.given.changed(self._sim.model, {**before, **self._given})
 
-    def take_back(self) -> None:
-        """Be as before the first `write`, also where `keep` has begun."""
+    def undo(self) -> None:
+        """Restore the state before the first `write`, also where `keep` has begun."""
         for original, before in self._kept.items():
             original.copy_(before)
-        _point(self._originals)
+        _set_data(self._originals)
         for site, shifted in self._shifted.items():
             stored_tensor(self._sim.model, site).detach().copy_(shifted)
         for quantizer, frozen, buffers in self._before.values():
@@ -137,9 +140,9 @@ class LayerWeights:
         self._sim.original_biases = dict(self._biases)
         self._sim.given.become(self._known)
 
-    def _read_again(self, changed: Quantizer) -> None:
-        """Passes hold tensors that `visit` gave: quantize them anew, in place."""
-        for site, held in self._read.items():
+    def _requantize_cached(self, changed: Quantizer) -> None:
+        """Quantize the cached tensors that depend on a quantizer again, in place, because passes hold them."""
+        for site, held in self._cache.items():
             quantizer = self._sim.quantizers[site]
             if quantizer is changed or changed in (quantizer.factors or ()):
                 held.copy_(quantizer(stored_tensor(self._sim.model, site).detach()))
@@ -147,9 +150,9 @@ class LayerWeights:
     def _store(self, site: str, value: Tensor) -> None:
         module = self._modules["" if owner_of(site) == "self" else owner_of(site)]
         port = port_of(site)
-        if isinstance(module, nn.RNNBase) and arranged_weight(module, port) is not None:
-            for suffix, part in zip(suffixes(module), value, strict=True):
-                self._replace(getattr(module, port + suffix), restored(part, module.mode))
+        if isinstance(module, nn.RNNBase) and onnx_weight(module, port) is not None:
+            for suffix, part in zip(direction_suffixes(module), value, strict=True):
+                self._replace(getattr(module, port + suffix), to_torch_order(part, module.mode))
             return
         found = {**module._parameters, **module._buffers}.get(port)
         if found is not None:
@@ -160,7 +163,7 @@ class LayerWeights:
         if packed is None or not isinstance(module, nn.MultiheadAttention):
             raise ModelError(f"nothing is stored at {site} that could be written; quantize the model as it is now")
         changed = packed.data.clone()
-        third_of(changed, part).copy_(value)
+        packed_rows(changed, part).copy_(value)
         self._replace(packed, changed)
 
     def _replace(self, parameter: Tensor, value: Tensor) -> None:
@@ -168,6 +171,6 @@ class LayerWeights:
         parameter.data = torch.empty_like(parameter.data).copy_(value)
 
 
-def _point(data: dict[Tensor, Tensor]) -> None:
+def _set_data(data: dict[Tensor, Tensor]) -> None:
     for parameter, tensor in data.items():
         parameter.data = tensor

@@ -1,4 +1,4 @@
-"""Walking modules of a sim, such as its blocks, in the order they run: what each is called with, float or quantized."""
+"""A walk over modules of a sim, such as its blocks, in the order they run, with their float and quantized arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward
-from torch_bridge.torch_values.pytree import Path, mapped
+from torch_bridge.torch_values.pytree import Path, map_leaves
 from torch_bridge.training.training import eval_mode
 from torch_bridge.walk.forward_pairs import ForwardPairs
 from torch_bridge.walk.layer_weights import LayerWeights
-from torch_bridge.walk.paused_forward import Suspended
+from torch_bridge.walk.paused_forward import PausedForward
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a module is called with: by position and by keyword."""
+    """The arguments of a call: by position and by keyword."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -31,9 +31,9 @@ class ModuleCall:
 
     Attributes:
         number: of the batch.
-        float: what the module is called with in the float model.
-        quantized: what it is called with in the quantized one, as it is now.
-        result: what it gives in the float model.
+        float: arguments in the float model.
+        quantized: arguments in the quantized model, as it is now.
+        result: result in the float model.
     """
 
     number: int
@@ -51,19 +51,19 @@ class ModuleStep:
 
 
 @dataclass(frozen=True)
-class _At:
-    """Where a forward stands: before a module, or behind it."""
+class _PausePoint:
+    """The point where a forward is paused: before a module, or after it."""
 
     path: str
-    given: Arguments
+    arguments: Arguments
     result: Any = None
-    behind: bool = False
+    after: bool = False
 
 
 class _Calls(Sequence[ModuleCall]):
-    """The calls of a module by the forwards that stand there."""
+    """The calls of a module by the forwards that are paused there."""
 
-    def __init__(self, pairs: ForwardPairs, forwards: Sequence[tuple[Suspended, Suspended]]) -> None:
+    def __init__(self, pairs: ForwardPairs, forwards: Sequence[tuple[PausedForward, PausedForward]]) -> None:
         self._pairs, self._forwards = pairs, forwards
 
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class _Calls(Sequence[ModuleCall]):
             return [self[at] for at in range(len(self))[index]]
         in_float, quantized = self._forwards[index]
         with self._pairs.present(in_float, quantized):
-            call = ModuleCall(in_float.number, in_float.at.given, quantized.at.given, in_float.at.result)
-            return mapped(call, _copied) if self._pairs.spills else call
+            call = ModuleCall(in_float.number, in_float.at.arguments, quantized.at.arguments, in_float.at.result)
+            return map_leaves(call, _clone_tensor) if self._pairs.offloads else call
 
 
-def _copied(path: Path, leaf: Any) -> Any:
+def _clone_tensor(path: Path, leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -87,9 +87,9 @@ class ModuleWalk:
     """The walk over modules of a sim.
 
     Attributes:
-        weights: writes to the sim so that float forwards still see what was.
+        weights: writes to the sim while float forwards go on with the float weights.
         order: the modules that the first batch calls once, in that order.
-        left: the other modules, and why no step comes by them.
+        left: the other modules, and why they have no step.
     """
 
     weights: LayerWeights
@@ -97,34 +97,34 @@ class ModuleWalk:
     left: dict[str, str]
     _pairs: ForwardPairs
     _passed: set[str]
-    _forwards: list[Suspended]
+    _forwards: list[PausedForward]
 
     @property
     def batches(self) -> int:
-        """How many batches the data has."""
+        """Return the number of batches."""
         return self._pairs.batches
 
     @property
     def float_seconds(self) -> float:
-        """Seconds spent in the float model so far."""
+        """Return the seconds spent in the float model so far."""
         return self._pairs.float_seconds
 
     def __iter__(self) -> Iterator[ModuleStep]:
-        """The steps; to ask for the next one goes on with what was changed."""
+        """Yield the steps; asking for the next one goes on with what was changed."""
         for path in self.order:
-            standing = {quantized: self._before(path, quantized) for quantized in (False, True)}
+            standing = {quantized: self._paused_before(path, quantized) for quantized in (False, True)}
             in_float = list(standing[False].values())
-            self._pairs.resume(in_float)  # through the module, to see what it gives
+            self._pairs.resume(in_float)  # through the module, to get its result
             pairs = [(one, standing[True][one.number]) for one in in_float if one.number in standing[True]]
-            pairs = [(one, other) for one, other in pairs if not one.finished and one.at.behind]
+            pairs = [(one, other) for one, other in pairs if not one.finished and one.at.after]
             if pairs:
                 yield ModuleStep(path, _Calls(self._pairs, pairs))
             self._passed.add(path)
-            self.weights.forget()
-            self._pairs.resume([one for one in in_float if not one.finished and one.at.behind])
+            self.weights.drop_cache()
+            self._pairs.resume([one for one in in_float if not one.finished and one.at.after])
             self._pairs.resume(list(standing[True].values()))
 
-    def _before(self, path: str, quantized: bool) -> dict[int, Suspended]:
+    def _paused_before(self, path: str, quantized: bool) -> dict[int, PausedForward]:
         return {
             one.number: one
             for one in self._forwards
@@ -148,20 +148,20 @@ def walk_modules(
         data: batches.
         paths: of the modules; none is inside another.
         forward: calls the model on a batch.
-        max_memory: bytes that forwards may hold where they stand; beyond it, tensors go to temporary files, and calls
-            give copies.
+        max_memory: bytes that paused forwards may hold; beyond it, tensors go to temporary files, and calls return
+            copies.
 
     Raises:
         DataError: no data, data that the model does not take, or more batches than there can be forwards in flight.
         CalibrationError: a site has no encoding yet. Whatever is raised, here or inside the block, what was written
-            by `weights` is taken back.
+            by `weights` is undone.
     """
     _ = sim.encodings  # names the sites that have none
     with sim.alone(), eval_mode(sim.model), torch.no_grad():
         pairs = ForwardPairs(sim, data, forward, max_memory)
         calls: list[str] = []
-        pairs.look_at_first_batch(lambda: _around(sim, paths, lambda at: calls.append(at.path)))
-        order = [path for path in dict.fromkeys(calls) if calls.count(path) == 2]  # before it and behind it
+        pairs.run_first_batch(lambda: _hooks_around(sim, paths, lambda at: calls.append(at.path)))
+        order = [path for path in dict.fromkeys(calls) if calls.count(path) == 2]  # before it and after it
         left = {
             path: "one forward calls it several times" if path in calls else "the first batch does not call it"
             for path in paths
@@ -170,29 +170,29 @@ def walk_modules(
 
         passed: set[str] = set()
 
-        def stop(at: _At) -> None:
+        def pause(at: _PausePoint) -> None:
             one = pairs.running
-            if one is not None and at.path not in passed and not (at.behind and one.quantized):
-                pairs.stop(at)
+            if one is not None and at.path not in passed and not (at.after and one.quantized):
+                pairs.pause(at)
 
-        with _around(sim, order, stop), pairs.started() as forwards:
+        with _hooks_around(sim, order, pause), pairs.started() as forwards:
             yield ModuleWalk(pairs.weights, order, left, pairs, passed, forwards)
 
 
 @contextmanager
-def _around(sim: QuantSim, paths: Sequence[str], reached: Callable[[_At], Any]) -> Iterator[None]:
-    """Inside, each call of a module tells of itself before it runs and after it has run."""
+def _hooks_around(sim: QuantSim, paths: Sequence[str], reached: Callable[[_PausePoint], Any]) -> Iterator[None]:
+    """Call back before and after each call of a module, inside the block."""
     handles = []
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reached(_At(path, Arguments(args, kwargs)))
+            reached(_PausePoint(path, Arguments(args, kwargs)))
 
         return hook
 
-    def behind(path: str) -> Callable[..., None]:
+    def after(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            reached(_At(path, Arguments(args, kwargs), result, behind=True))
+            reached(_PausePoint(path, Arguments(args, kwargs), result, after=True))
 
         return hook
 
@@ -200,7 +200,7 @@ def _around(sim: QuantSim, paths: Sequence[str], reached: Callable[[_At], Any]) 
         for path in paths:
             module = sim.model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(behind(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(after(path), with_kwargs=True))
         yield
     finally:
         for handle in handles:

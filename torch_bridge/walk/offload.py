@@ -1,4 +1,4 @@
-"""Keeping what suspended forwards hold within a bound: beyond it, their tensors go to temporary files and come back."""
+"""Memory limit for paused forwards: beyond it, their tensors are written to temporary files and read back."""
 
 import ctypes
 import os
@@ -12,36 +12,36 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.walk.paused_forward import Suspended
+from torch_bridge.walk.paused_forward import PausedForward
 
-# glibc keeps what a thread has freed for that thread, and each forward has one of its own
+# glibc keeps memory that a thread has freed for that thread, and each forward has a thread of its own
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 
-class Spill:
-    """The tensors that forwards have made and hold where they stand, in memory or in files.
+class Offloader:
+    """The tensors that paused forwards have made and still hold, in memory or in files.
 
-    Forwards are resumed in turns, so the one that stood last is needed last: it is the one whose tensors go.
+    Forwards are resumed in turns, so the one that paused last is resumed last: its tensors are written first.
     """
 
     def __init__(self, max_memory: int) -> None:
-        """Allow so many bytes for all forwards that stand."""
+        """Set the bytes that all paused forwards together may hold in memory."""
         self._max_memory = max_memory
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._made: dict[Suspended, _Made] = {}
-        self._resident: dict[Suspended, int] = {}
-        self._files: dict[Suspended, tuple[Path, list[tuple[torch.UntypedStorage, int]]]] = {}
-        self._away: dict[int, Suspended] = {}  # address of a storage -> whose file it is in
+        self._made: dict[PausedForward, _TensorTracker] = {}
+        self._resident: dict[PausedForward, int] = {}
+        self._files: dict[PausedForward, tuple[Path, list[tuple[torch.UntypedStorage, int]]]] = {}
+        self._offloaded: dict[int, PausedForward] = {}  # address of a storage -> whose file it is in
         self._shared: dict[int, torch.UntypedStorage] = {}
         self._count = 0
 
-    def tracking(self, forward: Suspended) -> TorchDispatchMode:
-        """What a forward enters, so that the tensors that it makes are known."""
-        self._made[forward] = _Made(self)
+    def tracker_for(self, forward: PausedForward) -> TorchDispatchMode:
+        """Return the mode that a forward enters, so that the tensors that it makes are known."""
+        self._made[forward] = _TensorTracker(self)
         return self._made[forward]
 
-    def stands(self, forward: Suspended, kept: Iterable[Tensor]) -> None:
-        """A forward stands again: if memory does not suffice, write its tensors to a file, but for those to keep."""
+    def after_pause(self, forward: PausedForward, kept: Iterable[Tensor]) -> None:
+        """Write the tensors of a paused forward to a file, except `kept`, if memory does not suffice."""
         if forward.finished:
             self._made.pop(forward, None)
             return
@@ -61,13 +61,13 @@ class Spill:
         self._files[forward] = path, [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-            self._away[storage._cdata] = forward
+            self._offloaded[storage._cdata] = forward
         del storages
         if _TRIM is not None:
             _TRIM(0)
 
-    def bring_back(self, forward: Suspended) -> None:
-        """Have all tensors of a forward in memory."""
+    def load(self, forward: PausedForward) -> None:
+        """Read all tensors of a forward back into memory."""
         self._resident.pop(forward, None)
         path, storages = self._files.pop(forward, (None, []))
         if path is None:
@@ -79,25 +79,25 @@ class Spill:
                 file.readinto(_bytes_of(there))
                 if there is not storage:
                     storage.copy_(there)
-                del self._away[storage._cdata]
+                del self._offloaded[storage._cdata]
         path.unlink()
 
-    def needed(self, storage: torch.UntypedStorage) -> None:
-        """A forward reads what another one made: it stays in memory from now on."""
-        owner = self._away.get(storage._cdata)
+    def before_read(self, storage: torch.UntypedStorage) -> None:
+        """Load a tensor of another forward before it is read; it stays in memory from now on."""
+        owner = self._offloaded.get(storage._cdata)
         if owner is not None:
             self._shared[storage._cdata] = storage
-            self.bring_back(owner)
+            self.load(owner)
 
     @property
-    def any_away(self) -> bool:
-        """Whether any tensor is in a file."""
-        return bool(self._away)
+    def has_offloaded(self) -> bool:
+        """Return whether any tensor is in a file."""
+        return bool(self._offloaded)
 
     def close(self) -> None:
         """Remove the files."""
         self._files.clear()
-        self._away.clear()
+        self._offloaded.clear()
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -111,22 +111,22 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the tensors that a forward has made and that are still alive."""
+class _TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dispatch mode that knows the tensors which a forward has made and which are still alive."""
 
-    def __init__(self, spill: Spill) -> None:
+    def __init__(self, offloader: Offloader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._spill = spill
-        self._made: dict[int, StorageWeakRef] = {}  # while a weak reference stands, its address is not used again
+        self._offloader = offloader
+        self._made: dict[int, StorageWeakRef] = {}  # while a weak reference exists, its address is not used again
         self._pruned_at = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = [x.untyped_storage() for x in (*_tensors(args), *_tensors((kwargs or {}).values()))]
-        if self._spill.any_away:
+        if self._offloader.has_offloaded:
             for storage in given:
-                self._spill.needed(storage)
+                self._offloader.before_read(storage)
         result = func(*args, **(kwargs or {}))
         known = {storage._cdata for storage in given}
         for x in _tensors([result]):

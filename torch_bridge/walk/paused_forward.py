@@ -1,8 +1,8 @@
-"""Forward passes that are suspended where they reach a module, and go on later.
+"""Forward passes that pause where they reach a module, and go on later.
 
-Each pass runs in a thread of its own, of which one at a time has the baton. So a whole model is walked module by
-module, side by side for many batches, with one pass for each: nothing runs twice, any Python control flow works, and
-what is alive is what the passes hold where they stand.
+Each pass runs in a thread of its own, and the scheduler lets one run at a time. So a whole model is walked module by
+module, side by side for many batches, with one pass for each batch: nothing runs twice, any Python control flow works,
+and the memory in use is what the passes hold where they are paused.
 """
 
 import contextvars
@@ -23,63 +23,63 @@ from torch_bridge.sites.runtime import Runtime
 
 
 class AbandonedError(BaseException):
-    """Unwinds a suspended forward that will not go on; no `except Exception` of a model holds it up."""
+    """Raised inside a paused forward that is to end; a model's `except Exception` does not catch it."""
 
 
-class Suspended:
-    """A forward pass in a thread of its own, which runs only inside `Baton.resume`.
+class PausedForward:
+    """A forward pass in a thread of its own, which runs only inside `Scheduler.resume`.
 
     Attributes:
         number: of its batch.
-        at: where it stands, as it said itself; None before it begins and when it has finished.
+        at: where it is paused, as passed to `pause`; None before it begins and when it has finished.
         finished: whether the pass has come to its end.
-        abandoned: whether it is to unwind instead of going on.
-        state: what it shares with others, as it left it: frame, phase and visitor of the runtime, what it set on
-            modules, and the random numbers that follow.
+        abandoned: whether it is to end instead of going on.
+        state: the state it shares with other passes, as it left it: frame, phase and visitor of the runtime, the
+            attributes it set on modules, and the state of the random numbers.
     """
 
-    def __init__(self, number: int, run: Callable[[], None], state: "_Shared") -> None:
+    def __init__(self, number: int, run: Callable[[], None], state: "_SharedState") -> None:
         self.number = number
         self.at: Any = None
         self.finished = False
         self.abandoned = False
         self.state = state
         self._error: BaseException | None = None
-        self._go, self._stands = threading.Event(), threading.Event()
+        self._may_run, self._is_paused = threading.Event(), threading.Event()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._main, run, _ThreadState()), daemon=True)
 
     def resume(self) -> None:
-        """Run to the next stop or to the end, and raise what the pass raised."""
+        """Run to the next pause or to the end, and raise what the pass raised."""
         self.at = None
-        self._stands.clear()
-        self._go.set()
+        self._is_paused.clear()
+        self._may_run.set()
         if self._thread.ident is None:
             _start(self._thread)
-        self._stands.wait()
+        self._is_paused.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     @property
     def quantized(self) -> bool:
-        """Whether it is a forward of the quantized model."""
+        """Return whether it is a forward of the quantized model."""
         return self.state.phase != "float"
 
-    def stop(self, at: Any) -> None:
-        """Inside the pass: give the baton back, and wait until it is resumed."""
+    def pause(self, at: Any) -> None:
+        """Pause the pass, from inside it, until it is resumed."""
         self.at = at
-        self._go.clear()
+        self._may_run.clear()
         if not self.abandoned:
-            self._stands.set()
-            self._go.wait()
+            self._is_paused.set()
+            self._may_run.wait()
         if self.abandoned:
             raise AbandonedError
 
     def abandon(self) -> None:
-        """Unwind the pass, where it stands or when it reaches its next stop, and end its thread."""
+        """End the pass where it is paused, or at its next pause, and end its thread."""
         self.abandoned = True
-        self._go.set()
+        self._may_run.set()
         if self._thread.ident is not None:
             self._thread.join()
         self.finished = True
@@ -93,7 +93,7 @@ class Suspended:
         except BaseException as error:  # raised again in the thread that waits
             self._error = error
         self.finished = True
-        self._stands.set()
+        self._is_paused.set()
 
 
 def _start(thread: threading.Thread) -> None:
@@ -106,14 +106,14 @@ def _start(thread: threading.Thread) -> None:
 
 
 class _ThreadState:
-    """What torch keeps by thread, as it is in this one."""
+    """The state that torch keeps for each thread, copied from the thread that makes this object."""
 
     def __init__(self) -> None:
         self.inference = torch.is_inference_mode_enabled()
         self.modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = ("cpu", "cuda") if on_gpu else ("cpu",)
-        # without the cache: it knows weights by their address, and they change
+        # without autocast's cache, which identifies weights by address, though their values change
         self.autocast = [
             torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
             for device in devices
@@ -123,7 +123,7 @@ class _ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Be as that thread, until the end of this one."""
+        """Apply that state to the current thread inside the block."""
         for mode in self.modes:
             _push_mode(mode)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
@@ -136,8 +136,8 @@ class _ThreadState:
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """What passes share, as one of them has it."""
+class _SharedState:
+    """The state that passes share, as one of them left it."""
 
     frame: Frame | None
     phase: Phase
@@ -149,31 +149,32 @@ class _Shared:
 _ABSENT = object()
 
 
-class Baton:
-    """Lets passes run, one at a time, each with the shared state that it left.
+class Scheduler:
+    """The scheduler that lets passes run one at a time, each with the shared state that it left.
 
     Attributes:
-        running: the pass that has the baton; None outside of them.
+        running: the pass that runs now; None outside of passes.
         attributes: what forward passes set on modules, as (dictionary, key): each pass has its own value there.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         """Begin without passes, with the runtime of a sim."""
-        self.running: Suspended | None = None
+        self.running: PausedForward | None = None
         self.attributes: Sequence[tuple[dict[str, Any], str]] = ()
         self._runtime = runtime
-        self._passes: list[Suspended] = []
+        self._passes: list[PausedForward] = []
         self._frame, self._phase, self._visitor = runtime.frame, runtime.phase, runtime.visitor
 
-    def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> Suspended:
-        """A pass that starts when it is first resumed."""
-        added = Suspended(
-            number, self._as_this_thread(run), replace(self._state(), frame=None, phase=phase, visitor=visitor)
+    def add(self, number: int, run: Callable[[], None], phase: Phase, visitor: Visitor | None = None) -> PausedForward:
+        """Return a new pass that starts when it is first resumed."""
+        added = PausedForward(
+            number, self._as_this_thread(run), replace(self._current_state(), frame=None, phase=phase, visitor=visitor)
         )
         self._passes.append(added)
         return added
 
     def _as_this_thread(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that runs a pass in its own thread on behalf of this one."""
         runtime, thread = self._runtime, self._runtime.thread
 
         def acting() -> None:
@@ -182,50 +183,50 @@ class Baton:
 
         return acting
 
-    def resume(self, suspended: Suspended) -> None:
-        """Let a pass run to its next stop or to its end, and raise what it raises."""
-        with self._state_of(suspended):
-            suspended.resume()
-        if suspended.finished:
-            self._passes.remove(suspended)
+    def resume(self, forward: PausedForward) -> None:
+        """Run a pass to its next pause or to its end, and raise what it raises."""
+        with self._switched_to(forward):
+            forward.resume()
+        if forward.finished:
+            self._passes.remove(forward)
 
-    def stop(self, at: Any) -> None:
-        """Inside a pass: suspend it, standing at this; outside of any it does nothing."""
+    def pause(self, at: Any) -> None:
+        """Pause the running pass, from inside it; outside of any pass do nothing."""
         if self.running is not None:
-            self.running.stop(at)
+            self.running.pause(at)
 
     def close(self) -> None:
-        """Unwind every pass that has not finished, the latest first, and be as before the first one."""
+        """End every pass that has not finished, the latest first, and restore the state before the first pass."""
         while self._passes:
-            suspended = self._passes[-1]
-            if not suspended.finished:
-                with self._state_of(suspended):
-                    suspended.abandon()
+            forward = self._passes[-1]
+            if not forward.finished:
+                with self._switched_to(forward):
+                    forward.abandon()
             self._passes.pop()
         # an interrupt may have come while one state took the place of another
-        self._become(replace(self._state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
+        self._apply_state(replace(self._current_state(), frame=self._frame, phase=self._phase, visitor=self._visitor))
 
     @contextmanager
-    def _state_of(self, suspended: Suspended) -> Iterator[None]:
-        outer, running = self._state(), self.running
+    def _switched_to(self, forward: PausedForward) -> Iterator[None]:
+        outer, running = self._current_state(), self.running
         try:
-            self.running = suspended
-            self._become(suspended.state)
+            self.running = forward
+            self._apply_state(forward.state)
             yield
         except BaseException:
-            suspended.abandon()  # an interrupt comes here while the pass still runs
+            forward.abandon()  # an interrupt comes here while the pass still runs
             raise
         finally:
-            suspended.state = self._state()
-            self._become(outer)
+            forward.state = self._current_state()
+            self._apply_state(outer)
             self.running = running
 
-    def _state(self) -> _Shared:
+    def _current_state(self) -> _SharedState:
         runtime = self._runtime
         values = tuple(held.get(key, _ABSENT) for held, key in self.attributes)
-        return _Shared(runtime.frame, runtime.phase, runtime.visitor, values, torch.get_rng_state())
+        return _SharedState(runtime.frame, runtime.phase, runtime.visitor, values, torch.get_rng_state())
 
-    def _become(self, state: _Shared) -> None:
+    def _apply_state(self, state: _SharedState) -> None:
         runtime = self._runtime
         runtime.frame, runtime.phase, runtime.visitor = state.frame, state.phase, state.visitor
         for (held, key), value in zip(self.attributes, state.attributes, strict=True):
@@ -237,7 +238,7 @@ class Baton:
 
 
 def same_input(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same values in the same memory, seen the same way."""
+    """Return whether two tensors are the same values in the same memory, with the same layout."""
     return one is other or (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
@@ -248,7 +249,7 @@ def same_input(one: Tensor, other: Tensor) -> bool:
 
 
 def attributes_set_by(model: nn.Module, run: Callable[[], Any]) -> list[tuple[dict[str, Any], str]]:
-    """Run something, and give what it set on the modules of a model, as (dictionary, key); they are set back."""
+    """Run a function and return what it set on the modules of a model, as (dictionary, key); undo these changes."""
     held = [part for module in model.modules() for part in (module.__dict__, module._buffers)]
     before = [dict(part) for part in held]
     try:
@@ -268,8 +269,10 @@ def attributes_set_by(model: nn.Module, run: Callable[[], Any]) -> list[tuple[di
 
 
 @contextmanager
-def before_modules(hooks: Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]]) -> Iterator[None]:
-    """Call these with the arguments of every call of a module, after the hooks that the modules have."""
+def hooks_before_modules(
+    hooks: Mapping[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], None]],
+) -> Iterator[None]:
+    """Call hooks with the arguments of every call of a module, after the hooks that the modules have."""
     handles = []
     try:
         for module, hook in hooks.items():

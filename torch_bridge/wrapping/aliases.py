@@ -1,8 +1,8 @@
-"""Tensors that share memory: who is written under one name and read under another.
+"""Tensors that share memory: which are written under one name and read under another.
 
-A simulated site may give another tensor than it got, and a traced one always does. What is written into the result of
-a view (`z[:, :4].add_(1)`) must reach the tensor that it is a view of, so views between a write and a later read stay
-what they are: they are no sites.
+A simulated site may return another tensor than it gets, and a traced one always does. What is written into the result
+of a view (`z[:, :4].add_(1)`) must reach the tensor that it is a view of, so views between a write and a later read are
+no sites.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,30 +14,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qsdk.core.errors import ModelError
-from torch_bridge.sites.source_lines import place
+from torch_bridge.sites.source_lines import source_line
 
 
 @dataclass
-class _Name:
-    """A tensor object.
+class _TensorName:
+    """A tensor object, one of the names of its memory.
 
     Attributes:
-        tensor: kept, so that its id stays its own.
-        born: the call that made it; 0 if it was there before.
+        tensor: kept, so that its id is not used again.
+        created_by: number of the call that made it; 0 if it existed before.
         source: id of the tensor that it is a view of, or None.
-        site: that gives it, if it shares memory.
+        site: the site that returned it, if it shares memory.
         written: whether it is the result of an op in place.
     """
 
     tensor: Tensor
-    born: int
+    created_by: int
     source: int | None = None
     site: str = ""
     written: bool = False
 
 
 class _Region(NamedTuple):
-    """The elements of a memory that a tensor has."""
+    """The elements of a memory that a tensor covers."""
 
     memory: int
     dtype: torch.dtype
@@ -47,18 +47,18 @@ class _Region(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "_Region":
-        """Those that it has now."""
+        """Return the region that a tensor covers now."""
         strided = x.layout == torch.strided
         stride, offset = (x.stride(), int(x.storage_offset())) if strided else ((), 0)
         return cls(_memory(x), x.dtype, tuple(x.shape), stride, offset)
 
     @property
     def last(self) -> int:
-        """Where its last element stands."""
+        """Return the position of its last element."""
         return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def meets(self, other: "_Region") -> bool:
-        """Whether an element is in both; also where nobody can tell."""
+        """Return whether both regions have an element in common, or that cannot be known."""
         if self.memory != other.memory or 0 in (*self.shape, *other.shape):
             return False
         if self.dtype != other.dtype or self == other:
@@ -70,7 +70,7 @@ class _Region(NamedTuple):
 
 @dataclass
 class _Write:
-    """A write into memory: by which call, into which tensor and elements, and the site of the op if it is one."""
+    """A write into memory: number of the call, target tensor and elements, and the site of the op if it has one."""
 
     call: int
     target: int
@@ -79,22 +79,22 @@ class _Write:
 
 
 class Aliases:
-    """Follows one forward pass whose sites change nothing.
+    """The record of reads and writes in one forward pass whose sites change nothing.
 
     Attributes:
         views: sites of views that must stay views.
         read_again: sites of ops in place whose tensor is read again by another name than their result.
-        places: where the user's code writes over tensors.
+        write_lines: lines of the user's code that write over tensors.
         inputs: whether it writes over an input.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.views: set[str] = set()
         self.read_again: set[str] = set()
-        self.places: list[str] = []
+        self.write_lines: list[str] = []
         self.inputs = False
         self._call = 0
-        self._names: dict[int, _Name] = {}
+        self._names: dict[int, _TensorName] = {}
         self._writes: dict[int, list[_Write]] = {}
         self._given: set[int] = set()  # memory of inputs
         self._versions: list[tuple[Tensor, int]] = []
@@ -103,12 +103,12 @@ class Aliases:
         self._state_read: set[int] = set()
         self._state_written: dict[int, str] = {}
 
-    def calls(self, arguments: Any) -> None:
-        """A function is about to be called with these."""
+    def before_call(self, arguments: Any) -> None:
+        """Record the arguments of a function that is about to be called."""
         self._versions = [(x, _version(x)) for x in all_tensors(arguments)]
 
-    def called(self, name: str, arguments: tuple[tuple[Any, ...], Mapping[str, Any] | None], result: Any) -> None:
-        """It has been called, and gave this."""
+    def after_call(self, name: str, arguments: tuple[tuple[Any, ...], Mapping[str, Any] | None], result: Any) -> None:
+        """Record what a function has read, written and returned."""
         self._call += 1
         args, kwargs = arguments
         given = [x for x, _ in self._versions]
@@ -116,42 +116,42 @@ class Aliases:
         # setitem does not read what it writes over
         read = given[1:] if name == "__setitem__" else given
         for x in read:
-            self._read(x)
+            self._record_read(x)
         made = all_tensors(result)
         self._note_state(read, changed, made)
         if changed:
             out = all_tensors((kwargs or {}).get("out"))
-            self._wrote(next((x for x in (*out, *given) if any(x is y for y in changed)), changed[0]))
+            self._record_write(next((x for x in (*out, *given) if any(x is y for y in changed)), changed[0]))
             if name == "__setitem__":
-                self._put_back(args)
+                self._merge_assignment(args)
         for x in made:
             if id(x) not in self._names:
                 source = next((y for y in given if _memory(y) == _memory(x)), None)
-                self._names[id(x)] = _Name(x, self._call, None if source is None else id(source))
+                self._names[id(x)] = _TensorName(x, self._call, None if source is None else id(source))
 
     def site(self, site: str, x: Tensor, *, given: bool) -> None:
-        """A site gives this tensor; `given` if it is an input."""
+        """Record that a site returned a tensor; `given` says that it is an input."""
         if given:
             self._given.add(_memory(x))
         self._name(x).site = site
 
-    def wrote_over(self, site: str, x: Tensor, result: Tensor) -> None:
-        """The op at a site has written over x, and its result goes on as another name of it."""
+    def after_write(self, site: str, x: Tensor, result: Tensor) -> None:
+        """Record that the op at a site has written over x, and that its result is another name of x."""
         self._name(x)
-        self._names[id(result)] = _Name(result, self._call + 1, id(x), site, written=True)
+        self._names[id(result)] = _TensorName(result, self._call + 1, id(x), site, written=True)
         for write in self._writes.get(_memory(x), ())[-1:]:
             if write.target == id(x) and not write.site:
                 write.site = site
 
     def finish(self, result: Any) -> None:
-        """The model has given this.
+        """Record what the model returns.
 
         Raises:
             ModelError: a parameter or buffer is written and read, which makes it a state.
         """
         self._call += 1
         for x in all_tensors(result):
-            self._read(x)
+            self._record_read(x)
             self._state_read.add(_memory(x))
         for memory in self._state_read & self._state_written.keys():
             raise ModelError(
@@ -160,14 +160,14 @@ class Aliases:
                 "changed (y, state = model(x, state)), or change a clone() of it"
             )
 
-    def _name(self, x: Tensor) -> _Name:
-        return self._names.setdefault(id(x), _Name(x, 0))
+    def _name(self, x: Tensor) -> _TensorName:
+        return self._names.setdefault(id(x), _TensorName(x, 0))
 
-    def _read(self, x: Tensor) -> None:
-        """Hold a read against the writes since this name of the memory came up."""
+    def _record_read(self, x: Tensor) -> None:
+        """Compare a read with the writes since this name of the memory was created."""
         name = self._name(x)
         for write in self._writes.get(_memory(x), ()):
-            if write.call < name.born or not write.region.meets(_Region.of(x)):
+            if write.call < name.created_by or not write.region.meets(_Region.of(x)):
                 continue
             if write.site:
                 self.read_again.add(write.site)
@@ -180,21 +180,21 @@ class Aliases:
         self.views.discard("")
 
     def _sources(self, key: int | None) -> Iterable[int]:
-        """A name, and what it is a view of."""
+        """Return a name, and the names that it is a view of."""
         found = []
         while key is not None:
             found.append(key)
             key = self._names[key].source
         return found
 
-    def _wrote(self, x: Tensor) -> None:
+    def _record_write(self, x: Tensor) -> None:
         self._name(x)
-        self.places.append(place())
+        self.write_lines.append(source_line())
         self._writes.setdefault(_memory(x), []).append(_Write(self._call, id(x), _Region.of(x)))
         self.inputs |= _memory(x) in self._given
 
-    def _put_back(self, args: tuple[Any, ...]) -> None:
-        """Python writes `z[a] += b` as an op in place and an assignment of its result, which makes the op's write."""
+    def _merge_assignment(self, args: tuple[Any, ...]) -> None:
+        """Drop the first of two writes: Python runs `z[a] += b` as an op in place and an assignment of its result."""
         target, index, value = args[:3]
         if not isinstance(value, Tensor) or _memory(value) != _memory(target):
             return
@@ -204,16 +204,19 @@ class Aliases:
             writes[:-1] = [write for write in writes[:-1] if write.region != region]
 
     def _note_state(self, read: list[Tensor], changed: list[Tensor], made: list[Tensor]) -> None:
-        """Whose values a call reads: not of what it only writes over, nor of what it gives a view of."""
+        """Record which parameters and buffers a call reads or writes.
+
+        It does not read what it only writes over, nor what it returns a view of.
+        """
         for x in changed:
             if _memory(x) in self._state:
-                self._state_written.setdefault(_memory(x), place())
+                self._state_written.setdefault(_memory(x), source_line())
         shared = {_memory(x) for x in (*changed, *made)}
         self._state_read.update({_memory(x) for x in read} & self._state.keys() - shared)
 
 
 def all_tensors(value: Any) -> list[Tensor]:
-    """The tensors in any nesting of tuples, lists and mappings."""
+    """Return the tensors in any nesting of tuples, lists and mappings."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Watching one forward pass: who made which tensor, who read it, and which in-place results are read by old names."""
+"""The dataflow of one forward pass: who made which tensor, who read it, and which in-place results are read again."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,16 +11,16 @@ from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.wrapping.aliases import Aliases, all_tensors
-from torch_bridge.wrapping.wrapper import state_of
+from torch_bridge.wrapping.wrapped_state import state_of
 
 
-class Wiring:
-    """Who made which tensor, who read it, and how often each module ran; modules go by their first path."""
+class Dataflow:
+    """The record of who made which tensor, who read it, and how often each module ran, by first paths."""
 
     def __init__(self, model: nn.Module) -> None:
         found = model.named_modules(remove_duplicate=False)
         self.first_path = {path: state_of(module).path for path, module in found}
-        self.kept: list[Tensor] = []  # keeps ids unique while we watch
+        self.tensors: list[Tensor] = []  # keeps ids unique while recording
         self.sites: dict[str, None] = {}  # in the order in which they are reached
         self.maker: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
@@ -33,8 +33,8 @@ class Wiring:
         self.writes: list[str] = []  # what is written over, or where
 
     def visit(self, site: str, x: Tensor) -> Tensor:
-        """Note which owner made a tensor."""
-        self.kept.append(x)
+        """Record which owner made a tensor."""
+        self.tensors.append(x)
         self.sites[site] = None
         self.versions[id(x)] = site, x._version
         self.aliases.site(site, x, given=port_of(site) == "input")
@@ -47,57 +47,57 @@ class Wiring:
             self.result_of[owner] = x
         return x
 
-    def wrote_over(self, site: str, x: Tensor) -> Tensor:
-        """Note an in-place op; its result goes on under another identity, so that reads of the old one are seen."""
+    def after_write(self, site: str, x: Tensor) -> Tensor:
+        """Record an in-place op; return its result as another object, so that reads of the old one are seen."""
         again = x.view_as(x)
-        self.kept.append(x)
-        self.aliases.wrote_over(site, x, again)
+        self.tensors.append(x)
+        self.aliases.after_write(site, x, again)
         return again
 
-    def begins(self, arguments: Any) -> None:
-        """Note the tensors that a function is about to get."""
-        self.aliases.calls(arguments)
+    def before_call(self, arguments: Any) -> None:
+        """Record the tensors that a function is about to get."""
+        self.aliases.before_call(arguments)
 
-    def read(self, frame: Frame, name: str, arguments: Any, result: Any) -> None:
-        """Note who read which tensors to compute another."""
-        self.aliases.called(name, arguments, result)
+    def after_call(self, frame: Frame, name: str, arguments: Any, result: Any) -> None:
+        """Record who read which tensors to compute another."""
+        self.aliases.after_call(name, arguments, result)
         self._note_in_place(*arguments)
         if not all_tensors(result):
             return  # a shape or a number
         given = all_tensors(arguments)
         for made in all_tensors(result):
-            self.kept.append(made)
+            self.tensors.append(made)
             self.read_by_maker[id(made)] = given[0] if given else made
         for tensor in given:
-            self.kept.append(tensor)
+            self.tensors.append(tensor)
             self.readers.setdefault(id(tensor), []).append(frame.path)
 
     def _note_in_place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """An op that writes over its argument when it is trained; a Dropout does not do it in eval mode."""
+        """Record an op that writes over its argument in training; a Dropout does not do so in eval mode."""
         if (kwargs or {}).get("inplace") and args and id(args[0]) in self.versions:
             self.overwritten.add(self.versions[id(args[0])][0])
 
     def finish(self, result: Any) -> None:
-        """Note what the model gives away, and what was written over."""
+        """Record what the model returns, and what was written over."""
         self.aliases.finish(result)
         for leaf in all_tensors(result):
             self.readers.setdefault(id(leaf), []).append("")
             if id(leaf) in self.versions:
                 self.overwritten.add(self.versions[id(leaf)][0])  # its owner may write over it
-        versions = {id(x): x._version for x in self.kept}
+        versions = {id(x): x._version for x in self.tensors}
         changed = {site for key, (site, version) in self.versions.items() if versions[key] != version}
         self.overwritten |= changed
-        self.writes = self.aliases.places or [f"what {site} gives" for site in sorted(changed)]
+        self.writes = self.aliases.write_lines or [f"what {site} gives" for site in sorted(changed)]
 
 
-def watch(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Wiring:
-    """Run the model once and note its wiring."""
-    wiring = Wiring(model)
-    runtime.watcher = wiring
+def record_dataflow(model: nn.Module, runtime: Runtime, run: Callable[[], Any]) -> Dataflow:
+    """Run the model once and return its dataflow."""
+    dataflow = Dataflow(model)
+    runtime.recorder = dataflow
     try:
-        with runtime.in_phase("visit", wiring.visit), torch.no_grad():
+        with runtime.in_phase("visit", dataflow.visit), torch.no_grad():
             result = run()
     finally:
-        runtime.watcher = None
-    wiring.finish(result)
-    return wiring
+        runtime.recorder = None
+    dataflow.finish(result)
+    return dataflow

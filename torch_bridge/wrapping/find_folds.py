@@ -1,24 +1,24 @@
-"""Finding the BatchNorms that can be folded: by watching one forward pass, so functional wiring counts too."""
+"""The BatchNorms that can be folded, found from one forward pass, so that functional code counts too."""
 
 import torch
 from torch import Tensor, nn
 
 from qsdk.core.config.config import QuantConfig
-from torch_bridge.folding.batch_norm import Fold, describe, folded, obstacle
+from torch_bridge.folding.batch_norm import Fold, fold_of, fold_tensors, reason_not_to_fold
 from torch_bridge.torch_values.layers import is_leaf
-from torch_bridge.wrapping.dataflow import Wiring
+from torch_bridge.wrapping.dataflow import Dataflow
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 
 
-def find_folds(model: nn.Module, wiring: Wiring, config: QuantConfig) -> tuple[list[Fold], dict[str, str]]:
-    """Give the folds to make, and for every BatchNorm that stays: its path and why."""
+def find_folds(model: nn.Module, dataflow: Dataflow, config: QuantConfig) -> tuple[list[Fold], dict[str, str]]:
+    """Return the folds to make, and path -> reason for every BatchNorm that stays."""
     modules = dict(model.named_modules())
     folds, kept = [], {}
     for path, norm in modules.items():
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
             continue
-        found = _fold_or_reason(path, norm, modules, wiring, config)
+        found = _fold_or_reason(path, norm, modules, dataflow, config)
         if isinstance(found, Fold):
             folds.append(found)
         else:
@@ -27,46 +27,51 @@ def find_folds(model: nn.Module, wiring: Wiring, config: QuantConfig) -> tuple[l
 
 
 def _fold_or_reason(
-    path: str, norm: nn.Module, modules: dict[str, nn.Module], wiring: Wiring, config: QuantConfig
+    path: str, norm: nn.Module, modules: dict[str, nn.Module], dataflow: Dataflow, config: QuantConfig
 ) -> Fold | str:
     if config.names(path, "BatchNormalization"):
         return "a rule names it"
-    if wiring.calls[path] != 1:
-        return f"it runs {wiring.calls[path]} times in one forward pass"
-    source = next((t for t in wiring.kept if path in wiring.readers.get(id(t), ()) and id(t) in wiring.maker), None)
-    op = "" if source is None else wiring.maker[id(source)]
+    if dataflow.calls[path] != 1:
+        return f"it runs {dataflow.calls[path]} times in one forward pass"
+    source = next(
+        (t for t in dataflow.tensors if path in dataflow.readers.get(id(t), ()) and id(t) in dataflow.maker), None
+    )
+    op = "" if source is None else dataflow.maker[id(source)]
     maker = op.partition("/")[0]  # of `conv/conv2d.0`, a function that a layer's own forward calls: the layer
     reason = "no Linear or convolution stands directly before or after it"
     if source is not None and isinstance(modules.get(maker), _LINEAR):
-        fold = describe(path, norm, op, modules[maker], before=False)
-        reason = _not_alone(maker, op, modules, wiring, wiring.readers[id(source)])
-        reason = reason or _other_axis(maker, modules[maker], source)
-        reason = reason or obstacle(norm, modules[maker], before=False) or ""
-        if not reason and op != maker and not _obeys(modules[maker], wiring.read_by_maker[id(source)], fold):
+        fold = fold_of(path, norm, op, modules[maker], before=False)
+        reason = _sharing_reason(maker, op, modules, dataflow, dataflow.readers[id(source)])
+        reason = reason or _axis_reason(maker, modules[maker], source)
+        reason = reason or reason_not_to_fold(norm, modules[maker], before=False) or ""
+        if not reason and op != maker and not _follows_weight(modules[maker], dataflow.read_by_maker[id(source)], fold):
             reason = f"{maker} computes something else than its weight and bias say"
         if not reason:
             return fold
-    readers = wiring.readers.get(id(wiring.result_of[path]), [])
+    readers = dataflow.readers.get(id(dataflow.result_of[path]), [])
     after = readers[0] if len(readers) == 1 else None
     if after is not None and isinstance(modules.get(after), _LINEAR) and is_leaf(modules[after]):
-        reason = _not_alone(after, after, modules, wiring, readers) or _other_axis(
-            after, modules[after], wiring.result_of[path]
+        reason = _sharing_reason(after, after, modules, dataflow, readers) or _axis_reason(
+            after, modules[after], dataflow.result_of[path]
         )
-        reason = reason or obstacle(norm, modules[after], before=True) or ""
+        reason = reason or reason_not_to_fold(norm, modules[after], before=True) or ""
         if not reason:
-            return describe(path, norm, after, modules[after], before=True)
+            return fold_of(path, norm, after, modules[after], before=True)
     return reason
 
 
-def _other_axis(layer: str, module: nn.Module, between: Tensor) -> str:
-    """BatchNorm counts channels on axis 1; a Linear on the last axis, an unbatched convolution on axis 0."""
+def _axis_reason(layer: str, module: nn.Module, between: Tensor) -> str:
+    """Return why channels are on another axis, or nothing.
+
+    BatchNorm counts channels on axis 1; a Linear on the last axis, an unbatched convolution on axis 0.
+    """
     ranks = 2 if isinstance(module, nn.Linear) else len(module._parameters["weight"].shape)  # type: ignore[union-attr]
     return "" if between.ndim == ranks else f"its channels are not those of {layer}"
 
 
 @torch.no_grad()
-def _obeys(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
-    """Whether a layer with a forward of its own (padding, a standardised weight) computes what a fold relies on.
+def _follows_weight(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
+    """Return whether a layer with a forward of its own (padding, a standardised weight) computes what a fold relies on.
 
     Its weight and bias are changed for two calls, as a fold would change them: each output channel must follow.
     """
@@ -77,7 +82,7 @@ def _obeys(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
     unit = {"running_mean": torch.zeros_like(shift), "running_var": torch.ones_like(shift) - fold.eps}
     try:
         before = layer(x)
-        new_weight, new_bias = folded(weight, bias, {**unit, "weight": factor, "bias": shift}, fold)
+        new_weight, new_bias = fold_tensors(weight, bias, {**unit, "weight": factor, "bias": shift}, fold)
         layer._parameters |= {"weight": nn.Parameter(new_weight), "bias": nn.Parameter(new_bias)}
         after = layer(x)
     except (RuntimeError, TypeError, ValueError, IndexError):
@@ -89,11 +94,11 @@ def _obeys(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
     return bool((after - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
-def _not_alone(layer: str, op: str, modules: dict[str, nn.Module], wiring: Wiring, readers: list[str]) -> str:
+def _sharing_reason(layer: str, op: str, modules: dict[str, nn.Module], dataflow: Dataflow, readers: list[str]) -> str:
     if len(readers) != 1:
         return f"the result of {layer} is also read elsewhere"
-    if wiring.calls[op] != 1:
-        return f"{layer} runs {wiring.calls[op]} times in one forward pass"
+    if dataflow.calls[op] != 1:
+        return f"{layer} runs {dataflow.calls[op]} times in one forward pass"
     weight = modules[layer]._parameters.get("weight")
     sharing = [p for p, m in modules.items() if weight is not None and any(q is weight for q in m._parameters.values())]
     return f"{layer} shares its weight with {sharing[1]}" if len(sharing) > 1 else ""

@@ -1,4 +1,4 @@
-"""Forwards that were put on an object in place of its class's: found when it is wrapped, dropped after training."""
+"""Forwards that are set on an object in place of its class's: found when it is wrapped, removed after training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,33 +13,33 @@ _FORWARD = "forward"
 _BEFORE_AUTOCAST = "_original_forward"  # accelerate's name for the forward that it put autocast around
 
 
-def take_own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Take a forward that stands on the object itself off it and return it; None where the class's is called."""
+def remove_own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Remove a forward that is set on the object itself and return it; None where the class's is called."""
     found: Callable[..., Any] | None = vars(module).pop(_FORWARD, None)
     return found
 
 
-def give_own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Put a forward on an object, in place of any that stands there; None leaves the class's."""
+def set_own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Set a forward on an object, in place of any that is set there; None leaves the class's."""
     vars(module).pop(_FORWARD, None)
     if forward is not None:
         vars(module)[_FORWARD] = forward
 
 
-def drop_autocast(model: nn.Module, undone: list[Callable[[], None]]) -> list[str]:
-    """Take off the autocast that accelerate put around forwards, and return the paths of these modules.
+def drop_autocast(model: nn.Module, undo_steps: list[Callable[[], None]]) -> list[str]:
+    """Remove the autocast that accelerate put around forwards, and return the paths of these modules.
 
-    Mixed precision is a matter of the training; a file computes in the types of the parameters.
+    Mixed precision concerns training; the exported file computes in the dtypes of the parameters.
 
     Args:
         model: of any kind.
-        undone: gains what puts them back.
+        undo_steps: gains the functions that put the autocast back.
     """
     found = []
     for path, module in model.named_modules():
         own = vars(module)
         if _FORWARD in own and _BEFORE_AUTOCAST in own:
-            undone.append(partial(own.update, {name: own.pop(name) for name in (_FORWARD, _BEFORE_AUTOCAST)}))
+            undo_steps.append(partial(own.update, {name: own.pop(name) for name in (_FORWARD, _BEFORE_AUTOCAST)}))
             found.append(path)
     return found
 
@@ -62,20 +62,20 @@ def require_copied_forwards(copied: nn.Module) -> None:
 
 
 @contextmanager
-def same_forwards(model: nn.Module) -> Iterator[None]:
-    """Have the modules of a model call afterwards what they call now: trainers leave autocast around a forward."""
+def restoring_forwards(model: nn.Module) -> Iterator[None]:
+    """Restore every module's forward after the block, because trainers leave autocast around a forward."""
     before = {module: vars(module).get(_FORWARD) for module in model.modules()}
     try:
         yield
     finally:
         for module, forward in before.items():
             if vars(module).get(_FORWARD) is not forward:
-                give_own_forward(module, forward)
+                set_own_forward(module, forward)
                 vars(module).pop(_BEFORE_AUTOCAST, None)
 
 
 def drop_own_forwards(model: nn.Module) -> None:
-    """Have every module of a wrapped model call its class's forward."""
+    """Remove forwards set on objects, so that every module of a wrapped model calls its class's."""
     for module in model.modules():
-        if take_own_forward(module) is not None:
+        if remove_own_forward(module) is not None:
             vars(module).pop(_BEFORE_AUTOCAST, None)

@@ -15,7 +15,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.verbs.quantize import check_parity, export
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
-from torch_bridge.torch_values.pytree import argument_leaves, by_flat_name, tensors_of
+from torch_bridge.torch_values.pytree import argument_leaves, name_leaves, tensors_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def road(
     for batch in (example, *others):
         given = as_example(batch)
         leaves = argument_leaves(sim.model.forward, given.args, given.kwargs)
-        feeds = by_flat_name((path, leaf.numpy()) for path, leaf in leaves if isinstance(leaf, Tensor))
+        feeds = name_leaves((path, leaf.numpy()) for path, leaf in leaves if isinstance(leaf, Tensor))
         expected = [tensor.numpy() for tensor in tensors_of(sim.run(batch))]
         found = session.run(None, feeds)
         assert [x.shape for x in found] == [x.shape for x in expected]

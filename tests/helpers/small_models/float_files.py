@@ -14,7 +14,7 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
 from torch_bridge.prepare import prepare
-from torch_bridge.tracing.trace import marked_onnx
+from torch_bridge.tracing.trace import trace_marked
 
 CONFIG = w8a8()
 
@@ -42,6 +42,6 @@ def float_onnx(model: nn.Module, example: tuple[Tensor, ...], *, dynamic: bool =
 def plan_of_module(model: nn.Module, example: tuple[Tensor, ...], config: QuantConfig = CONFIG) -> tuple[Graph, Plan]:
     """The graph and plan of the PyTorch door."""
     prepared = prepare(model, example, config, in_place=False, fold_batch_norm=True)
-    traced = marked_onnx(prepared.model, prepared.runtime, prepared.example)
-    graph = open_traced(traced.model, traced.stored.of(prepared.model)).graph
+    traced = trace_marked(prepared.model, prepared.runtime, prepared.example)
+    graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
     return graph, make_plan(graph, config)

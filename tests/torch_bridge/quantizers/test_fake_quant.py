@@ -22,7 +22,7 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
 from qsdk.verbs.quantize import calibrate
 from torch_bridge.quantizers.fake_quant import cast, fake_quantize, fake_quantize_minifloat
-from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 
@@ -43,7 +43,7 @@ def torch_operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 def test_integers_equal_the_core_bit_for_bit(case: Case):
     x, scale, zero_point = torch_operands(case)
     grid = case.encoding.dtype.lo, case.encoding.dtype.hi
-    found = fake_quantize(x, scale, zero_point, Grid(*grid))
+    found = fake_quantize(x, scale, zero_point, FakeQuantGrid(*grid))
     aligned = (case.spread(case.encoding.scale), case.spread(case.encoding.zero_point).astype(np.float32))
     with np.errstate(over="ignore"):
         expected = affine.fake_quantize(case.x, *aligned, *grid)
@@ -57,8 +57,8 @@ def test_integers_equal_the_core_bit_for_bit(case: Case):
 def test_the_differentiable_form_has_the_same_values(case: Case):
     x, scale, zero_point = torch_operands(case)
     grid = case.encoding.dtype.lo, case.encoding.dtype.hi
-    plain = fake_quantize(x, scale, zero_point, Grid(*grid))
-    for tracked in (fake_quantize(x.requires_grad_(), scale, zero_point, Grid(*grid, 0.5)),):
+    plain = fake_quantize(x, scale, zero_point, FakeQuantGrid(*grid))
+    for tracked in (fake_quantize(x.requires_grad_(), scale, zero_point, FakeQuantGrid(*grid, 0.5)),):
         assert tracked.requires_grad
         assert same_bits(tracked.detach().numpy(), plain.numpy())
 
@@ -172,7 +172,7 @@ def test_behaviour_19_blocks_as_long_as_the_axis_are_channels_and_of_one_are_ele
 def test_behaviour_20_gradients_of_a_four_bit_range():
     x = torch.tensor([-9, -3.4, 0.3, 6.6, 8], requires_grad=True)
     low, high = torch.tensor(-8.0, requires_grad=True), torch.tensor(7.0, requires_grad=True)
-    y = fake_quantize(x, (high - low) / 15, torch.tensor(0.0), Grid(-8, 7))
+    y = fake_quantize(x, (high - low) / 15, torch.tensor(0.0), FakeQuantGrid(-8, 7))
     assert torch.equal(y.detach(), torch.tensor([-8.0, -3.0, 0.0, 7.0, 7.0]))
     y.sum().backward()
     assert torch.equal(x.grad, torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0]))
@@ -183,7 +183,7 @@ def test_behaviour_20_gradients_of_a_four_bit_range():
 @pytest.mark.parametrize("value", [-3.4, 0.3, 6.6, 2.5, -0.5, 0.0])
 def test_behaviour_21_the_gradient_of_the_scale_inside_is_the_rounding_error(value: float):
     scale = torch.tensor(0.7, requires_grad=True)
-    fake_quantize(torch.tensor(value), scale, torch.tensor(3.0), Grid(-32, 31)).backward()
+    fake_quantize(torch.tensor(value), scale, torch.tensor(3.0), FakeQuantGrid(-32, 31)).backward()
     ratio = np.float32(value) / np.float32(0.7)
     assert float(scale.grad) == pytest.approx(float(np.rint(ratio) - ratio), abs=1e-6)
 
@@ -207,7 +207,7 @@ def test_gradients_are_lsqs_closed_form_at_every_granularity(case: Case):
     _, scale, zero_point = torch_operands(case)
     leaf = scale.detach().clone().requires_grad_()
     gradient = np.random.default_rng(case.x.size).standard_normal(case.x.shape).astype(np.float32)
-    y = fake_quantize(x, leaf, zero_point, Grid(case.encoding.dtype.lo, case.encoding.dtype.hi, 0.25))
+    y = fake_quantize(x, leaf, zero_point, FakeQuantGrid(case.encoding.dtype.lo, case.encoding.dtype.hi, 0.25))
     y.backward(torch.from_numpy(gradient))
     to_x, to_scale = closed_form(case, gradient.astype(np.float64), 0.25)
     np.testing.assert_array_equal(x.grad.numpy(), to_x.astype(np.float32))
@@ -224,14 +224,14 @@ def test_gradients_agree_with_finite_differences_where_the_function_is_smooth():
     scale = torch.tensor(0.6, dtype=torch.float64)
     zero_point = torch.tensor(2.0, dtype=torch.float64)
     step = 1e-7
-    up, down = (fake_quantize(x, scale + d, zero_point, Grid(-16, 15)) for d in (step, -step))
+    up, down = (fake_quantize(x, scale + d, zero_point, FakeQuantGrid(-16, 15)) for d in (step, -step))
     differences = (up - down) / (2 * step)
     inside = (x / scale).round().clamp(-18, 13) == (x / scale).round()
     assert inside.tolist() == [False, True, True, True, False]
     expected = torch.where(inside, differences - x / scale, differences)
     for i in range(5):
         leaf = scale.clone().requires_grad_()
-        fake_quantize(x, leaf, zero_point, Grid(-16, 15))[i].backward()
+        fake_quantize(x, leaf, zero_point, FakeQuantGrid(-16, 15))[i].backward()
         assert float(leaf.grad) == pytest.approx(float(expected[i]), rel=1e-6, abs=1e-6)
 
 
@@ -245,7 +245,7 @@ def test_the_gain_of_a_quantizer_is_lsqs():
         log_scale = sim.model._parameters[quantizer.log_scale_name]
         scale = quantizer.scale_and_zero_point()[0].detach()
         plain = scale.clone().reshape(4, 1).requires_grad_()
-        fake_quantize(raw.detach(), plain, torch.zeros(4, 1), Grid(-128, 127)).sum().backward()
+        fake_quantize(raw.detach(), plain, torch.zeros(4, 1), FakeQuantGrid(-128, 127)).sum().backward()
         expected = plain.grad.reshape(4) / np.sqrt(6 * 127) * scale * np.log(2)
         torch.testing.assert_close(log_scale.grad, expected, rtol=1e-4, atol=1e-7)
 
@@ -259,7 +259,7 @@ def test_minifloat_gradients_pass_straight_through_inside_the_range():
 def test_a_mask_of_the_smallest_float_has_no_nan():
     x = torch.tensor([[0.0, torch.finfo(torch.float32).min, -torch.inf]], requires_grad=True)
     scale = torch.tensor(0.1, requires_grad=True)
-    y = fake_quantize(x, scale, torch.tensor(100.0), Grid(0, 255))
+    y = fake_quantize(x, scale, torch.tensor(100.0), FakeQuantGrid(0, 255))
     assert torch.allclose(y, torch.tensor([[0.0, -10.0, -10.0]]))
     y[:, :2].sum().backward()
     assert x.grad[0, :2].tolist() == [1.0, 0.0]

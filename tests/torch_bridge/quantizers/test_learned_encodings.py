@@ -20,14 +20,16 @@ from torch_models import EncoderModel, calibrated, randomized, seeded
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics import affine
-from torch_bridge.quantizers.compiled_kernels import Kernels, _backward, _forward, compiled_kernels
+from torch_bridge.quantizers.compiled_kernels import CompiledKernels, _backward, _forward, compiled_kernels
 from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 
-EAGER = Kernels(_forward, _backward)  # what is compiled, without the compiler
+EAGER = CompiledKernels(_forward, _backward)  # what is compiled, without the compiler
 
 
-def relaxed(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def relaxed(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantGrid, at: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
     """The soft relaxation around a point: rounding errors and the side of the grid's ends are those found there."""
     ratio = at[0] / at[1]
     levels = ratio.round()
@@ -64,7 +66,7 @@ def close(found: Tensor, wanted: Tensor, sizes: Tensor) -> bool:
 def test_gradients_of_weight_scale_and_zero_point_are_those_of_the_relaxation(case: Case, pact: bool, keeps: bool):
     """Inside, clipped and at the ends, per tensor, channel and block; ties among them."""
     x, scale, zero_point, gradient = operands(case)
-    grid = Grid(case.encoding.dtype.lo, case.encoding.dtype.hi, 0.5, clipped_only=pact, keeps=keeps)
+    grid = FakeQuantGrid(case.encoding.dtype.lo, case.encoding.dtype.hi, 0.5, clipped_only=pact, keeps_result=keeps)
     found = gradients(lambda *v: fake_quantize(*v, grid), gradient, x, scale, zero_point)
     wanted = gradients(lambda *v: relaxed(*v, grid, (x, scale, zero_point)), gradient, x, scale, zero_point)
     levels = (x / scale).round()
@@ -80,7 +82,7 @@ def test_gradients_of_weight_scale_and_zero_point_are_those_of_the_relaxation(ca
 def test_gradients_are_finite_differences_of_the_relaxation(lo: int, hi: int, zero: int, pact: bool):
     scale, zero_point = torch.tensor([0.3]), torch.tensor([float(zero)])
     x = torch.tensor([lo - 3.3, lo + 0.7, 0.2, 1.4, hi - 0.6, hi + 2.2]).sub(zero).mul(0.3)
-    grid, gradient = Grid(lo, hi, clipped_only=pact), torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.7])
+    grid, gradient = FakeQuantGrid(lo, hi, clipped_only=pact), torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.7])
     found = gradients(lambda *v: fake_quantize(*v, grid), gradient, x, scale, zero_point)
     for position, step in ((1, 1e-6), (2, 1e-4)):
         ends = []
@@ -110,8 +112,8 @@ def test_a_rectifying_quantizer_is_a_relu_and_a_quantizer(case: Case, ceiling: f
     x, scale, zero_point, gradient = operands(case)
     if scale.numel() != 1 or not case.encoding.dtype.lo <= float(zero_point) <= case.encoding.dtype.hi:
         return  # it takes one scale, and 0 is on every grid
-    grid = Grid(case.encoding.dtype.lo, case.encoding.dtype.hi, clipped_only=pact)
-    one = grid._replace(rectifies=True, ceiling=ceiling, kernels=EAGER if compiled else None)
+    grid = FakeQuantGrid(case.encoding.dtype.lo, case.encoding.dtype.hi, clipped_only=pact)
+    one = grid._replace(fuses_relu=True, ceiling=ceiling, kernels=EAGER if compiled else None)
     relu = F.relu if ceiling == math.inf else lambda v: F.hardtanh(v, 0.0, ceiling)
 
     def together(v: Tensor, s: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def test_models_train_as_if_every_relu_ran_by_itself(learn_scales: bool, monkeyp
     found = []
     for rectifies in (True, False):
         if not rectifies:
-            monkeypatch.setattr("torch_bridge.quantizers.quantizer.Quantizer.rectified", lambda *_: None)
+            monkeypatch.setattr("torch_bridge.quantizers.quantizer.Quantizer.quantize_relu", lambda *_: None)
         own = copy.deepcopy(sim)
         calls: list[int] = []
         with own.training(learn_scales=learn_scales) as model:
@@ -286,9 +288,9 @@ def test_an_unknown_gradient_is_named():
 
 
 @pytest.fixture(scope="module", params=["as written", pytest.param("compiled", marks=pytest.mark.slow)])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> CompiledKernels:
     if request.param == "as written":
-        return Kernels(_forward, _backward)
+        return CompiledKernels(_forward, _backward)
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none on the path")
     found = compiled_kernels()
@@ -298,17 +300,17 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_compiled_kernels_are_bit_identical_forward_and_as_exact_backward(
-    kernels: Kernels, layout: torch.memory_format
+    kernels: CompiledKernels, layout: torch.memory_format
 ):
     x = seeded(4, 16, 24, 24, scale=2).contiguous(memory_format=layout)
     x[0, 0, 0, :4] = torch.tensor([0.0, -0.0, 0.125, -0.125])
     gradient = seeded(4, 16, 24, 24, seed=1)
     scale, zero_point = torch.tensor([0.05]), torch.tensor([11.0])
     for grid in (
-        Grid(0, 255),
-        Grid(0, 15),
-        Grid(0, 255, rectifies=True, ceiling=3.0),
-        Grid(-128, 127, clipped_only=True),
+        FakeQuantGrid(0, 255),
+        FakeQuantGrid(0, 15),
+        FakeQuantGrid(0, 255, fuses_relu=True, ceiling=3.0),
+        FakeQuantGrid(-128, 127, clipped_only=True),
     ):
         found, wanted = (
             [
@@ -322,7 +324,7 @@ def test_compiled_kernels_are_bit_identical_forward_and_as_exact_backward(
         torch.testing.assert_close(found[2], wanted[2], rtol=1e-3, atol=1e-3)
 
 
-def test_a_model_trains_with_compiled_kernels_as_without(kernels: Kernels):
+def test_a_model_trains_with_compiled_kernels_as_without(kernels: CompiledKernels):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(4))
     model(seeded(32, 3, 24, 24))
     sim = calibrated(model, seeded(32, 3, 24, 24))

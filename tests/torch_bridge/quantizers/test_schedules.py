@@ -73,7 +73,7 @@ def extremes(sim: Any, x: Tensor) -> dict[str, tuple[float, float]]:
 
     def visit(site: str, value: Tensor) -> Tensor:
         found[site] = float(value.detach().min()), float(value.detach().max())
-        return sim.runtime.quantized(site, value)
+        return sim.runtime.quantize(site, value)
 
     with sim.runtime.in_phase("visit", visit), torch.no_grad():
         sim.model(x)  # what the same batch brings twice counts once
@@ -99,7 +99,7 @@ def test_observed_ranges_are_the_moving_average_of_what_training_brings():
                 averages[site] = low, high
                 assert sim.encodings[site] == encoding_from_range(Range(low, high), specs[site])
                 assert sim.encodings[site] != before[site]
-    assert all(sim.quantizers[site].watch is None for site in sim.quantizers)
+    assert all(sim.quantizers[site].input_observer is None for site in sim.quantizers)
     assert not any("qsdk_ranges" in name for name in sim.model.state_dict())
 
 
@@ -227,8 +227,10 @@ def test_nan_while_observing_names_the_site_and_leaves_the_sim_in_order():
 
 def assert_in_order(sim: Any) -> None:
     assert not sim.model.training
-    assert sim.runtime.course is None
-    assert all(q.watch is None and q.finer is None and not q.learned_names for q in sim.quantizers.values())
+    assert sim.runtime.schedule_state is None
+    assert all(
+        q.input_observer is None and q.finer_grid is None and not q.learned_names for q in sim.quantizers.values()
+    )
     assert not any(name in key for key in sim.model.state_dict() for name in ("_log2", "qsdk_steps", "qsdk_ranges"))
 
 
@@ -334,7 +336,7 @@ def test_bits_are_annealed_down_to_those_of_the_plan():
             quantizer = sim.quantizers["0:weight"]
             with torch.no_grad():
                 y = quantizer(raw)
-            levels.append(quantizer.finer.dtype.bits if quantizer.finer else 4)
+            levels.append(quantizer.finer_grid.dtype.bits if quantizer.finer_grid else 4)
             base = sim.encodings["0:weight"]
             assert base == plain.encodings["0:weight"]  # the encoding is always the plan's
             dtype = DTYPES[f"int{levels[-1]}"]
@@ -362,7 +364,7 @@ def test_activations_and_patterns_can_be_annealed_and_wider_sites_stay():
     qsdk.calibrate(sim, [batch()], progress=False)
     schedules = [qsdk.anneal_bits({0: 6, 5: 4}), qsdk.anneal_bits({0: 8, 5: 4}, "1:output")]
     with sim.training(schedules=schedules):
-        bits = {site: q.finer.dtype.name for site, q in sim.quantizers.items() if q.finer is not None}
+        bits = {site: q.finer_grid.dtype.name for site, q in sim.quantizers.items() if q.finer_grid is not None}
     assert bits == {"0:weight": "int6", "2:weight": "int6", "1:output": "uint8"}
 
 

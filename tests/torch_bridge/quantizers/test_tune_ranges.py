@@ -11,7 +11,7 @@ from torch import nn
 import qsdk
 from qsdk.core.errors import CalibrationError, ConfigError, DataError, ModelError
 from torch_bridge.quantizers.fake_quant import fake_quantize
-from torch_bridge.quantizers.per_tensor import Grid
+from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 
 
 class Outliers(nn.Module):
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_the_straight_through_formula():
         for value in values:
             value.requires_grad_()
         if exact:
-            y = fake_quantize(*values, Grid(0, 15))
+            y = fake_quantize(*values, FakeQuantGrid(0, 15))
         else:
             v, scale, zero_point = values
             ratio = v / scale

@@ -45,13 +45,13 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 def traces(monkeypatch):
     """The models that were traced after quantize."""
     found = []
-    marked_onnx = torch_bridge.sim.marked_onnx
+    trace_marked = torch_bridge.sim.trace_marked
 
     def counted(model, *rest):
         found.append(model)
-        return marked_onnx(model, *rest)
+        return trace_marked(model, *rest)
 
-    monkeypatch.setattr(torch_bridge.sim, "marked_onnx", counted)
+    monkeypatch.setattr(torch_bridge.sim, "trace_marked", counted)
     return found
 
 

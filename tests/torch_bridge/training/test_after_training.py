@@ -163,6 +163,6 @@ def test_a_trained_sim_is_saved_and_loaded(name: str, tmp_path: Path):
 
 def test_nothing_of_the_training_stays_in_the_sim():
     sim = trained("small")
-    assert not any(q.finer or q.watch or q.learned_names for q in sim.quantizers.values())
+    assert not any(q.finer_grid or q.input_observer or q.learned_names for q in sim.quantizers.values())
     assert {e.dtype.name for site, e in sim.encodings.items() if site.endswith(":weight")} == {"int4"}
     assert not [key for key in sim.model.state_dict() if "log2" in key or "shift" in key or "steps" in key]

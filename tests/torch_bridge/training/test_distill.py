@@ -111,7 +111,7 @@ def test_sites_are_held_against_those_of_the_float_model(kind: str):
     seen: dict[str, Tensor] = {}
 
     def visit(site: str, x: Tensor) -> Tensor:
-        seen[site] = sim.runtime.quantized(site, x)
+        seen[site] = sim.runtime.quantize(site, x)
         return seen[site].clone()
 
     with sim.training():
@@ -153,7 +153,7 @@ def test_gradients_flow_to_the_student_alone_and_modes_stay():
     assert teacher.model.training
     assert all(parameter.grad is None for parameter in teacher.model.parameters())
     assert all(torch.equal(value, before[key]) for key, value in teacher.model.state_dict().items())
-    assert sim.runtime.told is None
+    assert sim.runtime.site_observer is None
     assert teacher.runtime.phase == "quantize"
     # the teacher drops nothing
     net = teacher.unwrap().train()
@@ -175,7 +175,7 @@ def test_an_error_leaves_both_as_they_were():
 
     with sim.training(), pytest.raises(ZeroDivisionError):
         qsdk.distill_loss(sim, teacher, batch(), sites="relu*", forward=failing)
-    assert sim.runtime.told is None
+    assert sim.runtime.site_observer is None
     assert teacher.runtime.phase == "quantize"
 
 

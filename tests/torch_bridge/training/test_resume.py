@@ -156,10 +156,10 @@ def test_the_best_weights_may_be_loaded_inside_the_block():
         best = copy.deepcopy(model.state_dict())
         encodings = sim.encodings
         run(sim, optimizer, 1, 5)
-        assert sim.quantizers["0:weight"].finer is None
+        assert sim.quantizers["0:weight"].finer_grid is None
         model.load_state_dict(best)
         assert sim.encodings == encodings
-        assert sim.quantizers["0:weight"].finer.dtype.bits == 8  # the steps of the checkpoint count
+        assert sim.quantizers["0:weight"].finer_grid.dtype.bits == 8  # the steps of the checkpoint count
 
 
 def test_save_and_load_after_the_block(tmp_path: Path):

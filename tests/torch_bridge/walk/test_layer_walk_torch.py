@@ -89,7 +89,7 @@ def state(sim: QuantSim) -> dict[str, Any]:
     hooks = {path: len(m._forward_pre_hooks) + len(m._forward_hooks) for path, m in sim.model.named_modules()}
     values = {name: tensor.clone() for name, tensor in sim.model.state_dict().items()}
     modes = {path: m.training for path, m in sim.model.named_modules()}
-    runtime = sim.runtime.frame, sim.runtime.phase, sim.runtime.visitor, sim.runtime.recurrent
+    runtime = sim.runtime.frame, sim.runtime.phase, sim.runtime.visitor, sim.runtime.recurrent_hook
     return {"frozen": frozen, "hooks": hooks, "modes": modes, "runtime": runtime, **values}
 
 

@@ -15,7 +15,7 @@ from qsdk import w4a8
 from qsdk.core.errors import ConfigError, DataError, ModelError
 from qsdk.demo.model import load_pretrained
 from torch_bridge.sim import QuantSim
-from torch_bridge.tuning.block_calls import Piece, held_back
+from torch_bridge.tuning.block_calls import Piece, split_held_back
 from torch_bridge.tuning.block_tuning import BlockRun
 from torch_bridge.tuning.find_blocks import find_blocks
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
@@ -446,7 +446,7 @@ def piece(size: int, rows: bool = True) -> Piece:
     ],
 )
 def test_one_sample_in_eight_is_held_back(sizes, rows, judged) -> None:
-    learn, judge = held_back([piece(n, rows) for n in sizes], torch.Generator().manual_seed(0))
+    learn, judge = split_held_back([piece(n, rows) for n in sizes], torch.Generator().manual_seed(0))
     assert sum(p.size for p in judge) == judged
     assert sum(p.size for p in learn) == sum(sizes) - judged
     if rows and len(sizes) == 1:
@@ -454,7 +454,7 @@ def test_one_sample_in_eight_is_held_back(sizes, rows, judged) -> None:
 
 
 def test_a_single_sample_judges_itself() -> None:
-    learn, judge = held_back([piece(1)], torch.Generator().manual_seed(0))
+    learn, judge = split_held_back([piece(1)], torch.Generator().manual_seed(0))
     assert learn is judge
 
 

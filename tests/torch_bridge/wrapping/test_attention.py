@@ -20,7 +20,7 @@ from qsdk.core.errors import ModelError
 from qsdk.verbs.quantize import calibrate, check_parity, export
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.sites.attention import multi_head_attention_forward, scaled_dot_product_attention, stand_in
+from torch_bridge.sites.attention import decomposition_of, multi_head_attention_forward, scaled_dot_product_attention
 from torch_bridge.stored_values import stored_values
 
 
@@ -310,5 +310,5 @@ def test_what_cannot_be_quantized_is_refused_by_name():
     with pytest.raises(ModelError, match="attn_mask and is_causal; put the causal part in the mask"):
         scaled_dot_product_attention(x, x, x, torch.ones(2, 2), is_causal=True)
     with pytest.raises(ModelError, match=r"_native_multi_head_attention, a fused kernel.*call nn.MultiheadAttention"):
-        stand_in(torch._native_multi_head_attention, read, whole)
-    assert stand_in(torch.matmul, read, whole) is None
+        decomposition_of(torch._native_multi_head_attention, read, whole)
+    assert decomposition_of(torch.matmul, read, whole) is None

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from qsdk.core.errors import DataError
 from qsdk.verbs.quantize import calibrate
-from torch_bridge.torch_values.pytree import by_flat_name, leaves_of, mapped, tensors_of
+from torch_bridge.torch_values.pytree import leaves_of, map_leaves, name_leaves, tensors_of
 
 
 class Pair(NamedTuple):
@@ -178,9 +178,9 @@ def test_structures_keep_their_classes_and_say_where_their_leaves_are():
         *(("a", "left", "0"), ("a", "right"), ("b", "logits"), ("b", "hidden"), ("b", "parts", "0", "0")),
         *(("b", "parts", "0", "1"), ("3", "c", "0")),
     ]
-    made = mapped(value, lambda _, leaf: "tensor" if leaf is x else leaf)
+    made = map_leaves(value, lambda _, leaf: "tensor" if leaf is x else leaf)
     assert made == {"a": Pair(["tensor"], None), "b": Out("tensor", parts=(deque([1, "tensor"]),)), 3: {"c": (2,)}}
     assert [type(made["b"]), type(made["b"].parts[0]), type(made[3])] == [Out, deque, UserDict]
     assert value["a"].left[0] is x
     assert len(tensors_of(value)) == 3
-    assert list(by_flat_name([(("x", "0"), 1), (("x_0",), 2)], {"x_0_1"})) == ["x_0", "x_0_2"]
+    assert list(name_leaves([(("x", "0"), 1), (("x_0",), 2)], {"x_0_1"})) == ["x_0", "x_0_2"]

@@ -185,7 +185,7 @@ def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, 
     assert sim.coverage().summary["not_exercised"] > 0
     calibrate(sim, [(X, SOME), (X, ONES)], progress=False)
     made: dict[str, Tensor] = {}
-    with sim.runtime.telling(made.__setitem__):
+    with sim.runtime.observing_sites(made.__setitem__):
         sim(X, ONES)
     assert [site for site in made if site.startswith("add")] == [f"add.{2 * n + 1}:output" for n in range(calls)]
     export(sim, tmp_path / "model.onnx")
@@ -193,10 +193,10 @@ def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, 
 
 
 def test_a_call_at_an_unknown_place_takes_the_number_of_no_other(monkeypatch: pytest.MonkeyPatch):
-    numbers = numbering.Numbers({"add": ["one", "other", "one"]})
+    numbers = numbering.NumbersByLine({"add": ["one", "other", "one"]})
     frame, made = Frame("", "", leaf=False), []
     for where in ("other", "one", "unknown", "one", "one", "unknown"):
-        monkeypatch.setattr(numbering, "place", lambda where=where: where)
+        monkeypatch.setattr(numbering, "source_line", lambda where=where: where)
         made.append(numbers.name("add.0", frame, op=True))
     assert made[:4] == ["add.1", "add.0", "add.3", "add.2"]
     assert not {"add.0", "add.1", "add.2"} & set(made[4:])

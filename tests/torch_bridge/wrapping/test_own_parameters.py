@@ -150,7 +150,7 @@ class Positions(nn.Module):
         return x[None] + self.table[:, : x.shape[0]]
 
 
-class Grid(nn.Module):
+class FakeQuantGrid(nn.Module):
     """Keeps the places of its last input's size as a plain attribute, as detectors do."""
 
     size: int | None = None
@@ -162,7 +162,7 @@ class Grid(nn.Module):
         return x - self.places.unsqueeze(0)
 
 
-@pytest.mark.parametrize("own", [Positions(), Grid()], ids=["slice", "grid"])
+@pytest.mark.parametrize("own", [Positions(), FakeQuantGrid()], ids=["slice", "grid"])
 def test_what_a_module_reads_of_its_own_in_part_or_keeps_beside_its_parameters(own: nn.Module, tmp_path: Path):
     sim = calibrated(nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).eval(), X)
     summary = exported(sim, tmp_path)

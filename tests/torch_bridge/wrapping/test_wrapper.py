@@ -30,7 +30,7 @@ from qsdk.core.config.config import w8a8, w8a16
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, ModelError
 from qsdk.verbs.quantize import calibrate, quantize
 from torch_bridge.sim import QuantSim
-from torch_bridge.wrapping.wrapper import is_wrapped
+from torch_bridge.wrapping.wrapped_state import is_wrapped
 
 X = seeded(2, 3, 6, 6)
 
