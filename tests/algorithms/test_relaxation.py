@@ -24,7 +24,7 @@ def encoding_of(weight: torch.Tensor, spec: Spec) -> Encoding:
     return encoding_from_range(range_of(weight.numpy(), spec), spec)
 
 
-def test_behaviour_58_beta_falls_along_a_cosine_after_the_warm_start() -> None:
+def test_beta_falls_along_a_cosine_after_the_warm_start() -> None:
     assert beta_at(8000, 10000, (20, 2), 0.2) == pytest.approx(4.636038969321072, rel=1e-12)
     assert beta_at(2000, 10000) == 20
     assert beta_at(6000, 10000) == pytest.approx(11)
@@ -39,7 +39,7 @@ def penalty(soft: torch.Tensor, step: int, steps: int, options: Options) -> torc
     return options.regularization * (1 - (2 * soft - 1).abs().pow(beta)).sum()
 
 
-def test_behaviour_59_the_rounding_loss_acts_after_the_warm_start_on_what_is_undecided() -> None:
+def test_the_rounding_loss_acts_after_the_warm_start_on_undecided_weights() -> None:
     undecided, options = soft_rounding(torch.zeros(4)), Options(regularization=0.01)
     assert undecided.tolist() == [0.5] * 4
     assert float(penalty(undecided, 1999, 10000, options)) == 0
@@ -59,7 +59,7 @@ def test_behaviour_59_the_rounding_loss_acts_after_the_warm_start_on_what_is_und
     assert float((seen[-1] - seen[-1].round()).abs().max()) < float((weight - weight.round()).abs().max()) / 4
 
 
-def test_behaviour_60_the_reconstruction_loss_sums_outputs_and_averages_positions() -> None:
+def test_the_reconstruction_loss_sums_outputs_and_averages_positions() -> None:
     """Two rows of five outputs, each off by one: 5, in what the solver minimises on moments and on samples."""
     x, layout = torch.eye(2)[None], WeightLayout("linear", (5, 2))
     weight, spec = torch.ones(1, 5, 2), Spec(int4, PerChannel(0))
@@ -127,7 +127,7 @@ def test_second_moments_cannot_look_behind_the_activation() -> None:
 
 
 @pytest.mark.parametrize("method", ["fast", "relaxed"])
-def test_behaviour_61_every_weight_ends_on_floor_or_ceil(method: adaround.Method) -> None:
+def test_every_weight_ends_on_floor_or_ceil(method: adaround.Method) -> None:
     problem = problem_of(WeightLayout("linear", (16, 48)), Spec(int4, PerChannel(0)))
     found = adaround.solve(problem, method=method, iterations=20).weight
     grid = Grid.of(problem, problem.encoding).around(problem.weight.mT)
@@ -138,7 +138,7 @@ def test_behaviour_61_every_weight_ends_on_floor_or_ceil(method: adaround.Method
 
 @pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock(1, 4)], ids=str)
 @pytest.mark.parametrize(("method", "share"), [("fast", 0.7), ("relaxed", 0.7)])
-def test_behaviour_62_convolutions_beat_nearest_on_held_out_data(
+def test_learned_rounding_of_convolutions_beats_nearest_on_held_out_data(
     method: adaround.Method, share: float, granularity: PerChannel | PerBlock
 ) -> None:
     layout = WeightLayout("conv", (8, 8, 3, 3))

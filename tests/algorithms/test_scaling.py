@@ -30,7 +30,7 @@ def channels(weight, axis):
 
 
 @both
-def test_behaviour_56_equalize_keeps_the_float_output_and_makes_ranges_equal(door):
+def test_equalize_keeps_the_float_output_and_makes_ranges_equal(door):
     model = uneven(Chain())
     model.middle.weight.data.fill_(1.0)  # so that first and last alone are uneven
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_behaviour_56_equalize_keeps_the_float_output_and_makes_ranges_equal(doo
     assert rows(report)["x:input"]["reason"] == "it is an input of the model"
 
 
-def test_behaviour_56_two_layers_take_the_root_of_both_ranges():
+def test_equalized_ranges_of_two_layers_are_the_root_of_their_product():
     model = uneven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3)))
     sim = qsdk.quantize(model, torch.ones(1, 3, 8, 8), PER_TENSOR)
     qsdk.equalize(sim, progress=False)

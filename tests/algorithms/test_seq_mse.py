@@ -83,7 +83,7 @@ def test_no_common_share_of_the_range_is_better(
         assert found.error_after <= best * (1 + 1e-5)
 
 
-def test_behaviour_63_the_candidates_are_shares_of_the_range_and_none_is_worse_than_min_max() -> None:
+def test_candidates_are_shares_of_the_range_and_none_is_worse_than_min_max() -> None:
     problem = problem_of(LINEAR, Spec(int4, PerChannel(0)))
     full = candidate(problem, 1)
     problem = replace(problem, encoding=full)
@@ -101,7 +101,7 @@ def per_output(problem: LayerProblem, encoding: Encoding) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_behaviour_64_a_scale_per_tensor_is_the_exhaustive_joint_optimum(seed: int) -> None:
+def test_a_scale_per_tensor_is_the_exhaustive_joint_optimum(seed: int) -> None:
     problem = problem_of(LINEAR, Spec(int4, PerTensor()), seed)
     errors = [error_with(problem, candidate(problem, i / 20)) for i in range(1, 21)]
     found = seq_mse.solve(problem, refine=False)
@@ -124,7 +124,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("layout", "geometry", "shape"), KINDS)
 @pytest.mark.parametrize("dtype", [int4, int8])
-def test_behaviour_65_ragged_batches_eight_bits_any_convolution_and_padding(
+def test_ragged_batches_eight_bits_any_convolution_and_padding(
     layout: WeightLayout, geometry: PatchGeometry | None, shape: tuple[int, ...], dtype: DType
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -115,7 +115,7 @@ def test_numpy_and_torch_agree_bit_for_bit(case: Case):
 
 @given(cases())
 @lawful
-def test_behaviour_17_quantize_then_dequantize_is_fake_quantize(case: Case):
+def test_quantize_then_dequantize_is_fake_quantize(case: Case):
     encoding = case.encoding
     y = encoding.dequantize(encoding.quantize(case.x))
     assert same_bits(encoding.fake_quantize(case.x), y)
@@ -160,7 +160,7 @@ def test_inside_the_range_the_error_is_at_most_half_a_step(case: Case):
     assert (error <= scale / 2 + np.abs(case.x) * 2.0**-22)[inside].all()
 
 
-def test_behaviour_11_zero_is_exact_for_a_thousand_ranges():
+def test_zero_is_exact_for_a_thousand_ranges():
     rng = np.random.default_rng(11)
     dtypes = [*INTEGERS, *MINIFLOATS]
     for _ in range(1000):
@@ -186,7 +186,7 @@ def test_any_finite_range_gives_an_encoding_that_holds_zero(ends, dtype, symmetr
 
 @given(cases((*INTEGERS, *MINIFLOATS), ("channel",)))
 @lawful
-def test_behaviour_19_a_block_over_the_full_axis_is_one_scale_there(case: Case):
+def test_a_block_over_the_full_axis_is_one_scale_for_the_axis(case: Case):
     per_channel = case.encoding
     assume(case.x.ndim > 1)
     # the scales of one channel, spread over the other axes, with one block along the next axis
@@ -202,7 +202,7 @@ def test_behaviour_19_a_block_over_the_full_axis_is_one_scale_there(case: Case):
 
 @given(cases((*INTEGERS, *MINIFLOATS), ("block",)))
 @lawful
-def test_behaviour_19_blocks_of_one_are_scales_per_element(case: Case):
+def test_blocks_of_one_are_scales_per_element(case: Case):
     encoding = case.encoding
     single = Encoding(
         encoding.dtype, case.spread(encoding.scale), case.spread(encoding.zero_point), encoding.axis, block_size=1

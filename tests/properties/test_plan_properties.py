@@ -216,7 +216,7 @@ def chain(rename: Callable[[int], str]) -> Graph:
     return b.graph(y, *made[1:4])
 
 
-def test_behaviour_41_owners_that_are_prefixes_of_others_keep_every_layer_per_channel():
+def test_owners_that_are_prefixes_of_others_keep_every_layer_per_channel():
     names = ["hidden_output", "hidden_output_1", "hidden_output_2", "hidden_output_1_2", "hidden"]
     hostile, plain = (by_tensor(chain(name), w8a8()) for name in (lambda i: names[i], lambda i: f"conv{i}"))
     assert hostile == plain

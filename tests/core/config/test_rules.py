@@ -372,7 +372,7 @@ class Stranger(nn.Module):
         return x * self.slope + self.shift
 
 
-def test_behaviour_42_modules_of_unknown_classes_are_quantized_by_what_their_ops_are():
+def test_modules_of_unknown_classes_are_quantized_by_their_ops():
     model = nn.Sequential(Odd(), Stranger(), Odd(), nn.Conv2d(3, 4, 3))
     sim = sim_of(model, X)
     assert [sim.plan.decisions[f"{n}:gain"].quantized for n in (0, 2)] == [True, True]

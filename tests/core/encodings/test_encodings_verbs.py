@@ -37,7 +37,7 @@ def golden(stem: str):
 
 
 @both
-def test_behaviour_70_encodings_keys_and_values_and_identical_outputs_after_loading(door, tmp_path):
+def test_encodings_have_the_keys_and_values_and_load_to_identical_outputs(door, tmp_path):
     sim, fresh = sim_at(door, "w4a8"), sim_at(door, w4a8(), data=False)
     empty = fresh.snapshot()
     for version in FORMATS:
@@ -50,7 +50,7 @@ def test_behaviour_70_encodings_keys_and_values_and_identical_outputs_after_load
 
 
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
-def test_behaviour_70_the_keys_and_values_are_those_that_aimet_writes(version, tmp_path):
+def test_keys_and_values_of_encodings_are_those_that_aimet_writes(version, tmp_path):
     """Weights and inputs, whose ranges both tools take as they are, agree to the last digit of a float32 or two."""
     sim = quantize(tiny(), None, w8a8().override("mm1", activation="float16"))
     calibrate(sim, [X.reshape(4, 2, 2, 1)], progress=False)

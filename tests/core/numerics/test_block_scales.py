@@ -95,7 +95,7 @@ def test_both_arithmetics_give_the_values_of_ml_dtypes(dtype: DType):
 # two levels
 
 
-def test_behaviour_66_levels_and_channel_scales_of_the_reference():
+def test_levels_and_channel_scales_equal_those_of_the_reference():
     scale = np.float32([[16, 1.6, 0.16], [0.12, 1.111, 0.033]])
     for axis, factors, levels in (
         (0, [[1, 0.1, 0.01]], [[16, 16, 16], [1, 11, 3]]),
@@ -110,7 +110,7 @@ def test_behaviour_66_levels_and_channel_scales_of_the_reference():
         np.testing.assert_allclose(found, np.multiply(factors, levels), rtol=1e-6)
 
 
-def test_behaviour_67_levels_of_8_bit_weights_reach_256():
+def test_levels_of_8_bit_weights_reach_256():
     scale = np.float32([[25.6, 11.111], [256, 25.555]])
     found = restrict_block_scales(scale, Spec(int8, PerBlock(1, 4), scale_dtype=uint8))
     parts = split_block_scales(Encoding(int8, found, 0, 1, 4))

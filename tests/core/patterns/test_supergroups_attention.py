@@ -1,4 +1,4 @@
-"""Parts of attention as supergroups: softmax under a mask (behaviour 53) and rotary position embedding."""
+"""Parts of attention as supergroups: softmax under a mask and rotary position embedding."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def hidden(b, *, fill="ReduceMin", masked_first=False):
 @pytest.mark.parametrize("masked_first", [False, True])
 @pytest.mark.parametrize(("fill", "sign"), [("ReduceMin", 1), ("minus", -1), ("constant", 1)])
 @pytest.mark.parametrize("b", [-20.0, -1e9])
-def test_behaviour_53_masked_softmax_is_one_op_if_what_is_masked_is_far_below(b, fill, sign, masked_first):
+def test_masked_softmax_is_one_op_if_masked_scores_are_far_below(b, fill, sign, masked_first):
     model = hidden(sign * b, fill=fill, masked_first=masked_first)
     assert [group.name for group in groups(model)] == ["MaskedSoftmax"]
     assert quantized_tensors(model) == {"x", "m", "y"}
@@ -55,7 +55,7 @@ def test_behaviour_53_masked_softmax_is_one_op_if_what_is_masked_is_far_below(b,
 
 
 @pytest.mark.parametrize(("fill", "said"), [("ReduceMin", "-19"), ("constant", "-19")])
-def test_behaviour_53_masked_softmax_is_none_if_what_is_masked_is_near(fill, said):
+def test_masked_softmax_is_not_one_op_if_masked_scores_are_near(fill, said):
     model = hidden(-19.0, fill=fill)
     assert groups(model) == []
     assert misses(model) == [f"MaskedSoftmax-like, not fused: {said} stands where a fill of -20 or less was expected"]

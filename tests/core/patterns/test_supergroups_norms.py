@@ -1,4 +1,4 @@
-"""Norms as supergroups: every spelling of behaviours 49 to 52, at every opset, means what its name says."""
+"""Norms as supergroups: every spelling, at every opset, means what its name says."""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ OPSETS = (13, 17, 18, 21, 23)
 @pytest.mark.parametrize(("gamma", "beta"), list(itertools.product(("right", "left"), repeat=2)))
 @pytest.mark.parametrize("divide", DIVISIONS)
 @pytest.mark.parametrize("square", SQUARES)
-def test_behaviour_49_layer_norm_quantizes_x_gamma_and_y_in_each_form(square, divide, gamma, beta, opset):
+def test_layer_norm_quantizes_x_gamma_and_y_in_each_form(square, divide, gamma, beta, opset):
     norm = Norm(square=square, divide=divide, gamma=gamma, beta=beta, opset=opset)
     model = build(norm)
     assert quantized_tensors(model) == ALL
@@ -32,7 +32,7 @@ def test_behaviour_49_layer_norm_quantizes_x_gamma_and_y_in_each_form(square, di
 
 @pytest.mark.parametrize("divide", DIVISIONS)
 @pytest.mark.parametrize("square", SQUARES)
-def test_behaviour_49_a_model_raised_from_opset_13(square, divide):
+def test_layer_norm_of_a_model_converted_from_opset_13_is_quantized_as_one_op(square, divide):
     model = build(Norm(square=square, divide=divide, opset=13))
     raised = at_opset(model, 21)
     assert opset_of(raised) == 21
@@ -67,7 +67,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_behaviour_50_each_variant_of_a_layer_norm_is_matched(name, opset):
+def test_each_variant_of_a_layer_norm_is_matched(name, opset):
     norm, expected = SPELLINGS[name]
     model = build(at(norm, opset))
     assert quantized_tensors(model) == expected
@@ -88,7 +88,7 @@ def test_axes_named_from_either_end_are_the_same():
 @pytest.mark.parametrize("gamma", ["right", "left", None])
 @pytest.mark.parametrize("divide", DIVISIONS)
 @pytest.mark.parametrize("square", SQUARES)
-def test_behaviour_51_rms_norm_quantizes_x_gamma_and_y(square, divide, gamma, opset):
+def test_rms_norm_quantizes_x_gamma_and_y(square, divide, gamma, opset):
     norm = Norm("rms", square, divide, gamma, None, opset=opset)
     model = build(norm)
     assert quantized_tensors(model) == ({"x", "gamma", "y"} if gamma else {"x", "y"})
@@ -98,7 +98,7 @@ def test_behaviour_51_rms_norm_quantizes_x_gamma_and_y(square, divide, gamma, op
 
 @pytest.mark.parametrize("casts", ["in between", "in out", ""])
 @pytest.mark.parametrize("beta", ["right", None])
-def test_behaviour_51_rms_norm_with_casts_and_beta(casts, beta):
+def test_rms_norm_with_casts_and_beta_is_matched(casts, beta):
     norm = Norm("rms", divide="Reciprocal", beta=beta, casts=casts)
     assert_whole(build(norm), "RMSNorm")
     assert error_of(build(norm), norm) < 1e-5
@@ -127,7 +127,7 @@ LOOKALIKES = {
 
 @pytest.mark.parametrize("opset", [13, 18, 21])
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_behaviour_52_a_lookalike_is_not_matched_and_says_the_first_difference(name, opset):
+def test_a_lookalike_of_a_norm_is_not_matched_and_the_first_difference_is_named(name, opset):
     norm, reason = LOOKALIKES[name]
     model = build(at(norm, opset))
     assert [str(miss) for miss in found(model).near_misses] == [reason]

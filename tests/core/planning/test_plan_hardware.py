@@ -42,7 +42,7 @@ def dtypes(plan: Plan, *names: str) -> list[str]:
     return [str(spec_of(plan, f"{name}:output").dtype) for name in names]
 
 
-def test_behaviour_44_on_v73_a_16_bit_second_operand_is_symmetric_beside_a_16_bit_first_one():
+def test_on_v73_a_16_bit_second_operand_is_symmetric_beside_a_16_bit_first_one():
     plan = make_plan(product(), wide("right", "reshape"))
     assert dtypes(plan, "left", "right", "reshape", "product") == ["uint16", "uint16", "uint16", "uint8"]
     assert spec_of(plan, "right:output").symmetric
@@ -52,7 +52,7 @@ def test_behaviour_44_on_v73_a_16_bit_second_operand_is_symmetric_beside_a_16_bi
     assert not spec_of(plan, "product:output").symmetric
 
 
-def test_behaviour_44_a_tensor_times_itself_moved_has_one_symmetric_encoding():
+def test_a_tensor_times_itself_moved_has_one_symmetric_encoding():
     """Both operands share it, so what the first one has is what the second one asks for."""
     b = GraphBuilder()
     x = b.conv(b.input(), "made")
@@ -63,7 +63,7 @@ def test_behaviour_44_a_tensor_times_itself_moved_has_one_symmetric_encoding():
     assert spec_of(plan, "moved:output") == spec_of(plan, "made:output")
 
 
-def test_behaviour_44_on_v73_an_8_bit_second_operand_asks_for_nothing():
+def test_on_v73_an_8_bit_second_operand_needs_nothing():
     for names in ((), ("left",)):
         plan = make_plan(product(), wide(*names))
         assert plan == make_plan(product(), replace(wide(*names), hardware="aimet"))
@@ -71,7 +71,7 @@ def test_behaviour_44_on_v73_an_8_bit_second_operand_asks_for_nothing():
 
 @pytest.mark.parametrize("hardware", ["v66", "v68", "v69"])
 @pytest.mark.parametrize("base", [w8a8(), w8a16()])
-def test_behaviour_44_before_v73_the_second_operand_is_symmetric_with_8_bits(hardware: str, base: QuantConfig):
+def test_before_v73_the_second_operand_is_symmetric_with_8_bits(hardware: str, base: QuantConfig):
     plan = make_plan(product(), load_config(f"htp_{hardware}", base=base))
     assert spec_of(plan, "right:output") == spec_of(plan, "reshape:output")
     assert (spec_of(plan, "right:output").dtype, spec_of(plan, "right:output").symmetric) == (uint8, True)
@@ -79,7 +79,7 @@ def test_behaviour_44_before_v73_the_second_operand_is_symmetric_with_8_bits(har
     assert not spec_of(plan, "left:output").symmetric
 
 
-def test_behaviour_44_holds_for_that_hardware_only():
+def test_symmetric_second_operands_are_for_that_hardware_only():
     config = w8a8().override("right", activation="uint16").override("reshape", activation="uint16")
     for hardware in (None, "aimet"):
         plan = make_plan(product(), replace(config, hardware=hardware))
@@ -138,7 +138,7 @@ AS_OUTPUT = ["GroupNormalization", "InstanceNormalization", "RMSNormalization"]
 
 
 @pytest.mark.parametrize("type", AS_OUTPUT)
-def test_behaviour_45_the_weight_of_a_group_norm_has_the_bits_of_its_output(type: str):
+def test_the_weight_of_a_group_norm_has_the_bits_of_its_output(type: str):
     for base, dtype in ((w8a8(), int8), (w8a16(), int16), (w4a8(), int8)):
         spec = spec_of(make_plan(norm(type), load_config("default", base=base)), "norm:weight")
         assert (spec.dtype, spec.symmetric) == (dtype, False)
@@ -148,7 +148,7 @@ def test_behaviour_45_the_weight_of_a_group_norm_has_the_bits_of_its_output(type
 
 
 @pytest.mark.parametrize("weight", ["int8", "int16", "int4"])
-def test_behaviour_45_the_weight_of_a_layer_norm_is_symmetric_iff_it_has_16_bits(weight: str):
+def test_the_weight_of_a_layer_norm_is_symmetric_iff_it_has_16_bits(weight: str):
     config = load_config("default").override("norm", weight=weight)
     spec = spec_of(make_plan(norm("LayerNormalization"), config), "norm:weight")
     assert (spec.dtype, spec.symmetric) == ((int16, True) if weight == "int16" else (int8, False))
@@ -166,7 +166,7 @@ def test_without_hardware_the_weight_of_a_norm_is_symmetric_with_8_bits_or_more(
     assert (spec.dtype, spec.symmetric) == (int16, True)
 
 
-def test_behaviour_45_a_layer_norm_in_pieces():
+def test_the_weight_of_a_decomposed_layer_norm_is_symmetric_iff_it_has_16_bits():
     b = GraphBuilder()
     x = b.input(shape=(1, 4, 8))
     mean = b.op("ReduceMean", [x], None, (1, 4, 1), axes=[-1], keepdims=1)
@@ -199,7 +199,7 @@ class Bounded(nn.Module):
         return x.softmax(-1), torch.sigmoid(x), torch.tanh(x), torch.sin(x), torch.cos(x)
 
 
-def test_behaviour_43_a_fixed_range_is_not_touched_by_calibration():
+def test_calibration_leaves_a_fixed_range():
     x = torch.randn(2, 8)
     sim = sim_of(Bounded(), x)
     first = None

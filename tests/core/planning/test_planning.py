@@ -14,10 +14,10 @@ from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision
 
-# what the reference does (behaviours 33 to 43)
+# what the reference does
 
 
-def test_behaviour_33_conv_relu_conv_flatten_linear():
+def test_each_tensor_of_a_small_network_has_the_expected_spec():
     plan = make_plan(small_network(), w8a8())
     states = {name: d.state for name, d in plan.decisions.items() if d.kind in ("input", "activation", "output")}
     assert states == {
@@ -42,7 +42,7 @@ def test_behaviour_33_conv_relu_conv_flatten_linear():
     assert plan.calibrated_sites() == ["x:input", "relu:output", "conv2:output", "flatten:output", "fc:output"]
 
 
-def test_behaviour_36_concat_of_three_branches_shares_one_encoding():
+def test_concat_of_three_branches_shares_one_encoding():
     b = GraphBuilder()
     x = b.input()
     branches = [b.conv(x, f"branch{i}") for i in range(3)]
@@ -57,14 +57,14 @@ def test_behaviour_36_concat_of_three_branches_shares_one_encoding():
 
 
 @pytest.mark.parametrize("type", ["MaxPool", "Reshape", "Transpose"])
-def test_behaviour_37_ops_that_move_values_share_their_inputs_encoding(type: str):
+def test_ops_that_move_values_share_their_inputs_encoding(type: str):
     b = GraphBuilder()
     plan = make_plan(b.graph(b.op(type, [b.conv(b.input(), "conv")], "move:output")), w8a8())
     assert site(plan, "move:output").tied_to == "conv:output"
     assert site(plan, "move:output").passes_through
 
 
-def test_behaviour_38_a_class_reaches_through_reshape_and_concat():
+def test_a_tie_reaches_through_reshape_and_concat():
     b = GraphBuilder()
     x = b.input()
     reshaped = b.op("Reshape", [b.conv(x, "conv1")], "reshape:output")
@@ -74,14 +74,14 @@ def test_behaviour_38_a_class_reaches_through_reshape_and_concat():
 
 
 @pytest.mark.parametrize(("value", "state"), [(9.0, "quantized"), (0.0, "tied")])
-def test_behaviour_39_pad_with_a_constant_outside_the_range_has_its_own(value: float, state: str):
+def test_pad_with_a_constant_outside_the_range_has_its_own_encoding(value: float, state: str):
     b = GraphBuilder()
     pads, constant = b.stored(None, (8,), value=[1] * 8, dtype="int64"), b.stored(None, (), value=value)
     y = b.op("Pad", [b.conv(b.input(), "conv"), pads, constant], "pad:output")
     assert site(make_plan(b.graph(y), w8a8()), "pad:output").state == state
 
 
-def test_behaviour_40_an_output_before_relu_keeps_its_own_decision():
+def test_an_output_before_relu_keeps_its_own_decision():
     b = GraphBuilder()
     middle = b.conv(b.input(), "conv")
     y = b.relu(middle, "relu")
@@ -109,7 +109,7 @@ def chain(names: list[str]) -> tuple[Graph, list[str]]:
     return b.graph(*made[1:4]), [f"conv{i}:weight" for i in range(5)]
 
 
-def test_behaviour_41_outputs_named_hidden_output_change_nothing():
+def test_outputs_named_hidden_output_change_nothing_in_the_plan():
     hidden = ["hidden_output_3", "hidden_output", "hidden_output_1", "hidden_output_2", "hidden_output"]
     graph, weights = chain(hidden)
     plan = make_plan(graph, w8a8())
@@ -126,7 +126,7 @@ def test_behaviour_41_outputs_named_hidden_output_change_nothing():
         ("Relu", None),
     ],
 )
-def test_behaviour_43_bounded_functions_have_a_fixed_range(type: str, expected):
+def test_bounded_functions_have_a_fixed_range(type: str, expected):
     b = GraphBuilder()
     plan = make_plan(b.graph(b.op(type, [b.input()], "f:output")), w8a8())
     assert spec_of(plan, "f:output").fixed_range == expected

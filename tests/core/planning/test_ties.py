@@ -78,7 +78,7 @@ def test_an_op_without_inputs_ties_nothing():
         (5.0, b"edge", True),
     ],
 )
-def test_behaviour_39_pad_is_tied_only_where_it_adds_what_the_range_holds(value, mode, expected: bool):
+def test_pad_is_tied_only_where_the_range_contains_its_constant(value, mode, expected: bool):
     b = GraphBuilder()
     x, pads = b.input(), b.stored(None, (8,), value=[0] * 8, dtype="int64")
     constant = None if value is None else b.stored(None, (), value=value)

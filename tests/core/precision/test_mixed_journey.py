@@ -23,7 +23,7 @@ def _mixed(door):
 
 
 @both
-def test_behaviour_75_float16_layers_are_cast_islands_and_an_import_restores_them(door, tmp_path):
+def test_float16_layers_are_cast_islands_and_an_import_restores_them(door, tmp_path):
     sim = _mixed(door)
     path, again = tmp_path / "m.onnx", tmp_path / "again.onnx"
     export(sim, path)

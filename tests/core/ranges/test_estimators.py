@@ -44,7 +44,7 @@ def samples(seed: int, size: int = 4000):
 # --- behaviours of the reference -------------------------------------------------------------------------------------
 
 
-def test_behaviour_26_percentile_of_a_thousand_values():
+def test_percentile_of_a_thousand_values():
     values = np.arange(1001)
     assert from_histogram(values, ACTIVATION, "percentile", percentile=100).high.tolist() == [1000]
     for found in (encoding(values, ACTIVATION, "percentile", percentile=99),):
@@ -54,7 +54,7 @@ def test_behaviour_26_percentile_of_a_thousand_values():
     assert (stored.low.tolist(), stored.high.tolist()) == ([10], [990])
 
 
-def test_behaviour_27_percentiles_are_interpolated():
+def test_percentiles_are_interpolated():
     assert from_histogram(np.arange(1001), ACTIVATION, "percentile", percentile=99.9).high == pytest.approx(
         [999], abs=1
     )
@@ -63,7 +63,7 @@ def test_behaviour_27_percentiles_are_interpolated():
     assert stored.low == pytest.approx([0.5])
 
 
-def test_behaviour_28_uniform_values_keep_their_range():
+def test_uniform_values_keep_their_range():
     values = np.arange(-127, 129)
     found = encoding(values, ACTIVATION, "sqnr")
     assert (found.low.tolist(), found.high.tolist()) == ([-127], [128])
@@ -73,7 +73,7 @@ def test_behaviour_28_uniform_values_keep_their_range():
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("method", ["tf_enhanced", "mse"])
 @pytest.mark.parametrize("spec", [Spec(int4), Spec(DTYPES["uint4"], symmetric=False)], ids=["symmetric", "asymmetric"])
-def test_behaviour_29_no_worse_than_min_max(seed: int, method: str, spec: Spec):
+def test_searched_ranges_are_no_worse_than_min_max(seed: int, method: str, spec: Spec):
     values = samples(seed)
     least = squared_error(values, encoding(values, spec, "min_max"))
     assert squared_error(values, encoding(values, spec, method)) <= 1.01 * least
@@ -84,7 +84,7 @@ def test_behaviour_29_no_worse_than_min_max(seed: int, method: str, spec: Spec):
 
 @pytest.mark.parametrize("method", [*SEARCHES, "percentile"])
 @pytest.mark.parametrize("spec", [Spec(int4, PerChannel(1)), Spec(uint8, PerChannel(1), symmetric=False)], ids=str)
-def test_behaviour_30_channels_are_estimated_apart(method: str, spec: Spec):
+def test_channels_are_estimated_separately(method: str, spec: Spec):
     """Also across the edge between few values, taken as they are, and many, which are counted in bins."""
     rng = np.random.default_rng(1)
     for count in (40, 900):
@@ -102,21 +102,21 @@ def test_behaviour_30_channels_are_estimated_apart(method: str, spec: Spec):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("spec", [Spec(int4), Spec(uint8, symmetric=False)], ids=["symmetric", "asymmetric"])
-def test_behaviour_31_a_larger_gamma_gives_no_narrower_range(seed: int, spec: Spec):
+def test_a_larger_gamma_gives_no_narrower_range(seed: int, spec: Spec):
     """`mse` has gamma 1, `tf_enhanced` 3."""
     values = samples(seed)
     narrow, wide = (encoding(values, spec, method) for method in ("mse", "tf_enhanced"))
     assert wide.high[0] - wide.low[0] >= narrow.high[0] - narrow.low[0]
 
 
-def test_behaviour_31_and_on_heavy_tails_a_wider_one():
+def test_on_heavy_tails_a_larger_gamma_gives_a_wider_range():
     values = np.random.default_rng(0).standard_t(2, size=4000)
     assert encoding(values, Spec(int4), "tf_enhanced").scale > encoding(values, Spec(int4), "mse").scale
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 @pytest.mark.parametrize("method", sorted(set(METHODS.values()) - {"moving_average"}))
-def test_behaviour_32_batches_do_not_matter(pieces: int, method: str):
+def test_the_split_into_batches_does_not_change_a_range(pieces: int, method: str):
     values = samples(1, 5000)
     whole = histogram_of(values[None])
     parts = [histogram_of(part[None]) for part in np.split(values, pieces)]

@@ -25,13 +25,13 @@ def same(left, right):
     )
 
 
-def test_behaviour_24_merging_doubles_the_bins():
+def test_merging_histograms_doubles_the_width_of_bins():
     first = hist([2, 3.5, 4.2, 5], bins=3)
     assert trimmed(first) == ([2, 3, 4, 5], [1, 1, 2])
     assert trimmed(first.merge(hist([5.3, 6.4, 7, 8], bins=3))) == ([2, 4, 6, 8], [2, 3, 3])
 
 
-def test_behaviour_25_merging_counts_what_one_pass_would_count():
+def test_merged_histograms_count_what_one_pass_would_count():
     """AIMET's example, whose bins of 15 put one of the 202 values into a neighbour; aligned bins move none."""
     small = np.arange(-50, 51)
     merged, together = hist(small, bins=10).merge(hist(1.5 * small, bins=10)), hist([*small, *(1.5 * small)], bins=10)
@@ -89,7 +89,7 @@ def test_every_value_lies_in_its_bin(seed: int, bins: int):
     assert last + 1 >= bins / 2 - 1 or found.width[0] <= np.abs(values).max() * 2.0**-22 or constant
 
 
-def test_behaviour_30_channels_do_not_mix():
+def test_histograms_of_channels_do_not_mix():
     rng = np.random.default_rng(1)
     batches = [rng.normal(size=(6, 3, 5)).astype(np.float32) * [[[1], [2], [30]]] for _ in range(2)]
     rows = [np.moveaxis(batch, 1, 0).reshape(3, -1) for batch in batches]
@@ -100,7 +100,7 @@ def test_behaviour_30_channels_do_not_mix():
         assert np.array_equal(together.edges[channel], alone.edges[0])
 
 
-def test_behaviour_32_batches_move_nothing_by_more_than_a_bin():
+def test_the_split_into_batches_moves_a_range_by_at_most_a_bin():
     values = np.random.default_rng(2).normal(size=1000).astype(np.float32)
     whole = hist(values)
     for pieces in (2, 5):
@@ -130,7 +130,7 @@ def test_zeros_that_come_first_do_not_cost_resolution():
 
 
 @pytest.mark.parametrize("bins", [10, 500, 2048])
-def test_behaviour_26_percentiles_of_a_thousand_values(bins: int):
+def test_percentiles_of_a_thousand_values(bins: int):
     found = hist(np.arange(1001), bins)
     assert percentiles(found, 100).tolist() == [1000]
     assert percentiles(found, 0).tolist() == [0]
@@ -140,7 +140,7 @@ def test_behaviour_26_percentiles_of_a_thousand_values(bins: int):
 
 
 @pytest.mark.parametrize("bins", [10, 11, 50, 100, 300, 999, 1001, 2048])
-def test_behaviour_27_percentiles_are_within_one_value(bins: int):
+def test_percentiles_are_within_one_value(bins: int):
     """AIMET gives the left edge of the bin: 900 with ten bins."""
     assert percentiles(hist(np.arange(1001), bins), 99.9) == pytest.approx([999], abs=1)
 

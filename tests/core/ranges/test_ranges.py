@@ -33,36 +33,36 @@ def between(low: float, high: float, spec: Spec) -> Encoding:
 # scale and range
 
 
-def test_behaviour_01_min_max_asymmetric():
+def test_an_asymmetric_range_gives_scale_and_zero_point():
     encoding = calibrated(np.arange(0, 26, 0.5), ASYMMETRIC)
     assert ends(encoding) == pytest.approx([0.0, 25.5], rel=1e-7)
     assert encoding.scale.tolist() == pytest.approx([0.1], rel=1e-7)
 
 
-def test_behaviour_02_min_max_symmetric_on_254_and_255_steps():
+def test_a_symmetric_range_has_254_or_255_steps():
     x = np.arange(0, 26, 0.5)
     assert ends(calibrated(x, Spec(int8.strict))) == pytest.approx([-25.5, 25.5], rel=1e-7)
     assert ends(calibrated(x, SYMMETRIC)) == pytest.approx([-25.7007866, 25.5], rel=1e-7)
 
 
-def test_behaviour_03_three_bits():
+def test_three_bits_have_eight_levels():
     assert ends(calibrated(np.arange(-2, 10), Spec(DTYPES["int3"]))) == [-12.0, 9.0]
 
 
 @pytest.mark.parametrize(("constant", "expected"), [(3.0, [0.0, 3.0]), (-3.0, [-3.0, 0.0])])
-def test_behaviour_04_a_constant_reaches_to_zero(constant: float, expected: list[float]):
+def test_the_range_of_a_constant_reaches_to_zero(constant: float, expected: list[float]):
     encoding = calibrated(np.full(7, constant), ASYMMETRIC)
     assert ends(encoding) == pytest.approx(expected, rel=1e-7)
     assert encoding.fake_quantize([constant]).tolist() == pytest.approx([constant], rel=1e-7)
 
 
-def test_behaviour_05_zeros_have_an_encoding():
+def test_a_tensor_of_zeros_has_an_encoding():
     assert ends(calibrated(np.zeros(5), ASYMMETRIC)) == [0.0, 255 * EPS]
     assert ends(calibrated(np.zeros(5), SYMMETRIC)) == [-128 * EPS, 127 * EPS]
     assert pytest.approx(3.0398e-5, rel=1e-4) == 255 * EPS
 
 
-def test_behaviour_06_a_range_around_zero():
+def test_a_range_around_zero_keeps_zero_exact():
     x = np.array([-1.0, 0.5])
     asymmetric = calibrated(x, ASYMMETRIC)
     assert asymmetric.scale.tolist() == pytest.approx([0.0058823530], rel=2e-7)
@@ -72,13 +72,13 @@ def test_behaviour_06_a_range_around_zero():
     assert calibrated(x, Spec(int4)).scale.tolist() == [0.125]
 
 
-def test_behaviour_07_per_channel_symmetric():
+def test_symmetric_channels_have_their_own_scales():
     encoding = calibrated([[-1, 2], [0.5, 4]], Spec(int8, PerChannel(0)))
     assert encoding.low.tolist() == pytest.approx([-2.0157480, -4.0314960], rel=1e-7)
     assert encoding.high.tolist() == pytest.approx([2.0, 4.0], rel=1e-7)
 
 
-def test_behaviour_08_a_range_above_zero_is_extended_to_it():
+def test_a_range_above_zero_is_extended_to_zero():
     for encoding in (calibrated([0.2, 1.0], ASYMMETRIC), between(0.2, 1.0, ASYMMETRIC)):
         assert ends(encoding) == pytest.approx([0.0, 1.0], rel=1e-6)
         assert encoding.scale.tolist() == pytest.approx([0.0039216], rel=1e-5)
@@ -87,7 +87,7 @@ def test_behaviour_08_a_range_above_zero_is_extended_to_it():
     assert (ends(below)[1], below.zero_point.tolist()) == (0.0, [255])
 
 
-def test_behaviour_09_strict_symmetric_never_uses_the_lowest_integer():
+def test_strict_symmetric_never_uses_the_lowest_integer():
     encoding = calibrated([-1.0, 0.5], Spec(int8.strict))
     assert encoding.scale.tolist() == pytest.approx([1 / 127], rel=1e-7)
     assert encoding.quantize([-1.0, -5.0, 1.0, 5.0]).tolist() == [-127, -127, 127, 127]
@@ -95,12 +95,12 @@ def test_behaviour_09_strict_symmetric_never_uses_the_lowest_integer():
 
 @pytest.mark.parametrize(("largest", "scale"), [(0.9, 2.0**-7), (0.992, 2.0**-7), (0.995, 2.0**-6)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_behaviour_10_power_of_two(largest: float, scale: float, sign: int):
+def test_a_power_of_two_scale_is_rounded_up(largest: float, scale: float, sign: int):
     encoding = calibrated([0.0, sign * largest], Spec(int8.strict, scale_bits=1))
     assert encoding.scale.tolist() == [scale]
 
 
-def test_behaviour_11_zero_is_exact_for_a_thousand_ranges():
+def test_zero_is_exact_for_a_thousand_ranges():
     rng = np.random.default_rng(0)
     for low, high in np.sort(rng.normal(size=(1000, 2)) * 10.0 ** rng.integers(-8, 8, (1000, 1)), 1):
         for spec in (ASYMMETRIC, SYMMETRIC, Spec(uint4, symmetric=False), Spec(uint8), Spec(int16, symmetric=False)):
@@ -110,7 +110,7 @@ def test_behaviour_11_zero_is_exact_for_a_thousand_ranges():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerBlock(1, 2)], ids=str)
-def test_behaviour_12_what_is_not_finite_is_refused(bad: float, granularity):
+def test_a_range_that_is_not_finite_is_refused(bad: float, granularity):
     x = np.ones((2, 3))
     x[1, 2] = bad
     with pytest.raises(CalibrationError, match="the data holds NaN or an infinity"):
@@ -128,29 +128,29 @@ def test_a_float64_beyond_float32_is_refused_too():
 @pytest.mark.parametrize(
     ("scale", "expected"), [(0.03, [-3.84, -3.84, -3, 0, 0.09, 2.49]), (0.05, [-6.4, -5, -3, 0, 0.1, 2.5])]
 )
-def test_behaviour_14_fake_quantize(scale: float, expected: list[float]):
+def test_fake_quantize_gives_the_values_of_the_formula(scale: float, expected: list[float]):
     encoding = Encoding(int8, np.array([scale]), np.array([0]))
     assert encoding.fake_quantize([-7, -5, -3, 0, 0.1, 2.5]).tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_behaviour_15_ties_go_to_the_even_integer():
+def test_ties_go_to_the_even_integer():
     encoding = Encoding(int8, np.array([1.0]), np.array([0]))
     assert encoding.fake_quantize([0.5, 1.5, 2.5, -0.5, -1.5]).tolist() == [0, 2, 2, 0, -2]
 
 
-def test_behaviour_16_saturation():
+def test_values_beyond_the_grid_saturate():
     assert Encoding(int8, np.array([1.0]), np.array([0])).fake_quantize([200, -200]).tolist() == [127, -128]
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(0), PerChannel(1), PerBlock(1, 2)], ids=str)
-def test_behaviour_17_two_steps_are_one(granularity):
+def test_quantize_then_dequantize_is_fake_quantize(granularity):
     x = np.random.default_rng(4).normal(size=(3, 5))
     for spec in (Spec(uint8, granularity, symmetric=False), Spec(int4, granularity)):
         encoding = calibrated(x, spec)
         assert encoding.dequantize(encoding.quantize(x)).tobytes() == encoding.fake_quantize(x).tobytes()
 
 
-def test_behaviour_18_integer_representation():
+def test_integers_are_those_of_the_formula():
     q = Encoding(int8, np.array([1.0]), np.array([0])).quantize([0.5, 1.5, 200, -200])
     assert q.dtype == np.int8
     assert q.tolist() == [0, 2, 127, -128]

@@ -174,7 +174,7 @@ def test_freeze_says_what_of_the_loaded_is_frozen(door, freeze, wanted, tmp_path
 
 
 @both
-def test_behaviour_79_what_is_loaded_frozen_is_not_calibrated_again(door, tmp_path):
+def test_encodings_loaded_as_frozen_are_not_calibrated_again(door, tmp_path):
     sim = sim_at(door)
     path = saved(sim, tmp_path, "json")
     fresh = sim_at(door, data=False)
@@ -186,7 +186,7 @@ def test_behaviour_79_what_is_loaded_frozen_is_not_calibrated_again(door, tmp_pa
 
 
 @both
-def test_behaviour_78_strict_lists_every_name_and_otherwise_every_quantizer_stays(door, tmp_path):
+def test_strict_loading_lists_every_unknown_name_and_otherwise_quantizers_stay(door, tmp_path):
     sim = sim_at(door)
     stored = sim.encodings
     other = Encoding(stored["fc1:weight"].dtype, np.float32([1]), np.int32([0]))

@@ -117,7 +117,7 @@ np.save(out, outputs(sim))
 
 
 @both
-def test_behaviour_80_a_fresh_process_gives_identical_outputs_without_custom_ops(door, tmp_path):
+def test_a_fresh_process_gives_identical_outputs_without_custom_ops(door, tmp_path):
     sim = rich(door)
     save(sim, tmp_path / "sim.qsdk")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "sim.qsdk"), door, str(tmp_path / "out.npy")]

@@ -181,7 +181,7 @@ def test_a_weight_in_a_file_is_changed_in_memory_and_put_back_as_a_reference(tmp
 
 
 @both
-def test_behaviour_68_looking_for_sensitive_sites_leaves_the_sim_bit_for_bit(door):
+def test_looking_for_sensitive_sites_leaves_the_sim_bit_for_bit(door):
     sim = sim_at(door)
     sim.freeze("conv1")
     before, stored, given, random = everything(sim), stored_bytes(sim), outputs(sim), torch.get_rng_state()

@@ -49,7 +49,7 @@ def float_tensors(model):
     return [name for name, kind in kinds.items() if kind not in INTEGERS and name not in edges]
 
 
-def test_behaviour_76_an_integer_only_model_holds_no_float_and_equals_its_reference(tmp_path):
+def test_an_integer_only_model_holds_no_float_and_equals_its_reference(tmp_path):
     model = of_every_op()
     report = qsdk.to_integer(model, tmp_path / "integer.onnx")
     written = onnx.load(tmp_path / "integer.onnx")
@@ -87,7 +87,7 @@ def recipe(zero_point):
 
 
 @pytest.mark.parametrize("zero_point", [0, 128, 255])
-def test_behaviour_77_requantization_of_every_accumulator_is_within_one_step(zero_point):
+def test_requantization_of_every_accumulator_is_within_one_step(zero_point):
     model, row = recipe(zero_point)
     # a multiplier in [1/2, 1) times 2**-7, with 31 bits of mantissa: 31 + 7
     assert row["shifts"] == [38]

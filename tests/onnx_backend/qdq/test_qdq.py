@@ -72,7 +72,7 @@ def test_checked_read_back_and_within_one_lsb_at_every_level(name):
 
 
 @pytest.mark.parametrize("config", [w8a8(), w4a8(), w4a16(block_size=32), w8a16(), CONFIGS["strict"]])
-def test_behaviour_71_round_trip_and_runtime_agree_with_the_formula(config):
+def test_a_round_trip_and_the_runtime_agree_with_the_formula(config):
     marked, graph, plan, encodings = prepared(mlp(), config)
     model, _ = insert(marked, plan, encodings)
     back = read(model)
@@ -93,7 +93,7 @@ def test_behaviour_71_round_trip_and_runtime_agree_with_the_formula(config):
 
 @pytest.mark.parametrize("opset", [21, 23, 25])
 @pytest.mark.parametrize("dialect", ["onnxruntime", "onnx"])
-def test_behaviour_72_output_dtype_form_has_no_zero_point_in_a_symmetric_model(opset, dialect):
+def test_the_output_dtype_form_has_no_zero_point_in_a_symmetric_model(opset, dialect):
     config = w8a8(symmetric_activations=True).override("*", activation="int16")
     marked, _, plan, encodings = prepared(convnet(), config)
     model, rows = insert(marked, plan, encodings, dialect=dialect)
@@ -281,7 +281,7 @@ def test_a_clip_that_means_something_else_narrows_nothing():
     assert found == {"c": Encoding(dtype_named("uint8"), np.float32([0.025]), np.int32([0]))}
 
 
-def test_behaviour_74_two_bit_weights_are_packed():
+def test_two_bit_weights_are_packed():
     for channels, size in ((8, 2), (5, 2)):
         nodes = [mark_node("w:weight", "w", "wq"), node("Add", ["x", "wq"], ["y"])]
         model = make_model(

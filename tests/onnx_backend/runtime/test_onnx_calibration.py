@@ -103,7 +103,7 @@ def sigmoid_model():
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_43_a_fixed_range_survives_calibration(method: str):
+def test_calibration_leaves_a_fixed_range(method: str):
     sim = calibrated(sigmoid_model(), method=method)
     for data in (BATCHES, [batch * 1e-4 for batch in BATCHES]):
         sim.calibrate(data, method=method, progress=False)
@@ -112,7 +112,7 @@ def test_behaviour_43_a_fixed_range_survives_calibration(method: str):
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_79_frozen_encodings_are_left(method: str):
+def test_calibration_leaves_frozen_encodings(method: str):
     sim = calibrated()
     before = sim.encodings
     sim.freeze("mm1")
@@ -125,7 +125,7 @@ def test_behaviour_79_frozen_encodings_are_left(method: str):
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_47_an_error_in_the_middle_changes_nothing(method: str):
+def test_an_error_in_the_middle_of_calibration_changes_nothing(method: str):
     sim = calibrated()
     before = sim.encodings
     spoiled = BATCHES[1].copy()

@@ -95,7 +95,7 @@ def test_each_defect_is_found_at_its_node(name):
         require_valid(model, "some.onnx")
 
 
-def test_behaviour_73_conflict_names_the_node():
+def test_a_conflict_of_output_dtype_and_zero_point_names_the_node():
     model = pair(**CONFLICT)
     onnx.checker.check_model(model)  # the usual check misses it
     with pytest.raises(FileFormatError, match=r"node 'the_q': output_dtype INT8 contradicts the zero point.*UINT8"):
@@ -104,7 +104,7 @@ def test_behaviour_73_conflict_names_the_node():
         require_valid(model, "model.onnx")
 
 
-def test_behaviour_73_also_where_the_zero_point_is_not_stored():
+def test_a_conflict_is_found_also_where_the_zero_point_is_not_stored():
     nodes = [node("QuantizeLinear", ["x", "s", "z"], ["q"], "the_q", output_dtype=TensorProto.INT8)]
     model = make_model(nodes, {"x": [2]}, {"q": [2]}, {"s": np.float32(1)})
     model.graph.input.append(helper.make_tensor_value_info("z", TensorProto.UINT8, []))

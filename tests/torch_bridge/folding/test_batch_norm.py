@@ -49,7 +49,7 @@ def inputs_of_norms(sim, door):
 
 
 @both
-def test_behaviour_57_statistics_are_those_of_all_the_data_and_come_back(door):
+def test_reestimated_statistics_are_those_of_all_the_data_and_can_be_undone(door):
     sim = sim_at(door)
     before, old, given_outputs = everything(sim), statistics(sim), outputs(sim)
     state = sim.snapshot(weights=True)
@@ -218,7 +218,7 @@ class Normed(nn.Module):
         return self.fc(torch.relu(self.bn2(self.conv2(x))).mean((2, 3)))
 
 
-def test_behaviour_55_a_norm_behind_a_trained_quantized_layer_goes_into_its_scale():
+def test_a_norm_behind_a_trained_quantized_layer_is_folded_into_its_scale():
     """What a BatchNorm multiplies with goes into scale and weight, whatever its sign: the codes are the same."""
     torch.manual_seed(4)
     model, x = randomized(Normed()), torch.from_numpy(RAGGED[0])

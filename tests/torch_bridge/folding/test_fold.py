@@ -71,7 +71,7 @@ def difference(sim: QuantSim, model: nn.Module, example: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_behaviour_54_folding_keeps_the_output_and_removes_the_batch_norm(name: str):
+def test_folding_keeps_the_output_and_removes_the_batch_norm(name: str):
     torch.manual_seed(len(name))
     model, example = FOLDED[name]()
     randomized(model)
@@ -86,7 +86,7 @@ def test_behaviour_54_folding_keeps_the_output_and_removes_the_batch_norm(name: 
 
 
 @pytest.mark.parametrize("name", ["conv2d", "functional wiring"])
-def test_behaviour_54_repeated_folding_changes_nothing(name: str):
+def test_repeated_folding_changes_nothing(name: str):
     model, example = FOLDED[name]()
     once = calibrated(randomized(model), example)
     again = calibrated(once.unwrap(), example)
@@ -98,7 +98,7 @@ def test_behaviour_54_repeated_folding_changes_nothing(name: str):
     assert torch.equal(again(example), once(example))
 
 
-def test_behaviour_54_folding_is_left_out_on_request():
+def test_folding_is_left_out_on_request():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     sim = calibrated(model, example, fold_batch_norm=False)
     assert isinstance(sim.model.bn1, nn.BatchNorm2d)
@@ -250,7 +250,7 @@ UNFOLDED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNFOLDED)
-def test_behaviour_54_what_cannot_be_folded_is_named_with_the_reason(name: str):
+def test_a_batch_norm_that_cannot_be_folded_is_named_with_the_reason(name: str):
     torch.manual_seed(1)
     make, example, path, reason = UNFOLDED[name]
     model = randomized(make())
@@ -274,7 +274,7 @@ def test_reading_a_shape_is_not_reading_the_values():
     assert sim.coverage().summary["folded"] == 1
 
 
-def test_behaviour_54_a_rule_that_names_a_batch_norm_keeps_it():
+def test_a_rule_that_names_a_batch_norm_keeps_it():
     model, example = randomized(BatchNormNet()), seeded(2, 2, 6, 6)
     sim = calibrated(model, example, w8a8().skip("bn1", dtype="float16"))
     summary = sim.coverage().summary

@@ -57,7 +57,7 @@ class Gained(nn.Module):
     [(SameConv(3, 5, 3), (2, 3, 6, 6)), (PaddedBySubmodule(3, 5, 3), (2, 3, 6, 6)), (OwnLinear(3, 5), (4, 3))],
     ids=["pads by function", "pads by module, no bias", "linear"],
 )
-def test_behaviour_54_a_layer_that_keeps_to_its_weight_and_bias_takes_the_batch_norm(layer, shape):
+def test_a_batch_norm_is_folded_into_a_layer_that_follows_its_weight_and_bias(layer, shape):
     norm = nn.BatchNorm1d(5) if len(shape) == 2 else nn.BatchNorm2d(5)
     model = randomized(nn.Sequential(layer, norm, nn.ReLU())).eval()
     example = seeded(*shape)
@@ -69,7 +69,7 @@ def test_behaviour_54_a_layer_that_keeps_to_its_weight_and_bias_takes_the_batch_
 
 
 @pytest.mark.parametrize("layer", [ForgetsItsBias(3, 5, 3, bias=False), Activated(3, 5, 3)])
-def test_behaviour_54_a_layer_that_computes_something_else_keeps_its_batch_norm_and_says_so(layer):
+def test_a_batch_norm_after_a_layer_that_computes_something_else_stays_with_a_reason(layer):
     model, example = randomized(nn.Sequential(layer, nn.BatchNorm2d(5))).eval(), seeded(2, 3, 6, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sim = sim_of(model, example)

@@ -328,7 +328,7 @@ def sim_weights(sim: QuantSim) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("learn", [False, True])
-def test_behaviour_57_live_statistics_are_those_of_all_the_data_and_integers_stay(learn: bool):
+def test_reestimated_statistics_of_trained_norms_are_those_of_all_the_data_and_integers_stay(learn: bool):
     sim = fresh(w4a8())
     before, output, snapshot = state(sim.model), sim(TEST), sim.snapshot(weights=True)
     with sim.training(freeze_bn_after=math.inf, learn_scales=learn) as live:

@@ -132,7 +132,7 @@ def test_large_tensors_are_sampled_alike(method: str):
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_43_a_fixed_range_survives_calibration(sim, method: str):
+def test_calibration_leaves_a_fixed_range(sim, method: str):
     site = next(site for site, d in sim.plan.decisions.items() if d.op_type == "Sigmoid" and d.quantized)
     for scale in (1.0, 1e-3):
         qsdk.calibrate(sim, tensors(batches(scale=scale)), method=method, progress=False)
@@ -141,7 +141,7 @@ def test_behaviour_43_a_fixed_range_survives_calibration(sim, method: str):
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_79_frozen_encodings_are_left(sim, method: str):
+def test_calibration_leaves_frozen_encodings(sim, method: str):
     qsdk.calibrate(sim, tensors(batches()), progress=False)
     before = sim.encodings
     sim.freeze("first")
@@ -154,7 +154,7 @@ def test_behaviour_79_frozen_encodings_are_left(sim, method: str):
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_behaviour_47_an_error_in_the_middle_changes_nothing(sim, method: str):
+def test_an_error_in_the_middle_of_calibration_changes_nothing(sim, method: str):
     qsdk.calibrate(sim, tensors(batches()), progress=False)
     before = sim.encodings
     spoiled = tensors(batches(scale=5))

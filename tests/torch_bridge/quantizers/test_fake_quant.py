@@ -138,7 +138,7 @@ def test_a_quantizer_does_what_its_encoding_says(case: Case):
 
 @settings(**FLOAT32)
 @given(cases(INTEGERS, ("channel",)), st.sampled_from(["block", "element"]))
-def test_behaviour_19_blocks_as_long_as_the_axis_are_channels_and_of_one_are_elements(case: Case, kind: str):
+def test_blocks_as_long_as_the_axis_are_channels_and_of_one_are_elements(case: Case, kind: str):
     e = case.encoding
     axis = e.axis % case.x.ndim
     length = case.x.shape[axis]
@@ -169,7 +169,7 @@ def test_behaviour_19_blocks_as_long_as_the_axis_are_channels_and_of_one_are_ele
 # gradients
 
 
-def test_behaviour_20_gradients_of_a_four_bit_range():
+def test_gradients_of_a_four_bit_range():
     x = torch.tensor([-9, -3.4, 0.3, 6.6, 8], requires_grad=True)
     low, high = torch.tensor(-8.0, requires_grad=True), torch.tensor(7.0, requires_grad=True)
     y = fake_quantize(x, (high - low) / 15, torch.tensor(0.0), FakeQuantGrid(-8, 7))
@@ -181,7 +181,7 @@ def test_behaviour_20_gradients_of_a_four_bit_range():
 
 
 @pytest.mark.parametrize("value", [-3.4, 0.3, 6.6, 2.5, -0.5, 0.0])
-def test_behaviour_21_the_gradient_of_the_scale_inside_is_the_rounding_error(value: float):
+def test_the_gradient_of_the_scale_inside_is_the_rounding_error(value: float):
     scale = torch.tensor(0.7, requires_grad=True)
     fake_quantize(torch.tensor(value), scale, torch.tensor(3.0), FakeQuantGrid(-32, 31)).backward()
     ratio = np.float32(value) / np.float32(0.7)
@@ -375,7 +375,7 @@ def test_learning_needs_encodings_and_says_where():
     calibrate(sim, [seeded(2, 3, 6, 6)], progress=False)
 
 
-def test_behaviour_22_a_frozen_scale_has_no_gradient_and_the_optimizer_leaves_it(sim: QuantSim):
+def test_a_frozen_scale_has_no_gradient_and_the_optimizer_leaves_it(sim: QuantSim):
     sim.freeze("encoder.fc1")
     sim.freeze("sigmoid.0")
     before = sim.encodings
@@ -393,7 +393,7 @@ def test_behaviour_22_a_frozen_scale_has_no_gradient_and_the_optimizer_leaves_it
     assert [site for site in owning if sim.encodings[site] == before[site]] == frozen
 
 
-def test_behaviour_22_outside_the_block_no_scale_is_trainable(sim: QuantSim):
+def test_outside_the_block_no_scale_is_trainable(sim: QuantSim):
     before = sim.encodings
     assert [name for name, _ in sim.model.named_parameters() if "qsdk" in name] == []
     optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.0)

@@ -48,7 +48,7 @@ def exported(config: QuantConfig, path, **options):
     ],
     ids=["W8A8", "W4A8", "W4 block 32", "W16A16", "FP8"],
 )
-def test_behaviour_71_the_runtime_is_within_one_lsb_and_the_import_loses_nothing(config, expected: int, tmp_path):
+def test_the_runtime_is_within_one_lsb_and_importing_the_file_loses_nothing(config, expected: int, tmp_path):
     sim, wanted = exported(config, tmp_path / "model.onnx")
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -58,7 +58,7 @@ def twice_sim() -> QuantSim:
 # behaviours of the reference
 
 
-def test_behaviour_33_conv_relu_conv_flatten_linear(conv_sim: QuantSim):
+def test_each_tensor_of_a_small_network_has_the_expected_spec(conv_sim: QuantSim):
     decisions = conv_sim.plan.decisions
     assert [d.site for d in decisions.values() if d.kind == "input"] == ["x:input"]
     inner = decisions["conv1:output"]
@@ -74,7 +74,7 @@ def test_behaviour_33_conv_relu_conv_flatten_linear(conv_sim: QuantSim):
         assert np.array_equal(conv_sim.encodings[f"{name}:bias"].scale, np.multiply(*scales))
 
 
-def test_behaviour_33_only_sites_that_own_an_encoding_have_buffers(conv_sim: QuantSim):
+def test_only_sites_that_own_an_encoding_have_buffers(conv_sim: QuantSim):
     held = sorted(name for name, _ in conv_sim.model.named_buffers() if name.endswith("_scale"))
     assert held == sorted(
         [
@@ -84,7 +84,7 @@ def test_behaviour_33_only_sites_that_own_an_encoding_have_buffers(conv_sim: Qua
     )
 
 
-def test_behaviour_33_the_input_is_on_its_grid_when_the_first_convolution_reads_it(conv_sim: QuantSim):
+def test_the_input_is_on_its_grid_when_the_first_convolution_reads_it(conv_sim: QuantSim):
     seen = []
     handle = conv_sim.model.conv1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     x = seeded(2, 3, 6, 6, seed=1)
@@ -102,7 +102,7 @@ RENAMED = {
 }
 
 
-def test_behaviour_34_functions_are_quantized_as_modules_are():
+def test_functions_are_quantized_like_modules():
     module = ModuleForm()
     functional = FunctionalForm()
     functional.load_state_dict(module.state_dict())
@@ -123,7 +123,7 @@ def test_behaviour_34_functions_are_quantized_as_modules_are():
         assert not torch.equal(one(batch), module(batch)), "nothing was simulated"
 
 
-def test_behaviour_34_every_functional_site_really_quantizes():
+def test_every_functional_site_really_quantizes():
     model = FunctionalForm()
     x = seeded(5, 6)
     sim = calibrated(model, x)
@@ -138,7 +138,7 @@ def test_behaviour_34_every_functional_site_really_quantizes():
     assert torch.equal(sim(x), before)
 
 
-def test_behaviour_35_a_module_called_twice_has_two_independent_quantizers():
+def test_a_module_called_twice_has_two_independent_quantizers():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -156,7 +156,7 @@ def test_behaviour_35_a_module_called_twice_has_two_independent_quantizers():
     assert (sim.encodings["relu:output"], sim.encodings["relu@1:output"]) == (first, second)
 
 
-def test_behaviour_40_an_output_before_relu_keeps_its_quantizer():
+def test_an_output_before_relu_keeps_its_quantizer():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -196,7 +196,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
             assert rest[1:] == list(before[kind][name])[2:], name
 
 
-def test_behaviour_46_the_original_is_bit_identical_after_quantize_calibrate_and_export(tmp_path: Path):
+def test_the_original_is_bit_identical_after_quantize_calibrate_and_export(tmp_path: Path):
     model = BatchNormNet()
     model.bn1.eval()  # a mixed mode is a mode too
     calls = []
@@ -222,9 +222,7 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError("disk"), Interrupted("ctrl-c")], ids=["exception", "interrupt"])
 @pytest.mark.parametrize("where", ["data", "forward"])
-def test_behaviour_47_an_error_in_the_middle_of_calibration_changes_nothing(
-    conv_sim: QuantSim, error: BaseException, where: str
-):
+def test_an_error_in_the_middle_of_calibration_changes_nothing(conv_sim: QuantSim, error: BaseException, where: str):
     before, output = conv_sim.encodings, conv_sim(seeded(2, 3, 6, 6))
     kept = {n: t.clone() for n, t in conv_sim.model.state_dict().items()}
     conv_sim.model.train()
@@ -255,7 +253,7 @@ def test_behaviour_47_an_error_in_the_middle_of_calibration_changes_nothing(
     assert torch.equal(conv_sim(seeded(2, 3, 6, 6)), output), "the sim no longer simulates"
 
 
-def test_behaviour_47_an_error_inside_a_leaf_leaves_the_next_pass_whole(conv_sim: QuantSim):
+def test_an_error_inside_a_leaf_leaves_the_next_pass_intact(conv_sim: QuantSim):
     output = conv_sim(seeded(2, 3, 6, 6))
     handle = conv_sim.model.conv2.register_forward_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -264,7 +262,7 @@ def test_behaviour_47_an_error_inside_a_leaf_leaves_the_next_pass_whole(conv_sim
     assert torch.equal(conv_sim(seeded(2, 3, 6, 6)), output)
 
 
-def test_behaviour_48_a_tied_weight_has_one_encoding():
+def test_a_tied_weight_has_one_encoding():
     tokens = torch.tensor([[1, 2, 3], [4, 5, 10]])
     sim = calibrated(TiedLanguageModel(), tokens, w4a8())
     tied = [d for d in sim.plan.decisions.values() if d.site in ("emb:weight", "head:weight")]
@@ -281,7 +279,7 @@ def test_behaviour_48_a_tied_weight_has_one_encoding():
     assert sim.model.head.weight is sim.model.emb.weight
 
 
-def test_behaviour_12_nan_names_the_site_and_the_batch():
+def test_nan_names_the_site_and_the_batch():
     sim = calibrated(ConvNet(), seeded(2, 3, 6, 6))
     before = sim.encodings
     for bad in (float("nan"), float("inf"), -float("inf")):
@@ -292,7 +290,7 @@ def test_behaviour_12_nan_names_the_site_and_the_batch():
     assert sim.encodings == before
 
 
-def test_behaviour_12_nan_that_arises_inside_the_model_names_the_site_where_it_arises():
+def test_nan_that_arises_inside_the_model_names_the_site_where_it_arises():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -307,7 +305,7 @@ def test_behaviour_12_nan_that_arises_inside_the_model_names_the_site_where_it_a
     assert not any(ready for site, ready in sim.ready().items())
 
 
-def test_behaviour_12_nan_in_a_weight_names_its_site():
+def test_nan_in_a_weight_names_its_site():
     model = ConvNet()
     model.conv2.weight.data[0, 0, 0, 0] = float("nan")
     sim = sim_of(model, seeded(2, 3, 6, 6))
@@ -316,7 +314,7 @@ def test_behaviour_12_nan_in_a_weight_names_its_site():
     assert not sim.encodings_where_ready()
 
 
-def test_behaviour_13_an_uncalibrated_forward_names_the_site():
+def test_an_uncalibrated_forward_names_the_site():
     sim = sim_of(ConvNet(), seeded(2, 3, 6, 6))
     with pytest.raises(CalibrationError, match=r"x:input has no encoding yet; call qsdk\.calibrate"):
         sim(seeded(2, 3, 6, 6))
@@ -326,7 +324,7 @@ def test_behaviour_13_an_uncalibrated_forward_names_the_site():
     assert "0 of " in repr(sim)
 
 
-def test_behaviour_13_sites_that_no_batch_reaches_are_named():
+def test_sites_that_no_batch_reaches_are_named():
     sim = sim_of(TracedOnly(), seeded(2, 4))
     with pytest.raises(CalibrationError, match=r"no batch reached mul\.0:output; calibrate with data that takes"):
         calibrate(sim, [seeded(2, 4)], progress=False)

@@ -217,7 +217,7 @@ CHECKPOINTED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_behaviour_23_a_checkpoint_of_a_sim_loads_into_a_fresh_one(name: str):
+def test_a_checkpoint_of_a_sim_loads_into_a_fresh_one(name: str):
     model, example = CHECKPOINTED[name]()
     sim = calibrated(model, example, w8a16())
     fresh = sim_of(CHECKPOINTED[name]()[0], example, w8a16())
@@ -237,9 +237,7 @@ def test_behaviour_23_a_checkpoint_of_a_sim_loads_into_a_fresh_one(name: str):
 
 @pytest.mark.parametrize(("kept", "absent"), [("scale", "zero_point"), ("zero_point", "scale")])
 @pytest.mark.parametrize("strict", [True, False])
-def test_behaviour_23_half_an_encoding_is_an_error_that_names_the_site(
-    conv_sim: QuantSim, kept: str, absent: str, strict: bool
-):
+def test_half_an_encoding_is_an_error_that_names_the_site(conv_sim: QuantSim, kept: str, absent: str, strict: bool):
     state = dict(conv_sim.model.state_dict())
     del state[f"relu.qsdk_output_{absent}"]
     assert f"relu.qsdk_output_{kept}" in state
@@ -252,7 +250,7 @@ def test_behaviour_23_half_an_encoding_is_an_error_that_names_the_site(
         fresh(X)
 
 
-def test_behaviour_23_an_encoding_of_another_shape_is_an_error_that_names_the_site(conv_sim: QuantSim):
+def test_an_encoding_of_another_shape_is_an_error_that_names_the_site(conv_sim: QuantSim):
     sim = copy.deepcopy(conv_sim)
     state = dict(conv_sim.model.state_dict())
     for name in ("scale", "zero_point"):
@@ -268,7 +266,7 @@ def test_behaviour_23_an_encoding_of_another_shape_is_an_error_that_names_the_si
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ["conv", "batch norm", "shared", "tied"])
-def test_behaviour_23_copies_simulate_and_are_independent(name: str, copier: Callable[[Any], Any], sims: Any):
+def test_copies_simulate_and_are_independent(name: str, copier: Callable[[Any], Any], sims: Any):
     sim, example = sims[name]
     expected = sim.run(example)
     model, whole = copier(sim.model), copier(sim)
