@@ -1,4 +1,4 @@
-"""A float ONNX model and encodings that are given: the sim that they make together, without data or config."""
+"""Apply given encodings to a float ONNX model: the sim of both, without data or config."""
 
 from collections.abc import Callable, Iterable
 from glob import escape
@@ -57,7 +57,7 @@ def sim_with_encodings(
 
 
 def _quantize_absorbed(model: ModelProto, graph: Graph, placed: Placed) -> None:
-    """Give stored rows the values that looking them up in the quantized table gives, in place."""
+    """Replace stored rows, in place, by the values that a lookup in the quantized table returns."""
     stored = initializers(model.graph)
     for encoding, site in placed.absorbed.values():
         tensor = stored[graph.tensors[graph.sites[site]].name]
@@ -65,7 +65,7 @@ def _quantize_absorbed(model: ModelProto, graph: Graph, placed: Placed) -> None:
 
 
 def _keeping(owners: Iterable[str]) -> QuantConfig:
-    """A config that keeps these BatchNorms from being folded."""
+    """Return a config that keeps these BatchNorms from being folded."""
     config = QuantConfig()
     for owner in owners:
         config = config.skip(escape(owner))

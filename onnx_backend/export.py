@@ -1,4 +1,4 @@
-"""Export: a sim to an ONNX file with its encodings beside it. The model file is written last and commits the rest."""
+"""Export a sim to an ONNX file with its encodings beside it; the model file is written last and commits the rest."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def encodings_path(path: str | os.PathLike[str]) -> Path:
-    """Where the encodings of a model file stand: `model.onnx` -> `model.encodings.json`."""
+    """Return the path of the encodings of a model file: `model.onnx` -> `model.encodings.json`."""
     return Path(path).with_suffix(".encodings.json")
 
 
@@ -111,7 +111,7 @@ def _require_valid(model: ModelProto) -> None:
 
 
 def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> dict[str, T]:
-    """The same whatever order the stored tensors of the model came in, so that a file that is opened gives it again."""
+    """Sort by the order of the nodes, so that a file that is opened and exported again comes out the same."""
     sites = [metadata(node).get("qsdk.site", "") for node in lowered.graph.node]
     places = {site: place for place, site in reversed(list(enumerate(sites)))}
     return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(sites))))

@@ -1,4 +1,4 @@
-"""The float values that the user gave, of those tensors of an ONNX sim that verbs have changed since."""
+"""The float values that the user gave, kept for those tensors of an ONNX sim that verbs have changed since."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -33,12 +33,12 @@ def as_given(sim: OnnxSim) -> Iterator[bool]:
 
 
 def parts_of(sim: OnnxSim) -> dict[str, Part]:
-    """A part of a sim's file for each given value that another one has taken the place of, in that order."""
+    """Return a part of a sim's file for each given value that was replaced since, in that order."""
     return {f"{_FOLDER}{n}": partial(_write, tensor=tensor) for n, tensor in enumerate(sim.given.before.values())}
 
 
 def take(sim: OnnxSim, names: Any, parts: Mapping[str, bytes], where: str) -> None:
-    """Give a sim back what `parts_of` wrote, of the tensors of these names.
+    """Put the values that `parts_of` wrote back into a sim, for the tensors of these names.
 
     Raises:
         FileFormatError: it is damaged.

@@ -1,4 +1,4 @@
-"""What a saved sim of an ONNX model holds besides its state: the marked model, and notes on how it came in."""
+"""Save and restore what an ONNX sim holds besides its state: the marked model, and notes on how it was opened."""
 
 import shutil
 import tempfile
@@ -26,7 +26,7 @@ MODEL, OPENED = "model.onnx", "opened.onnx"
 
 
 def facts_of(sim: OnnxSim) -> dict[str, Any]:
-    """The notes of a sim as plain values."""
+    """Return the notes of a sim as plain values."""
     notes = sim.notes
     return {
         "folded": list(notes.folded),
@@ -40,7 +40,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
 
 
 def parts_of(sim: OnnxSim) -> dict[str, Part]:
-    """The parts of a sim's file: its marked model, and the Q/DQ file it was opened from as long as it is that one.
+    """Return the parts of a sim's file: its marked model, and the Q/DQ model it was opened from while it still runs it.
 
     Large weights of a model that one message cannot hold make a part of their own.
 
@@ -57,7 +57,7 @@ def parts_of(sim: OnnxSim) -> dict[str, Part]:
 
 
 def restored(file: SimFile, where: str) -> OnnxSim:
-    """The sim that was saved.
+    """Return the sim that a file holds.
 
     Raises:
         FileFormatError: a part is missing or damaged.

@@ -64,12 +64,12 @@ class OnnxSim(StatefulSim):
     """A simulated quantized ONNX model.
 
     Attributes:
-        graph: what was read from the model.
-        plan: what was decided for every site.
-        config: what was asked for, or None for an opened Q/DQ file.
-        notes: what was done to a float model on its way in.
-        given: the float values that the user gave, of what verbs have changed since.
-        in_memory: bytes of quantized weights that the simulation holds; beyond that they go to a temporary file.
+        graph: the neutral graph of the model.
+        plan: the decision for every site.
+        config: the user's config, or None for an opened Q/DQ file.
+        notes: what opening changed in a float model.
+        given: the user's own float values of tensors that verbs have changed since.
+        in_memory: the most bytes of quantized weights kept in memory; beyond that they go to a temporary file.
     """
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
@@ -78,7 +78,7 @@ class OnnxSim(StatefulSim):
         self.in_memory = 2**30
         self._marked = marked
         self._own: dict[str, Encoding] = {}
-        self._lowered: ModelProto | None = None  # of the encodings as they are
+        self._lowered: ModelProto | None = None  # the Q/DQ model of the current encodings
         self._session: ort.InferenceSession | None = None
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
@@ -86,7 +86,7 @@ class OnnxSim(StatefulSim):
         self.given = self._weights.hold()
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
-        self._changing = OwnLock()  # what is built of the state is built of one state, and dropped with it
+        self._changing = OwnLock()  # sessions are built from one state, and dropped with it
         self._spools: list[weakref.finalize[..., OnnxSim]] = []
 
     @classmethod
@@ -121,7 +121,7 @@ class OnnxSim(StatefulSim):
     def from_state(
         cls, marked: ModelProto, state: SimState, notes: Notes, opened: ModelProto | None = None
     ) -> "OnnxSim":
-        """The sim of a marked model with the state, the notes and the opened Q/DQ model that another one had."""
+        """Return the sim of a marked model with the state, the notes and the opened Q/DQ model of an earlier sim."""
         sim = cls(marked, read_graph(marked), state.plan, state.config)
         sim.notes, sim._norms = notes, dict(notes.norms)
         sim._own, sim._lowered = dict(state.own), opened
@@ -129,7 +129,7 @@ class OnnxSim(StatefulSim):
 
     @property
     def opened(self) -> ModelProto | None:
-        """The Q/DQ model that an opened sim runs: the file's own until its encodings change; else None."""
+        """Return the Q/DQ model that an opened sim runs (the file's own until its encodings change), else None."""
         return self._lowered if self.config is None else None
 
     def calibrate(
@@ -150,7 +150,7 @@ class OnnxSim(StatefulSim):
             weight_method: for weights; `min_max` where it is None.
             percentile: share of the values, in percent, that `percentile` keeps below its upper end.
             progress: show a progress bar.
-            gather: gives what every rank gives it; the statistics of all ranks count.
+            gather: collects a value from every rank; the statistics of all ranks count.
 
         Raises:
             ConfigError: an unknown method, or a percentile outside 50..100.
@@ -177,7 +177,7 @@ class OnnxSim(StatefulSim):
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:
-        """Install the encoding of a site that has one of its own.
+        """Set the encoding of a site that has one of its own.
 
         Raises:
             ConfigError: there is no such site, or its encoding is another site's or derived.
@@ -188,7 +188,7 @@ class OnnxSim(StatefulSim):
         self._set({**self._own, site: encoding})
 
     def change_stored(self, values: Mapping[str, Array]) -> None:
-        """Give stored float tensors, by the name that the graph has for them, other values of the same shape.
+        """Replace stored float tensors, by their names in the graph, by other values of the same shape.
 
         Raises:
             ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
@@ -199,7 +199,7 @@ class OnnxSim(StatefulSim):
             self._set(self._own)
 
     def store_floats(self, values: Mapping[str, Array]) -> None:
-        """Give the stored tensors at sites other values of the same shape; see `change_stored`."""
+        """Replace the stored tensors at sites by other values of the same shape; see `change_stored`."""
         names = self.stored_names()
         missing = sorted(set(values) - set(names))
         if missing:
@@ -207,15 +207,15 @@ class OnnxSim(StatefulSim):
         self.change_stored({names[site]: value for site, value in values.items()})
 
     def stored_by_name(self, name: str) -> Array | None:
-        """The stored tensor of this name; None where there is none."""
+        """Return the stored tensor of this name, None if there is none."""
         return next((array(tensor) for tensor in self._marked.graph.initializer if tensor.name == name), None)
 
     def stored_names(self) -> dict[str, str]:
-        """Site -> name of the stored tensor there, for `change_stored`."""
+        """Return site -> name of the stored tensor there, for `change_stored`."""
         return stored_names(self._marked, self.plan)
 
     def snapshot(self, *, weights: bool = False) -> SimState:
-        """The state as it is: config, plan and encodings, and with `weights` the stored tensors as well.
+        """Return the current state: config, plan and encodings, and with `weights` the stored tensors as well.
 
         Without weights it costs no more than a dictionary; with them, a copy of each tensor that is changed afterwards.
         """
@@ -223,7 +223,7 @@ class OnnxSim(StatefulSim):
         return SimState(self.config, self.plan, dict(self._own), held, self.methods)
 
     def restore(self, state: SimState) -> None:
-        """Be again what a snapshot says.
+        """Return the sim to the state of a snapshot.
 
         Raises:
             ModelError: it holds the weights of another sim.
@@ -239,7 +239,7 @@ class OnnxSim(StatefulSim):
             self._set(dict(state.own))
 
     def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:
-        """The state that another config leads to, without data.
+        """Return the state that another config leads to, without data.
 
         Raises:
             ConfigError: a rule matches nothing, or the sim was opened from a Q/DQ file.
@@ -253,16 +253,16 @@ class OnnxSim(StatefulSim):
 
     @property
     def folded_norms(self) -> dict[str, FoldedNorm]:
-        """Owner of a layer -> what the BatchNorm said that was folded into it, as far as it is still true."""
+        """Return owner of a layer -> mean and deviation of the BatchNorm folded into it, where they still hold."""
         return self._norms
 
     @property
     def folded(self) -> Collection[str]:
-        """The owners of the BatchNorms that were folded."""
+        """Return the owners of the BatchNorms that were folded."""
         return self.notes.folded
 
     def ready(self) -> dict[str, bool]:
-        """Quantized site -> whether there is an encoding to quantize with."""
+        """Return quantized site -> True if there is an encoding to quantize with."""
         found = {}
         for site, decision in self.plan.decisions.items():
             if decision.quantized:
@@ -271,7 +271,7 @@ class OnnxSim(StatefulSim):
         return found
 
     def encodings_where_ready(self) -> dict[str, Encoding]:
-        """Site -> encoding, without the sites that have none yet."""
+        """Return site -> encoding, without the sites that have none yet."""
         found = ((site, encoding_of(d, self._own)) for site, d in self.plan.decisions.items() if d.quantized)
         return {site: encoding for site, encoding in found if encoding is not None}
 
@@ -284,20 +284,20 @@ class OnnxSim(StatefulSim):
         return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
 
     def files_read(self) -> set[Path]:
-        """The files that hold large weights of this sim; they must stay as they are while it is in use."""
+        """Return the files that hold large weights of this sim; they must not change while it is in use."""
         opened = set() if self._lowered is None else files_read(self._lowered)
         return files_read(self._marked) | opened | set(self._weights.files_read())
 
     def traced(self) -> TracedModel:
-        """The float model with a mark at every site, to be read only."""
+        """Return the float model with a mark at every site; it is to be read only."""
         return TracedModel(self._marked, {}, self.graph)
 
     def marked(self) -> ModelProto:
-        """A copy of the float model with a mark at every site."""
+        """Return a copy of the float model with a mark at every site."""
         return load(self._marked)
 
     def qdq_model(self, dialect: Dialect = "onnxruntime") -> ModelProto:
-        """The model with Q/DQ, as exported.
+        """Return the model with Q/DQ, as it would be exported.
 
         Raises:
             CalibrationError: sites have no encoding.
@@ -314,7 +314,7 @@ class OnnxSim(StatefulSim):
         return self.run(args if len(args) != 1 else args[0])
 
     def run(self, x: Any) -> list[Array]:
-        """Simulate a batch: an array, a tuple in graph order or a mapping by name; gives the outputs in graph order.
+        """Simulate a batch (an array, a tuple in graph order or a mapping by name); return the outputs in graph order.
 
         Raises:
             CalibrationError: sites have no encoding.
@@ -324,7 +324,7 @@ class OnnxSim(StatefulSim):
         return run_session(session, as_feeds(x, session.get_inputs(), "the batch"), "the batch")
 
     def capture(self, x: Any) -> dict[str, Array]:
-        """Simulate a batch and give site -> fake-quantized values, and input name -> values."""
+        """Simulate a batch; return site -> fake-quantized values, and input name -> values."""
         with self._changing:
             if self._capturing is None:
                 self._capturing = session_with_reads(self._current())
@@ -335,7 +335,7 @@ class OnnxSim(StatefulSim):
         return {**feeds, **{site: values[read] for site, read in reads.items()}}
 
     def stored_values(self) -> LazyArrays:
-        """Site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
+        """Return site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
         encodings, stored = self.encodings, stored_tensors(self._marked, self.plan)
 
         def value(site: str) -> npt.NDArray[np.float32]:
@@ -370,7 +370,7 @@ class OnnxSim(StatefulSim):
         expected = expected_of(self.traced(), self.plan, self.encodings, model, self.opened)
         return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected)
 
-    # --- the parts ------------------------------------------------------------------------------------------------
+    # --- state and sessions ---------------------------------------------------------------------------------------
 
     def _set(self, own: dict[str, Encoding]) -> None:
         with self._changing:
@@ -390,7 +390,7 @@ class OnnxSim(StatefulSim):
             return self._session
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:
-        """Site -> float values of the stored tensors at these sites, as far as they are stored."""
+        """Return site -> float value of the stored tensors at these sites, as far as they are stored."""
         wanted = set(sites)
         stored = stored_tensors(self._marked, self.plan)
         return {site: stored[site] for site in stored if site in wanted}

@@ -1,4 +1,4 @@
-"""A Q/DQ model and a config: what the file quantizes keeps its encodings, the rest is planned as in a float model."""
+"""A sim of a Q/DQ model and a config: what the file quantizes keeps its encodings, the rest is planned as float."""
 
 import os
 from collections.abc import Mapping
@@ -96,14 +96,14 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a site of the file is in the float model."""
+    """The tensor of the float model that a site of the file belongs to."""
 
     tensor: str
     scalar: bool
 
 
 def _unmarked(opened: Opened) -> tuple[ModelProto, Mapping[str, _Home]]:
-    """The float model behind an opened one, and site -> its tensor.
+    """Return the float model behind an opened one, and site -> its tensor.
 
     Raises:
         ModelError: a tensor has two encodings.
@@ -145,7 +145,7 @@ def _with_names_of_the_file(graph: Graph, homes: Mapping[str, _Home]) -> Graph:
 def _require_all_placed(
     graph: Graph, homes: Mapping[str, _Home], encodings: Mapping[str, Encoding], casts: Mapping[str, DType]
 ) -> None:
-    """Refuse to lose an encoding; a scalar constant has its quantized value already, and needs none."""
+    """Refuse to lose an encoding; a scalar constant holds its quantized value already, and needs none."""
     lost = []
     for site in (*encodings, *casts):
         if site not in graph.sites:

@@ -1,4 +1,4 @@
-"""Putting a user's file in order: sorted, each node named once, nothing undefined; inputs and outputs stay."""
+"""Bring a user's file into order: sorted, each node named once, nothing undefined; inputs and outputs stay."""
 
 import heapq
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from qsdk.core.errors import ModelError
 
 
 def tidy(model: ModelProto) -> None:
-    """Sort nodes, make node names unique, and make stored tensors no inputs, in place.
+    """Sort nodes, make node names unique, and remove stored tensors from the inputs, in place.
 
     Raises:
         ModelError: a tensor is made twice or never, or the graph has a circle; names the node.
@@ -35,7 +35,7 @@ def tidy(model: ModelProto) -> None:
 
 
 def named(node: NodeProto) -> str:
-    """A node's name for messages, else its first output's, else its type."""
+    """Return a node's name for messages, else its first output's, else its type."""
     return node.name or next((name for name in node.output if name), node.op_type)
 
 
@@ -75,7 +75,7 @@ def _require_single_definitions(graph: GraphProto) -> None:
 
 
 def _sort(graph: GraphProto, known: set[str]) -> None:
-    """Order nodes so that every tensor is made before it is read, the given order kept where it can be."""
+    """Order nodes so that every tensor is computed before it is read; keep the given order where possible."""
     nodes = list(graph.node)
     made_by = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     needs: list[set[int]] = []
@@ -112,7 +112,7 @@ def _order(needs: list[set[int]], nodes: list[NodeProto]) -> Iterator[int]:
 
 
 def _name_once(graph: GraphProto) -> None:
-    """Number repeated node names: the runtime takes none twice."""
+    """Number repeated node names, since the runtime refuses them."""
     given = {node.name for node in graph.node}
     seen: set[str] = set()
     for node in graph.node:

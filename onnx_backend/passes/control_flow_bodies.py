@@ -1,4 +1,4 @@
-"""The float tensors inside the bodies of If, Loop and Scan: they stay float, and coverage says so."""
+"""The float tensors inside the bodies of If, Loop and Scan, which stay float; coverage lists them."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +15,7 @@ _CODES = {name: code for name, code in ((dtype_name(code), code) for code in ran
 
 
 def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
-    """Say of every float tensor in a body that it stays float, and in which op.
+    """Return a decision for every float tensor in a body: it stays float, and in which op.
 
     Args:
         model: sorted.
@@ -25,7 +25,7 @@ def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
 
 
 def captured_only(nodes: Iterable[NodeProto]) -> dict[str, str]:
-    """Tensor -> the op whose body reads it, and what follows, for tensors that are read only inside bodies."""
+    """Return tensor -> why it stays float, for the tensors that are read only inside bodies."""
     found: dict[str, str] = {}
     direct: set[str] = set()
     for node in nodes:
@@ -36,7 +36,7 @@ def captured_only(nodes: Iterable[NodeProto]) -> dict[str, str]:
 
 
 def stays_float(op_type: str, owner: str) -> str:
-    """Name an op with bodies, say that they stay float, and what changes it where an input can."""
+    """Return the reason why tensors in the bodies of an op stay float, with the remedy where there is one."""
     remedy = "; where an input decides it, fix that: quantize(..., inputs={name: value})" if op_type == "If" else ""
     return f"{op_type} {owner!r}: bodies of control flow stay float{remedy}"
 
@@ -65,7 +65,7 @@ def _decision(name: str, op_type: str, reason: str, shape: tuple[int | str | Non
 
 
 def _types_inside(model: ModelProto, graph: GraphProto, types: Types) -> Types:
-    """What can be inferred of a body's tensors, its outer ones given as inputs."""
+    """Return the inferred types of a body's tensors, its outer ones taken as inputs."""
     body = ModelProto(ir_version=model.ir_version)
     body.opset_import.extend(model.opset_import)
     body.graph.CopyFrom(graph)

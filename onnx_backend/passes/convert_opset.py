@@ -1,4 +1,4 @@
-"""Raising an old model to the opset that quantization needs: fix-ups, onnx's own converter, and proof by running both.
+"""Convert an old model to the opset that quantization needs: fix-ups, onnx's own converter, and a run of both forms.
 
 What the converter gets wrong is repaired here: a linear Resize of opset 10 and below is asymmetric; Hardmax below
 opset 13 flattens; GroupNormalization 18 has one scale per group.
@@ -27,7 +27,7 @@ Fix = Callable[[NodeProto, set[str]], list[NodeProto]]
 
 
 def require_known_opset(model: ModelProto) -> None:
-    """Refuse a model that is newer than the runtime, or that does not say its opset.
+    """Refuse a model that is newer than the runtime, or that states no opset.
 
     Raises:
         ModelError: names the opset.
@@ -44,7 +44,7 @@ def require_known_opset(model: ModelProto) -> None:
 
 
 def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[ModelProto, tuple[str, ...]]:
-    """Give the model at opset 21 or above, changed in place, with remarks on how that was verified.
+    """Return the model at opset 21 or above, changed in place, with remarks on how that was verified.
 
     Args:
         model: sorted, with unique node names and without functions.
@@ -64,13 +64,15 @@ def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[Model
     fixes = _fixes(current)
     if fixes:
         _rewrite(model.graph, fixes, names_in(model.graph))
-    said = {node.output[0]: node.metadata_props for node in model.graph.node if node.output and node.metadata_props}
+    metadata_of = {
+        node.output[0]: node.metadata_props for node in model.graph.node if node.output and node.metadata_props
+    }
     light = skeleton(model)
     light.ir_version = _IR  # in older ones the converter wants every stored tensor among the inputs
     try:
         light = onnx.version_converter.convert_version(light, OPSET)
     except (*_FAILURES, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise ModelError(_blamed(model, current, str(error))) from error
+        raise ModelError(_conversion_error(model, current, str(error))) from error
     names = [value.name for value in model.graph.output]
     if [value.name for value in light.graph.output] != names:
         raise ModelError(f"raising the model from opset {current} renamed its outputs; export it at opset {OPSET}")
@@ -78,8 +80,8 @@ def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[Model
     if current < 11:
         _make_resizes_asymmetric(model.graph)
     for node in model.graph.node:
-        if node.output and node.output[0] in said and not node.metadata_props:
-            node.metadata_props.extend(said[node.output[0]])
+        if node.output and node.output[0] in metadata_of and not node.metadata_props:
+            node.metadata_props.extend(metadata_of[node.output[0]])
     stamp(model, OPSET)
     how = "not compared by running, because the model is larger than 2 GiB"
     if original is not None:
@@ -87,8 +89,8 @@ def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[Model
     return model, (f"raised from opset {current} to {OPSET}: {how}",)
 
 
-def _blamed(model: ModelProto, current: int, error: str) -> str:
-    """Say at which node the converter fails: each is tried alone."""
+def _conversion_error(model: ModelProto, current: int, error: str) -> str:
+    """Return the message of a failed conversion, with the node that is to blame."""
     remedy = f"export the model at opset {OPSET} or above"
     for node in all_nodes(model.graph.node):
         if node.domain not in ("", "ai.onnx") or has_bodies(node):
@@ -124,7 +126,7 @@ def _rewrite(graph: GraphProto, fixes: Mapping[str, Fix], taken: set[str]) -> No
 
 
 def _flat_hardmax(node: NodeProto, taken: set[str]) -> list[NodeProto]:
-    """Hardmax over everything from `axis` on, as it was below opset 13."""
+    """Return nodes for a Hardmax over everything from `axis` on, as it was below opset 13."""
     source, result = node.input[0], node.output[0]
     shape, flat, hard = (unique(f"{result}/{part}", taken) for part in ("shape", "flat", "hard"))
     return [
@@ -136,7 +138,7 @@ def _flat_hardmax(node: NodeProto, taken: set[str]) -> list[NodeProto]:
 
 
 def _grouped_instance_norm(node: NodeProto, taken: set[str]) -> list[NodeProto]:
-    """GroupNormalization with one scale per group is InstanceNormalization over the groups."""
+    """Return nodes for a GroupNormalization with one scale per group: InstanceNormalization over groups."""
     source, scale, bias = node.input
     result, facts = node.output[0], attributes(node)
     shape, groups, grouped, normed = (unique(f"{result}/{p}", taken) for p in ("shape", "groups", "grouped", "normed"))
@@ -153,7 +155,7 @@ def _grouped_instance_norm(node: NodeProto, taken: set[str]) -> list[NodeProto]:
 
 
 def _make_resizes_asymmetric(graph: GraphProto) -> None:
-    """Upsample and the first Resize scale their coordinates without a shift, in place."""
+    """Make Resize nodes scale coordinates without a shift, as Upsample and the first Resize did, in place."""
     stored = {tensor.name: array(tensor) for tensor in graph.initializer if math.prod(tensor.dims) <= _RANKS}
     for node in all_nodes(graph.node):
         if is_constant(node):
@@ -161,14 +163,14 @@ def _make_resizes_asymmetric(graph: GraphProto) -> None:
         if node.op_type != "Resize":
             continue
         scales = stored.get(node.input[2]) if len(node.input) > 2 else None
-        said = {"coordinate_transformation_mode": "asymmetric"}
+        modes = {"coordinate_transformation_mode": "asymmetric"}
         if attributes(node).get("mode", "nearest") == "nearest":
             # the runtime rounded down where it enlarged and up where it shrank
             up, down = (True, False) if scales is None else (bool((scales >= 1).all()), bool((scales <= 1).all()))
-            said["nearest_mode"] = "floor" if up else "ceil"
+            modes["nearest_mode"] = "floor" if up else "ceil"
             if not up and not down:
                 continue
-        kept = [attribute for attribute in node.attribute if attribute.name not in said]
+        kept = [attribute for attribute in node.attribute if attribute.name not in modes]
         del node.attribute[:]
         node.attribute.extend(kept)
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in modes.items())

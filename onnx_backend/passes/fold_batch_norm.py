@@ -1,4 +1,4 @@
-"""Folding BatchNormalization into the linear layer before or after it (Jacob et al. 2017, section 3.2).
+"""Fold BatchNormalization into the linear layer before or after it (Jacob et al. 2017, section 3.2).
 
 The rules are those of the PyTorch door: into the layer before where nothing else reads its result, else into a layer
 after it that pads nothing; never one that a rule of the config names.
@@ -26,12 +26,12 @@ _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True)
 class Folds:
-    """Owners of the BatchNorms that went into a layer, and of those that stay, with the reason.
+    """The BatchNorms that were folded into a layer, and those that stay, with the reason.
 
     Attributes:
         folded: their owners.
         unfolded: owner -> why it stays.
-        norms: owner of a layer -> what the BatchNorm that went into it said.
+        norms: owner of a layer -> mean and deviation that the BatchNorm folded into it declared.
     """
 
     folded: tuple[str, ...] = ()
@@ -58,8 +58,8 @@ def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Fo
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A linear node, and the Add that gives a MatMul its bias."""
+class _LinearLayer:
+    """A linear node, and the Add that carries the bias of a MatMul."""
 
     node: NodeProto
     add: NodeProto | None = None
@@ -83,7 +83,7 @@ class _Folding:
         self.norms: dict[str, FoldedNorm] = {}
 
     def fold(self, norm: NodeProto) -> str:
-        """Fold one BatchNorm; gives the reason where it stays."""
+        """Fold one BatchNorm; return the reason if it stays, else ""."""
         facts = attributes(norm)
         if facts.get("training_mode", 0) or len([name for name in norm.output if name]) > 1:
             return "it is in training mode"
@@ -98,14 +98,14 @@ class _Folding:
             reason = self._obstacle(before, norm, factor)
             if not reason:
                 self._into_before(before, norm, factor, shift)
-                self.norms[named(before.node)] = _said(bias, abs(scale))
+                self.norms[named(before.node)] = _folded_norm(bias, abs(scale))
                 return ""
         after = self._layer_after(norm)
         if after is not None:
             reason = self._obstacle_after(after, norm, factor)
             if not reason:
                 self._into_after(after, norm, factor, shift)
-                self.norms[named(after.node)] = _said(mean, np.sqrt(var), before=True)
+                self.norms[named(after.node)] = _folded_norm(mean, np.sqrt(var), before=True)
                 return ""
         return reason
 
@@ -117,7 +117,7 @@ class _Folding:
 
     # --- which layer ------------------------------------------------------------------------------------------
 
-    def _layer_before(self, norm: NodeProto) -> _Layer | None:
+    def _layer_before(self, norm: NodeProto) -> _LinearLayer | None:
         maker = self.makers.get(norm.input[0])
         if maker is None:
             return None
@@ -126,24 +126,24 @@ class _Folding:
             bias = next((n for n in maker.input if n in self.stored), None)
             if head is None or bias is None or head.op_type != "MatMul" or self._read_elsewhere(head.output[0]):
                 return None
-            return _Layer(head, maker)
-        return _Layer(maker) if maker.op_type in _LAYERS else None
+            return _LinearLayer(head, maker)
+        return _LinearLayer(maker) if maker.op_type in _LAYERS else None
 
-    def _layer_after(self, norm: NodeProto) -> _Layer | None:
+    def _layer_after(self, norm: NodeProto) -> _LinearLayer | None:
         readers = self.readers.get(norm.output[0], [])
         is_layer = len(readers) == 1 and readers[0].op_type in _LAYERS and readers[0].input[0] == norm.output[0]
-        return _Layer(readers[0]) if is_layer else None
+        return _LinearLayer(readers[0]) if is_layer else None
 
     def _read_elsewhere(self, tensor: str) -> bool:
         return tensor in self.outputs or len(self.readers.get(tensor, [])) != 1
 
-    def _obstacle(self, layer: _Layer, norm: NodeProto, factor: Array) -> str:
-        """Why a BatchNorm cannot go into the layer before it, or nothing."""
+    def _obstacle(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
+        """Return why a BatchNorm cannot be folded into the layer before it, or ""."""
         if self._read_elsewhere(norm.input[0]):
             return f"the result of {named(layer.node)} is also read elsewhere"
         return self._weight_obstacle(layer, factor, norm.input[0])
 
-    def _obstacle_after(self, layer: _Layer, norm: NodeProto, factor: Array) -> str:
+    def _obstacle_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
         if self._read_elsewhere(norm.output[0]):
             return f"its result is also read elsewhere than by {named(layer.node)}"
         facts = attributes(layer.node)
@@ -157,7 +157,7 @@ class _Folding:
             return f"its channels are not those of {named(layer.node)}"
         return self._weight_obstacle(layer, factor, norm.output[0], before=True)
 
-    def _weight_obstacle(self, layer: _Layer, factor: Array, between: str, *, before: bool = False) -> str:
+    def _weight_obstacle(self, layer: _LinearLayer, factor: Array, between: str, *, before: bool = False) -> str:
         node = layer.node
         weight = node.input[1] if len(node.input) > 1 else ""
         parameters = [weight, *([node.input[2]] if len(node.input) > 2 and node.input[2] else [])]
@@ -187,7 +187,7 @@ class _Folding:
 
     # --- the fold itself --------------------------------------------------------------------------------------
 
-    def _into_before(self, layer: _Layer, norm: NodeProto, factor: Array, shift: Array) -> None:
+    def _into_before(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> None:
         node = layer.node
         weight = array(self.stored[node.input[1]]).astype(np.float64)
         # the bias is added after alpha, so that alpha stays as it is
@@ -195,13 +195,13 @@ class _Folding:
         self._replace_weight(node, weight * _factor_view(node, weight.shape, factor), bias, layer)
         last = layer.last
         old = last.output[0]
-        last.name = last.name or old  # its owner stays what it was
+        last.name = last.name or old  # it keeps its owner
         last.output[0] = norm.output[0]
         self.makers[last.output[0]] = last
         self.makers.pop(old, None)
         self._drop(norm, keep_output=True)
 
-    def _into_after(self, layer: _Layer, norm: NodeProto, factor: Array, shift: Array) -> None:
+    def _into_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> None:
         node = layer.node
         facts = attributes(node)
         weight = array(self.stored[node.input[1]]).astype(np.float64)
@@ -215,13 +215,13 @@ class _Folding:
         self.readers[norm.input[0]] = [node if r is norm else r for r in self.readers[norm.input[0]]]
         self._drop(norm, keep_output=False)
 
-    def _bias(self, layer: _Layer, channels: int) -> Array:
+    def _bias(self, layer: _LinearLayer, channels: int) -> Array:
         name = next((n for n in layer.add.input if n in self.stored), "") if layer.add is not None else ""
         if not name and layer.node.op_type != "MatMul" and len(layer.node.input) > 2:
             name = layer.node.input[2]
         return array(self.stored[name]).astype(np.float64) if name else np.zeros(channels)
 
-    def _replace_weight(self, node: NodeProto, weight: Array, bias: Array, layer: _Layer) -> None:
+    def _replace_weight(self, node: NodeProto, weight: Array, bias: Array, layer: _LinearLayer) -> None:
         node.input[1] = self._store(weight, node.input[1], node)
         if layer.add is not None:
             position = next(i for i, n in enumerate(layer.add.input) if n in self.stored)
@@ -235,7 +235,7 @@ class _Folding:
             node.input.append(self._store(bias, name, node))
 
     def _store(self, value: Array, name: str, reader: NodeProto) -> str:
-        """Store a folded tensor under a name of its own: the old one may have other readers."""
+        """Store a folded tensor under a name of its own, since the old one may have other readers."""
         fresh = unique(f"{name}_folded", self.taken)
         self.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), fresh))
         self.stored[fresh] = self.graph.initializer[-1]
@@ -243,18 +243,18 @@ class _Folding:
         return fresh
 
     def _drop(self, norm: NodeProto, *, keep_output: bool) -> None:
-        """Forget a folded node; its own output may be another node's now."""
+        """Mark a folded node as removed; its own output may be another node's now."""
         if keep_output:
             norm.output[0] = unique(f"{norm.output[0]}/folded", self.taken)
         self.dropped.add(norm.output[0])
 
 
-def _said(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm:
+def _folded_norm(mean: Array, std: Array, *, before: bool = False) -> FoldedNorm:
     return FoldedNorm(mean.astype(np.float32), std.astype(np.float32), before)
 
 
 def _channels(node: NodeProto, shape: Sequence[int], *, inputs: bool) -> int:
-    """How many input or output channels a layer's stored weight has."""
+    """Return the number of input or output channels of a layer's stored weight."""
     facts = attributes(node)
     groups = int(facts.get("group", 1))
     if node.op_type == "Conv":
@@ -266,7 +266,7 @@ def _channels(node: NodeProto, shape: Sequence[int], *, inputs: bool) -> int:
 
 
 def _factor_view(node: NodeProto, shape: Sequence[int], factor: Array) -> Array:
-    """One factor per output channel, shaped so that it multiplies the stored weight."""
+    """Return one factor per output channel, shaped so that it multiplies the stored weight."""
     facts = attributes(node)
     if node.op_type == "Conv":
         return factor.reshape(-1, *[1] * (len(shape) - 1))
@@ -279,7 +279,7 @@ def _factor_view(node: NodeProto, shape: Sequence[int], factor: Array) -> Array:
 
 
 def _input_views(node: NodeProto, shape: Sequence[int], values: Array) -> Array:
-    """One value per input channel, shaped so that it multiplies the stored weight of a Conv or Gemm."""
+    """Return one value per input channel, shaped so that it multiplies the stored weight of a Conv or Gemm."""
     facts = attributes(node)
     if node.op_type == "Gemm":
         return values.reshape(1, -1) if facts.get("transB", 0) else values.reshape(-1, 1)

@@ -34,13 +34,13 @@ _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUnif
 def fold(
     node: NodeProto, small: Mapping[str, Array], opsets: Mapping[str, int], *, weights_stay: bool, limit: int = LARGEST
 ) -> dict[str, Array] | None:
-    """The values of a node all of whose inputs are small constants, or None.
+    """Return the values of a node all of whose inputs are small constants, or None.
 
     Args:
         node: any.
         small: name -> value of the constants that may be folded.
         opsets: domain -> version.
-        weights_stay: do not move elements of stored float tensors around: they are weights, planned where they are.
+        weights_stay: leave stored float tensors as they are: they are weights, planned as they are stored.
         limit: the most elements of a result.
     """
     if node.op_type not in _FOLDED or node.domain not in ("", "ai.onnx"):
@@ -53,7 +53,7 @@ def fold(
 def evaluated(
     node: NodeProto, known: Mapping[str, Array], opsets: Mapping[str, int], *, limit: int
 ) -> dict[str, Array] | None:
-    """The values of a node of any operator that gives the same on every run, or None.
+    """Return the values of a deterministic node of any operator, or None.
 
     Args:
         node: of the standard domain; None for every other, and where an input is not `known`.
@@ -84,7 +84,7 @@ def evaluated(
 
 
 def is_view(node: NodeProto) -> bool:
-    """Whether a node gives the same elements in another shape or type."""
+    """Return True if a node returns the same elements in another shape or type."""
     return node.op_type in _VIEWS and node.domain in ("", "ai.onnx")
 
 
@@ -93,7 +93,7 @@ def _is_weight(value: Array) -> bool:
 
 
 def _result_size(node: NodeProto, values: list[Array | None]) -> float:
-    """How many elements a node makes, where that is more than its inputs have."""
+    """Return the number of elements of a node's result, where that is more than its inputs have."""
     first, second = (np.asarray(value) if value is not None else np.zeros(0) for value in (*values, None, None)[:2])
     if node.op_type == "ConstantOfShape":
         return math.prod(float(n) for n in first.reshape(-1))

@@ -1,4 +1,4 @@
-"""Stored tensors that are only rearranged before they are read, and slices that take everything."""
+"""Stored tensors that are only rearranged before they are read, and slices that keep everything."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _REARRANGING = frozenset({"Slice", "Split", "Concat", "Transpose", "Reshape", "S
 def rearranged(
     node: NodeProto, stored: Mapping[str, TensorProto], opsets: Mapping[str, int], weights: Mapping[str, Array]
 ) -> dict[str, Array] | None:
-    """The results of a node that only moves stored values, whatever their size, or None.
+    """Return the results of a node that only moves stored values, whatever their size, or None.
 
     A module reads a part of a packed weight (attention's queries), or arranges several (a recurrent layer's gates),
     before it marks what it reads: the mark belongs on a stored tensor. `weights` has the values that `stored` lacks.
@@ -30,7 +30,7 @@ def rearranged(
 
 
 def takes_all(node: NodeProto, small: Mapping[str, Array]) -> bool:
-    """Whether a Slice takes everything (`x[:, 0]` is traced with one)."""
+    """Return True if a Slice keeps everything (`x[:, 0]` is traced with one)."""
     if (
         node.op_type != "Slice"
         or node.domain not in ("", "ai.onnx")

@@ -1,4 +1,4 @@
-"""An If whose condition is a constant: its branch takes its place."""
+"""Replace an If whose condition is a constant by its branch."""
 
 import math
 from collections import deque
@@ -19,7 +19,7 @@ from onnx_backend.proto.subgraphs import bodies, rename_reads
 def decide_inside(
     node: NodeProto, small: Mapping[str, npt.NDArray[Any]], opsets: Mapping[str, int], taken: set[str]
 ) -> None:
-    """Do so for every If in the bodies of a node, in place: onnxruntime 1.31 crashes on one in the branch of another.
+    """Inline decided Ifs in the bodies of a node, in place: onnxruntime 1.31 crashes on one in another's branch.
 
     Args:
         node: an If, Loop or Scan.
@@ -48,7 +48,7 @@ def decide_inside(
 
 
 def taken_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[list[NodeProto], list[TensorProto]]:
-    """The nodes and stored tensors of the branch that is taken; its outputs bear the names of the If's.
+    """Return the nodes and stored tensors of the chosen branch, its outputs under the names of the If's.
 
     Args:
         node: an If.

@@ -1,4 +1,4 @@
-"""Simplifying a model: constants that are computed from constants, branches that are decided, ops that change nothing.
+"""Simplify a model: compute constants from constants, inline decided branches, remove ops that change nothing.
 
 Small values only (bounds, axes, shapes). In a traced model a weight is never touched, so that every mark keeps its
 initializer; in a user's file, views of weights are folded too, so that every weight is seen as stored.
@@ -46,44 +46,50 @@ def simplify(
 
     Args:
         model: traced with marks; or unmarked, which is changed in place.
-        types: what is known of an unmarked model's tensors; None for a traced model, which declares them.
-        weights: the values of those stored tensors that a traced model has only stubs of; takes in what they become.
+        types: the known types of an unmarked model's tensors; None for a traced model, which declares them.
+        weights: the values of stored tensors that a traced model has only stubs of; updated with what they become.
 
     Returns:
         A copy of a traced model, or the unmarked model itself.
     """
     if types is None:
         result = ModelProto()
-        # what a function computes is simplified where it is called
+        # functions are simplified where they are called
         result.CopyFrom(onnx.inliner.inline_local_functions(model) if model.functions else model)
     else:
         result = model
     lift_constants(result)
     graph = result.graph
-    walk = _Walk(result, types, {} if weights is None else weights)
+    simplifier = _Simplifier(result, types, {} if weights is None else weights)
     pending = deque(graph.node)
     while pending:
         node = pending.popleft()
-        rename_inputs([node], walk.bypassed)
-        branch = walk.decided(node)
+        rename_inputs([node], simplifier.bypassed)
+        branch = simplifier.decided(node)
         if branch is None:
-            walk.visit(node)
+            simplifier.visit(node)
         else:
             pending.extendleft(reversed(branch))
-    kept = _without_last_identities(walk.kept, walk) if types is None else read_at_last(walk.kept, walk.outputs)
+    kept = (
+        _without_last_identities(simplifier.kept, simplifier)
+        if types is None
+        else read_at_last(simplifier.kept, simplifier.outputs)
+    )
     replace_nodes(graph, kept)
     join_splits(graph)
     drop_unused_initializers(graph)
     return result
 
 
-def _without_last_identities(nodes: list[NodeProto], walk: "_Walk") -> list[NodeProto]:
-    """The nodes of a traced model without an Identity (a Dropout) that only gives an output its name."""
+def _without_last_identities(nodes: list[NodeProto], simplifier: "_Simplifier") -> list[NodeProto]:
+    """Return the nodes of a traced model without Identities (Dropouts) that only name an output."""
     made = {name for node in nodes for name in node.output}
     renamed = {
         node.input[0]: node.output[0]
         for node in nodes
-        if node.op_type == "Identity" and node.output[0] in walk.outputs and node.input[0] in made - walk.outputs
+        if node.op_type == "Identity"
+        and node.output[0] in simplifier.outputs
+        and node.input[0] in made - simplifier.outputs
     }
     last = set(renamed.values())
     kept = [node for node in nodes if not (node.op_type == "Identity" and node.output[0] in last)]
@@ -93,8 +99,8 @@ def _without_last_identities(nodes: list[NodeProto], walk: "_Walk") -> list[Node
     return kept
 
 
-class _Walk:
-    """What is known while nodes are visited in order."""
+class _Simplifier:
+    """The state of a simplification while nodes are visited in order."""
 
     def __init__(self, model: ModelProto, types: Types | None, weights: MutableMapping[str, npt.NDArray[Any]]) -> None:
         self.graph, self.own, self.weights = model.graph, types is not None, weights
@@ -109,7 +115,7 @@ class _Walk:
         self.taken: set[str] | None = None
 
     def decided(self, node: NodeProto) -> list[NodeProto] | None:
-        """The nodes of the branch that an If with a constant condition takes, or None."""
+        """Return the nodes of the branch that an If with a constant condition chooses, else None."""
         if node.op_type != "If" or not node.input or node.input[0] not in self.small:
             return None
         nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
@@ -118,7 +124,7 @@ class _Walk:
         return nodes
 
     def _taken(self) -> set[str]:
-        """Every name of the model."""
+        """Return every name of the model."""
         if self.taken is None:
             self.taken = names_in(self.graph)
         return self.taken
@@ -133,7 +139,7 @@ class _Walk:
         if node.op_type == "CastLike":
             self._to_cast(node)
         computed = fold(node, self.small, self.opsets, weights_stay=self.own, limit=_LARGEST_MASK)
-        self.small.update(computed or {})  # a mask is made in several steps
+        self.small.update(computed or {})  # a mask is computed in several steps
         folded = self._static_shape(node) or (None if self.computed_sites.intersection(node.output) else computed)
         if folded is None:
             folded = (
@@ -151,7 +157,7 @@ class _Walk:
             self._note_type(node)
 
     def _note_type(self, node: NodeProto) -> None:
-        """What comes out of an inlined function body has no declared type; these ops keep that of their input."""
+        """Record the type of a result that an inlined function left undeclared; these ops keep that of their input."""
         if node.op_type in _SAME_TYPE and node.output[0] not in self.types:
             self.types[node.output[0]] = (self._dtype(node.input[0]), None)
 
@@ -174,7 +180,7 @@ class _Walk:
         return self.types.get(name, ("", None))[0]
 
     def _static_shape(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
-        """The value of a Shape node whose input has no dynamic dimension in the range it asks for."""
+        """Return the value of a Shape node whose input has no dynamic dimension in the range it reads."""
         if node.op_type != "Shape" or node.domain not in ("", "ai.onnx"):
             return None
         name = node.input[0]
@@ -188,7 +194,7 @@ class _Walk:
         return {node.output[0]: np.array(dims, np.int64)}
 
     def _view_of_weight(self, node: NodeProto) -> dict[str, npt.NDArray[Any]] | None:
-        """A weight of any size that is stored in another shape or type than it is used in."""
+        """Return a weight of any size in the shape or type that a view node turns it into, else None."""
         if not is_view(node) or not node.input or node.input[0] not in self.stored:
             return None
         source = self.stored[node.input[0]]
@@ -205,7 +211,7 @@ class _Walk:
         return None if shape is None else {node.output[0]: value.reshape(shape)}
 
     def _shape_of_view(self, node: NodeProto, value: npt.NDArray[Any]) -> tuple[int, ...] | None:
-        """Let the small fold say the shape, of a small stand-in that has as many dimensions of the same sizes."""
+        """Return the shape that a view node produces, found by folding a small stand-in of the same shape."""
         if value.size == 0 or any(name and name not in self.small for name in node.input[1:]):
             return None
         stand_in = np.broadcast_to(np.zeros(1, np.float32), value.shape)
@@ -223,7 +229,7 @@ class _Walk:
         node.attribute.append(helper.make_attribute("to", code))
 
     def _changes_nothing(self, node: NodeProto) -> bool:
-        """Whether a node is Identity, times 1, or a Cast to the type its input has (`copy_` is traced as one)."""
+        """Return True for Identity, times 1, or a Cast to the type its input has (`copy_` is traced as one)."""
         if node.domain not in ("", "ai.onnx") or not node.output or node.output[0] in self.outputs:
             return False
         if node.op_type in ("Mul", "Div"):  # the scales of an ELU, the beta of a Softplus
@@ -287,12 +293,12 @@ def _as_split(
 
 
 def _marks_output(mark: NodeProto) -> bool:
-    """Whether a mark names a tensor that is computed; folded, it would pass for a stored one of the module."""
+    """Return True if a mark names a computed tensor; folded, it would pass for a stored one of the module."""
     return port_of(str(attributes(mark)["key"])).startswith("output")
 
 
 def _drop_bias_of_zeros(node: NodeProto, small: dict[str, npt.NDArray[Any]]) -> None:
-    """A convolution without a bias is traced with one of zeros."""
+    """Remove the bias of zeros with which a convolution without a bias is traced."""
     is_conv = node.op_type in ("Conv", "ConvTranspose") and len(node.input) == 3
     if is_conv and node.input[2] in small and not small[node.input[2]].any():
         del node.input[2]

@@ -1,4 +1,4 @@
-"""The file of weights beside an exported model: named by what it holds, so that an old model keeps its own.
+"""The file of weights beside an exported model, named by its content, so that an old model keeps its own.
 
 The model says the size and the hashes of its data file. Opening holds the size and a sample of its pages against that,
 which finds a file that is cut short or another model's in milliseconds; `whole` reads everything, for single bits.
@@ -19,17 +19,17 @@ _PAGE, _PAGES = 4096, 4096  # a sample; a file of up to 16 MiB is read whole
 
 
 def facts_of(path: Path) -> dict[str, str | int]:
-    """What a model says of its data file: `bytes`, `sha256`, and `sample_sha256` of a sample of its pages."""
+    """Return what a model records of its data file: `bytes`, `sha256`, and `sample_sha256` of a sample of its pages."""
     return {"bytes": path.stat().st_size, "sha256": _hash(path), "sample_sha256": _sample_hash(path)}
 
 
 def name_of(model: Path, sha256: str) -> str:
-    """The name of a model's data file: `model.onnx` -> `model.onnx.0123456789abcdef.data`."""
+    """Return the name of a model's data file: `model.onnx` -> `model.onnx.0123456789abcdef.data`."""
     return f"{model.name}.{sha256[:16]}.data"
 
 
 def data_files(model: Path) -> set[Path]:
-    """The data files of this model's name that stand beside it, also those of models that were there before."""
+    """Return the data files beside a model that bear its name, those of earlier exports included."""
     name = re.compile(rf"{re.escape(model.name)}\.[0-9a-f]{{16}}\.data")
     found = (entry for entry in model.parent.iterdir() if name.fullmatch(entry.name))
     return {entry for entry in found if entry.is_file() and not entry.is_symlink()}
@@ -50,12 +50,12 @@ def require_data(model: ModelProto, path: Path, *, whole: bool = False) -> None:
     if text is None:
         return
     try:
-        said = json.loads(text)
-        file = path.parent / said["file"]
-        wanted = [said["bytes"], said["sample_sha256"], said["sha256"]]
+        recorded = json.loads(text)
+        file = path.parent / recorded["file"]
+        wanted = [recorded["bytes"], recorded["sample_sha256"], recorded["sha256"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileFormatError(f"{path} is damaged: its {DATA_KEY} cannot be read; export the model again") from error
-    if said["file"] not in _locations(model.graph.initializer):
+    if recorded["file"] not in _locations(model.graph.initializer):
         return  # another tool has stored the weights elsewhere since
     remedy = "an export was interrupted or one file was replaced; copy both files again, or export again"
     if not file.is_file():
@@ -77,7 +77,7 @@ def _hash(path: Path) -> str:
 
 
 def _sample_hash(path: Path) -> str:
-    """The hash of the first bytes of evenly spaced pages, the last one included."""
+    """Return the hash of the first bytes of evenly spaced pages, the last one included."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         pages = -(-file.seek(0, 2) // _PAGE)

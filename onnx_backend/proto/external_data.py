@@ -1,4 +1,4 @@
-"""Weights that an ONNX file keeps in other files: never from outside its folder, and the large ones read when wanted.
+"""Weights that an ONNX file keeps in other files: only in its own folder, and large ones are read on demand.
 
 Inside this process an opened model refers to a large weight by the absolute path of its file, with a stamp of what that
 file was. A file that is no longer the same is refused, so that a sim never mixes the weights of two models.
@@ -57,7 +57,7 @@ def read_external_data(model: ModelProto, path: Path, *, inline: int = INLINE) -
 
 
 def refer(tensor: TensorProto, file: Path, offset: int, length: int) -> None:
-    """Let a tensor of this process refer to a part of a file."""
+    """Make a tensor refer to a part of a file that this process has opened."""
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
@@ -67,12 +67,12 @@ def refer(tensor: TensorProto, file: Path, offset: int, length: int) -> None:
 
 
 def is_reference(tensor: TensorProto) -> bool:
-    """Whether a tensor refers to a file that this process has opened."""
+    """Return True if a tensor refers to a file that this process has opened."""
     return tensor.data_location == TensorProto.EXTERNAL and _facts(tensor).get(_STAMP, "").startswith(_PROCESS)
 
 
 def reference(tensor: TensorProto) -> tuple[Path, int, int]:
-    """The file, offset and length that a reference names.
+    """Return the file, offset and length that a reference names.
 
     Raises:
         FileFormatError: it is no reference of this process, or its file is another one by now.
@@ -93,14 +93,14 @@ def reference(tensor: TensorProto) -> tuple[Path, int, int]:
 
 
 def array(tensor: TensorProto) -> npt.NDArray[Any]:
-    """The value of a stored tensor (ml_dtypes' own types for 2 and 4 bits and minifloats)."""
+    """Return the value of a stored tensor, also one in a file; 2 and 4 bits and minifloats in ml_dtypes' types."""
     if tensor.data_location == TensorProto.EXTERNAL:
         return external_array(tensor)
     return np.asarray(numpy_helper.to_array(tensor))
 
 
 def external_array(tensor: TensorProto) -> npt.NDArray[Any]:
-    """The value of a tensor that refers to a file; of whole bytes, it is the file's memory and no copy.
+    """Return the value of a tensor that refers to a file; whole bytes are mapped from the file, not copied.
 
     Raises:
         FileFormatError: the file is another one by now.
@@ -117,7 +117,7 @@ def external_array(tensor: TensorProto) -> npt.NDArray[Any]:
 
 
 def bytes_of(data_type: int, dims: Sequence[int]) -> int:
-    """How many bytes a tensor of this type and shape has in a file; 0 for strings and unknown types."""
+    """Return the number of bytes of a tensor of this type and shape in a file; 0 for strings and unknown types."""
     try:
         bits = BITS.get(data_type) or 8 * int(np.dtype(helper.tensor_dtype_to_np_dtype(data_type)).itemsize)
     except KeyError:
@@ -126,7 +126,7 @@ def bytes_of(data_type: int, dims: Sequence[int]) -> int:
 
 
 def files_read(model: ModelProto) -> set[Path]:
-    """The files that a model's references name."""
+    """Return the files that a model's references name."""
     return {Path(_facts(tensor)["location"]) for tensor in model.graph.initializer if is_reference(tensor)}
 
 
@@ -168,7 +168,7 @@ def _tensors_of(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _place(tensor: TensorProto, path: Path) -> tuple[Path, int, int]:
-    """The file, offset and length of an external tensor, checked."""
+    """Return the file, offset and length of an external tensor, checked."""
     facts = _facts(tensor)
     location = facts.get("location", "")
     named = f"{path} keeps the weight {tensor.name!r} in the file {location!r}"
@@ -192,7 +192,7 @@ def _place(tensor: TensorProto, path: Path) -> tuple[Path, int, int]:
 
 
 def _beside(path: Path, location: str, named: str) -> Path:
-    """The file of this location in the model's folder; links are followed, but not out of it."""
+    """Return the file at this location in the model's folder; links are followed, but not out of it."""
     folder = path.parent.resolve()
     try:
         file = (folder / location).resolve()

@@ -1,4 +1,4 @@
-"""Questions about a graph: its inputs, its stored tensors, who produces and who reads a tensor, free names."""
+"""Questions about a graph: inputs, stored tensors, producers and consumers of a tensor, unused names."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -8,24 +8,24 @@ from onnx_backend.proto.subgraphs import all_nodes, names_of, reads
 
 
 def is_quantized(model: ModelProto) -> bool:
-    """Whether a node of the model, at any depth, quantizes or dequantizes, or multiplies integers."""
+    """Return True if a node of the model, at any depth, quantizes, dequantizes or multiplies integers."""
     bodies = (model.graph.node, *(function.node for function in model.functions))
     names = {node.op_type for body in bodies for node in all_nodes(body)}
     return any("quant" in name.lower() or name.endswith("Integer") or name.startswith("QLinear") for name in names)
 
 
 def initializers(graph: GraphProto) -> dict[str, TensorProto]:
-    """Name -> stored tensor."""
+    """Return name -> stored tensor."""
     return {tensor.name: tensor for tensor in graph.initializer}
 
 
 def producers(nodes: Iterable[NodeProto]) -> dict[str, NodeProto]:
-    """Tensor name -> the node that makes it."""
+    """Return tensor name -> the node that computes it."""
     return {name: node for node in nodes for name in node.output if name}
 
 
 def consumers(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
-    """Tensor name -> the nodes that read it (also inside their bodies), once per reading node."""
+    """Return tensor name -> the nodes that read it (also in their bodies), each node once."""
     found: dict[str, list[NodeProto]] = {}
     for node in nodes:
         for name in reads(node):
@@ -34,18 +34,18 @@ def consumers(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
 
 
 def input_names(graph: GraphProto) -> list[str]:
-    """The inputs that a caller feeds: those that no initializer provides."""
+    """Return the inputs that a caller feeds: those that no initializer provides."""
     stored = {tensor.name for tensor in graph.initializer}
     return [value.name for value in graph.input if value.name not in stored]
 
 
 def names_in(graph: GraphProto) -> set[str]:
-    """Every tensor and node name of a graph, bodies included."""
+    """Return every tensor and node name of a graph, bodies included."""
     return set(names_of(graph))
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Give `name`, numbered if it is taken, and remember it as taken."""
+    """Return `name`, numbered if it is taken, and add it to `taken`."""
     fresh, count = name, 0
     while fresh in taken:
         count += 1
@@ -55,7 +55,7 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def read_at_last(nodes: Sequence[NodeProto], outputs: Collection[str]) -> list[NodeProto]:
-    """The nodes whose results reach an output, in their order.
+    """Return the nodes whose results reach an output, in their order.
 
     Args:
         nodes: sorted.

@@ -30,7 +30,7 @@ class Input:
 
 
 def inputs_of(model: ModelProto) -> list[Input]:
-    """The inputs of a model in graph order.
+    """Return the inputs that a caller feeds, in graph order.
 
     Raises:
         ModelError: an input is no tensor that NumPy can hold.
@@ -51,7 +51,7 @@ def inputs_of(model: ModelProto) -> list[Input]:
 
 
 def open_inputs(model: ModelProto) -> dict[str, list[int | None]]:
-    """Give the sizes of the inputs that have an open axis, None for one that is open."""
+    """Return the sizes of the inputs that have an open axis, with None for each open axis."""
     names, found = set(input_names(model.graph)), {}
     for info in model.graph.input:
         if info.name in names and info.type.tensor_type.HasField("shape"):
@@ -63,15 +63,15 @@ def open_inputs(model: ModelProto) -> dict[str, list[int | None]]:
 
 
 def note_example(model: ModelProto, example: Mapping[str, npt.ArrayLike] | None) -> None:
-    """Write the sizes of an example into a model that leaves some open, in place: `to_integer` may need them."""
+    """Note the sizes of an example in a model with open axes, in place: `to_integer` may need them."""
     if example is not None and open_inputs(model):
         set_properties(model, {EXAMPLE: example_text({name: np.shape(value) for name, value in example.items()})})
 
 
 def noted_example(model: ModelProto) -> dict[str, list[int]]:
-    """Give the sizes of the example for the inputs that leave some open; none where the file says none that fit."""
-    said = {entry.key: entry.value for entry in model.metadata_props}.get(EXAMPLE, "")
-    found, wanted = example_sizes(said), open_inputs(model)
+    """Return the sizes of the example for inputs with an open axis; nothing if the file notes none that fit."""
+    text = {entry.key: entry.value for entry in model.metadata_props}.get(EXAMPLE, "")
+    found, wanted = example_sizes(text), open_inputs(model)
     for name, known in wanted.items():
         given = found.get(name, [])
         if len(given) != len(known) or any(own not in (None, size) for own, size in zip(known, given, strict=True)):

@@ -1,4 +1,4 @@
-"""Large stored tensors outside their model: each is made piece by piece while it is written, and never held whole."""
+"""Large stored tensors outside their model: each is computed piece by piece while it is written, never held whole."""
 
 import math
 import mmap
@@ -38,7 +38,7 @@ class Lowered:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the large tensors."""
+        """Return the bytes of the large tensors."""
         return sum(self.large[tensor.name].nbytes for tensor in self.model.graph.initializer if is_stub(tensor))
 
 
@@ -62,11 +62,11 @@ class LargeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a file, 2 and 4 bits packed."""
+        """Return the bytes of the tensor in a file, 2 and 4 bits packed."""
         return bytes_of(self.data_type, self.dims)
 
     def parts(self) -> Iterator[Array]:
-        """Its rows in order, a few at a time."""
+        """Yield the rows of the tensor in order, a few at a time."""
         source, per_row = self.source(), max(math.prod(self.dims[1:]), 1)
         step = self.step if self.data_type not in BITS or per_row % 4 == 0 else math.lcm(self.step, 4)
         count = max(PIECE // per_row // step, 1) * step
@@ -75,23 +75,23 @@ class LargeTensor:
             release(source)
 
     def pieces(self) -> Iterator[bytes]:
-        """Its bytes in order, as ONNX stores them."""
+        """Yield the bytes of the tensor in order, as ONNX stores them."""
         for part in self.parts():
             yield numpy_helper.from_array(np.ascontiguousarray(part)).raw_data
 
     def value(self) -> Array:
-        """The whole of it."""
+        """Return the whole tensor."""
         if not is_large(self.dims):  # it may have no axis, or nothing along it
             return self.part(self.source(), 0, self.dims[0] if self.dims else 1)
         return np.concatenate(list(self.parts()))
 
     def stub(self, name: str) -> TensorProto:
-        """What stands for it in a model until it is written: name, type and shape."""
+        """Return a placeholder for the tensor (name, type and shape) for the model until it is written."""
         return as_stub(name, self.data_type, self.dims)
 
 
 def release(values: Array) -> None:
-    """Let go of the memory into which a file was mapped for an array; it is read anew where it is needed again."""
+    """Release the memory into which a file was mapped for an array; it is read anew if it is needed again."""
     owner: Any = values
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -100,23 +100,23 @@ def release(values: Array) -> None:
 
 
 def as_stored(tensor: TensorProto) -> LargeTensor:
-    """A tensor as it is, taken from its model or its file when it is wanted."""
+    """Return a tensor as it is, read from its model or its file on demand."""
     return LargeTensor(tensor.data_type, tuple(tensor.dims), lambda: array(tensor), _rows)
 
 
 def as_stored_in(model: ModelProto) -> dict[str, LargeTensor]:
-    """The large stored tensors of a model as they are, by name."""
+    """Return the large stored tensors of a model as they are, by name."""
     wanted = (t for t in model.graph.initializer if is_large(t.dims) and not is_stub(t))
     return {tensor.name: as_stored(tensor) for tensor in wanted}
 
 
 def from_source(source: Callable[[], Array], dims: Sequence[int]) -> LargeTensor:
-    """The float32 values of this shape that `source` gives when they are wanted."""
+    """Return a float32 tensor of this shape whose values `source` returns on demand."""
     return LargeTensor(TensorProto.FLOAT, tuple(dims), source, _rows)
 
 
 def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, LargeTensor]:
-    """The stubs of a model as the arrays that `weights` holds, each asked for when it is wanted."""
+    """Return the stubs of a model as large tensors whose values `weights` holds, each looked up on demand."""
     return {
         tensor.name: LargeTensor(tensor.data_type, tuple(tensor.dims), partial(weights.__getitem__, tensor.name), _rows)
         for tensor in model.graph.initializer
@@ -125,7 +125,7 @@ def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, Large
 
 
 def narrowed(values: LargeTensor, data_type: int) -> LargeTensor:
-    """The same values in float16 or bfloat16; what overflows becomes infinite."""
+    """Return the same values in float16 or bfloat16; what overflows becomes infinite."""
     dtype = helper.tensor_dtype_to_np_dtype(data_type)
 
     def part(source: Array, first: int, last: int) -> Array:
@@ -136,7 +136,7 @@ def narrowed(values: LargeTensor, data_type: int) -> LargeTensor:
 
 
 def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
-    """The codes of float values that are stored as they are, transposed by `permutation`.
+    """Return the codes of stored float values, transposed by `permutation`.
 
     Raises:
         ValueError: the encoding does not fit their shape.
@@ -146,7 +146,7 @@ def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int
 
 
 def on_grid(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
-    """What the codes that `quantized` gives stand for, in float32.
+    """Return the float32 values that the codes of `quantized` stand for.
 
     Raises:
         ValueError: the encoding does not fit their shape.
@@ -176,7 +176,7 @@ def _on_grid(
 
 
 def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:
-    """Hold the shape of an encoding's scales against a tensor's.
+    """Refuse an encoding whose scales do not fit the shape of a tensor.
 
     Raises:
         ValueError: they do not fit.
@@ -194,7 +194,7 @@ def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:
 
 
 def fake_quantized(encoding: Encoding, values: Array) -> npt.NDArray[np.float32]:
-    """Values moved to the nearest points of their grid."""
+    """Return the values moved to the nearest points of their grid."""
     result = np.empty(values.shape, np.float32)
     for rows, part in rows_of(encoding, values.shape):
         result[rows] = part.fake_quantize(values[rows])
@@ -202,7 +202,7 @@ def fake_quantized(encoding: Encoding, values: Array) -> npt.NDArray[np.float32]
 
 
 def rows_of(encoding: Encoding, dims: Sequence[int]) -> Iterator[tuple[slice | EllipsisType, Encoding]]:
-    """The rows of a tensor along its first axis, a few at a time, each with their encoding."""
+    """Yield the rows of a tensor along its first axis, a few at a time, each with their encoding."""
     if not is_large(dims):
         yield ..., encoding
         return
@@ -214,7 +214,7 @@ def rows_of(encoding: Encoding, dims: Sequence[int]) -> Iterator[tuple[slice | E
 
 
 def _of_rows(encoding: Encoding, lead: int, rank: int, first: int, last: int) -> Encoding:
-    """The encoding of the rows `first` to `last` along the axis `lead`; blocks along it begin at `first`."""
+    """Return the encoding of the rows `first` to `last` along the axis `lead`; blocks along it begin at `first`."""
     if encoding.axis is None or (encoding.block_size is None and encoding.axis % rank != lead):
         return encoding
     where: tuple[slice, ...] = (slice(first, last),)
@@ -260,7 +260,7 @@ def copy_fields(
 
 
 def is_stub(tensor: TensorProto) -> bool:
-    """Whether a tensor only stands for a large one."""
+    """Return True if a tensor is only a placeholder for a large one."""
     return tensor.data_location == TensorProto.EXTERNAL and not tensor.external_data
 
 
@@ -269,5 +269,5 @@ def _rows(values: Array, first: int, last: int, axis: int = 0) -> Array:
 
 
 def as_stub(name: str, data_type: int, dims: Sequence[int]) -> TensorProto:
-    """What stands for a large tensor in a model: it says that the values are elsewhere, and not where."""
+    """Return a placeholder for a large tensor: it records that the values are elsewhere, but not where."""
     return TensorProto(name=name, data_type=data_type, dims=dims, data_location=TensorProto.EXTERNAL)

@@ -20,20 +20,20 @@ _TWO_GIB = 2**31 - 1
 def load(
     source: str | os.PathLike[str] | bytes | ModelProto, *, inline: int = INLINE, whole: bool = False
 ) -> ModelProto:
-    """Give a model of its own from a path, serialized bytes or a proto (copied).
+    """Return a fresh model from a path, serialized bytes or a proto (copied).
 
-    Weights in other files are read, except large ones: of these the model says where they are, and `array` gives them
-    from there, so that the files must stay as they are while the model is in use.
+    Weights in other files are read, except large ones: the model refers to these, and `array` reads them on demand, so
+    that the files must not change while the model is in use.
 
     Args:
         source: a path may have external data beside it.
         inline: external weights of up to so many bytes are read at once.
-        whole: hold all the data of an exported model against its hash, not only a sample.
+        whole: check the hash of the whole data file of an exported model, not only of a sample.
 
     Raises:
-        ConfigError: the source is none of these, but a sim, say.
+        ConfigError: the source is none of these, for example a sim.
         FileFormatError: the file is missing, truncated, or no ONNX model, its data is another model's, its functions
-            have no end, or a node omits an input that its op needs.
+            call themselves, or a node omits an input that its op needs.
     """
     if isinstance(source, ModelProto):
         require_sound(source, "the model")
@@ -44,8 +44,8 @@ def load(
         return _decoded(source, "the given bytes")
     path = path_of(source)
     if not path.is_file():
-        said = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
-        raise FileFormatError(f"{said}; check the path, or export the model first")
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise FileFormatError(f"{problem}; check the path, or export the model first")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -58,7 +58,7 @@ def load(
 
 
 def path_of(source: Any) -> Path:
-    """The path that a user gave for a model.
+    """Return the path that a user gave for a model.
 
     Raises:
         ConfigError: it is something else.
@@ -96,7 +96,7 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
 
 
 def serialized(model: ModelProto) -> bytes:
-    """Give a model's bytes; weights in files are read into them.
+    """Return a model's bytes; weights that lie in files are read into them.
 
     Raises:
         ModelError: the model is larger than 2 GiB.
@@ -108,7 +108,7 @@ def serialized(model: ModelProto) -> bytes:
 
 
 def with_weights(model: ModelProto) -> ModelProto:
-    """The model, or a copy of it that holds the weights that the model leaves in files."""
+    """Return the model, or a copy that holds the weights it leaves in files."""
     if not any(is_reference(tensor) for tensor in model.graph.initializer):
         return model
     found = load(model)

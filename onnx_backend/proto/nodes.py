@@ -1,4 +1,4 @@
-"""Read and change nodes: attributes, metadata, Constant values, marks, and the tensors that a node reads."""
+"""Read and change nodes: attributes, metadata, Constant values, marks, and the names of inputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ MARK_OP = "Quantizer"
 
 
 def is_mark(node: NodeProto) -> bool:
-    """Whether a node marks a site."""
+    """Return True if a node marks a site."""
     return node.domain == MARK_DOMAIN and node.op_type == MARK_OP
 
 
 def attributes(node: NodeProto) -> dict[str, Any]:
-    """Decode a node's attributes to Python values; strings are str, tensors NumPy arrays."""
+    """Return a node's attributes as Python values; strings are str, tensors NumPy arrays."""
     return {attribute.name: _plain(helper.get_attribute_value(attribute)) for attribute in node.attribute}
 
 
@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
 
 
 def constant_tensor(node: NodeProto) -> TensorProto:
-    """The tensor that a Constant node holds, under its output's name.
+    """Return the tensor that a Constant node holds, under its output's name.
 
     Raises:
         ModelError: the node holds strings or a sparse tensor.
@@ -55,7 +55,7 @@ def constant_tensor(node: NodeProto) -> TensorProto:
 
 
 def is_constant(node: NodeProto) -> bool:
-    """Whether a node is a Constant that holds a dense numeric tensor."""
+    """Return True if a node is a Constant that holds a dense numeric tensor."""
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return False
     kind = node.attribute[0].name
@@ -75,14 +75,14 @@ def lift_constants(model: ModelProto) -> None:
 
 
 def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
-    """Put `nodes` in the place of a graph's nodes."""
+    """Replace the nodes of a graph."""
     fresh = list(nodes)
     del graph.node[:]
     graph.node.extend(fresh)
 
 
 def rename_inputs(nodes: Iterable[NodeProto], renamed: Mapping[str, str]) -> None:
-    """Let nodes and their bodies read the new names, in place."""
+    """Rename the tensors that nodes and their bodies read, in place."""
     for node in nodes:
         rename_reads(node, renamed)
 
@@ -96,7 +96,7 @@ def drop_unused_initializers(graph: GraphProto) -> None:
 
 
 def metadata(node: NodeProto) -> dict[str, str]:
-    """A node's metadata."""
+    """Return a node's metadata."""
     return {entry.key: entry.value for entry in node.metadata_props}
 
 

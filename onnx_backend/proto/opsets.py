@@ -13,7 +13,7 @@ _IR_OF_OPSET = {21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
 
 
 def opset_of(model: ModelProto, domain: str = "") -> int:
-    """The imported version of a domain, 0 if it is not imported."""
+    """Return the imported version of a domain, 0 if it is not imported."""
     names = ("", "ai.onnx") if domain == "" else (domain,)
     return max((int(entry.version) for entry in model.opset_import if entry.domain in names), default=0)
 
@@ -28,7 +28,7 @@ def stamp(model: ModelProto, opset: int) -> None:
 
 
 def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
-    """Give the model at opset `least` or above, a copy converted by onnx's own converter and checked.
+    """Return the model at opset `least` or above; a conversion by onnx's own converter is checked.
 
     Raises:
         ModelError: the model is newer than the runtime, or does not survive the conversion.
@@ -52,8 +52,8 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
 
 
 def _carry_metadata(source: ModelProto, target: ModelProto) -> None:
-    """Give converted nodes the metadata that the converter drops; a node is known by its first output."""
-    said = {node.output[0]: node.metadata_props for node in source.graph.node if node.output}
+    """Copy the metadata that the converter drops to converted nodes; a node is known by its first output."""
+    metadata_of = {node.output[0]: node.metadata_props for node in source.graph.node if node.output}
     for node in target.graph.node:
-        if node.output and node.output[0] in said and not node.metadata_props:
-            node.metadata_props.extend(said[node.output[0]])
+        if node.output and node.output[0] in metadata_of and not node.metadata_props:
+            node.metadata_props.extend(metadata_of[node.output[0]])

@@ -1,4 +1,4 @@
-"""What the bytes of a quantized model are spent on."""
+"""How many bytes of a quantized model go to codes, scales, zero points and floats."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from qsdk.core.report import Report
 
 
 def sizes(model: ModelProto) -> Report:
-    """Add up the stored tensors by what they are.
+    """Add up the stored tensors by their role.
 
     Returns:
         Rows `what` (codes, scales, zero points or float leftovers and their like), `dtype`, `tensors`, `bytes`; summary
@@ -38,7 +38,7 @@ def sizes(model: ModelProto) -> Report:
 
 
 def _roles(model: ModelProto) -> dict[str, str]:
-    """Name -> what a Q/DQ node reads it as."""
+    """Return tensor name -> its role at the Q/DQ nodes that read it."""
     roles: dict[str, str] = {}
     for node in all_nodes(model.graph.node):
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):

@@ -1,4 +1,4 @@
-"""What must hold before any tool may open a model: its functions end and fit, and no op lacks an input it needs.
+"""Checks before any tool opens a model: its functions are finite and fit their calls, no op lacks a needed input.
 
 onnx's checker lets all of this pass; onnx's inliner and ONNX Runtime hang on it or end the process.
 """
@@ -149,7 +149,7 @@ def _read_by_schema(node: NodeProto, versions: Mapping[str, int]) -> dict[str, s
 
 
 def _key(function: FunctionProto) -> Key:
-    """What a call names a function by: domain, name and overload."""
+    """Return the key by which a call names a function: domain, name and overload."""
     return function.domain, function.name, function.overload
 
 
@@ -162,7 +162,7 @@ def _called(node: NodeProto) -> Key:
 
 
 def _innermost_first(called: Mapping[Key, Sequence[Key]], where: str) -> list[Key]:
-    """The functions, each behind those that it calls; without recursion, which a chain of calls could exhaust."""
+    """Return the functions, each behind those that it calls; a loop, since a chain of calls could exhaust recursion."""
     done: dict[Key, None] = {}
     for start in called:
         path: dict[Key, Iterator[Key]] = {} if start in done else {start: iter(called[start])}

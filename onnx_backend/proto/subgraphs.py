@@ -1,4 +1,4 @@
-"""The bodies of If, Loop and Scan: what they hold, and what they read from outside."""
+"""The bodies of If, Loop and Scan: their nodes, and the tensors that they read from outside."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,7 +6,7 @@ from onnx import AttributeProto, GraphProto, NodeProto
 
 
 def bodies(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
-    """The graphs that a node carries, with the names of their attributes."""
+    """Yield the graphs that a node carries, with the names of their attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.name, attribute.g
@@ -16,12 +16,12 @@ def bodies(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
 
 
 def has_bodies(node: NodeProto) -> bool:
-    """Whether a node carries graphs."""
+    """Return True if a node carries graphs."""
     return any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute)
 
 
 def captured(node: NodeProto) -> list[str]:
-    """The tensors that a node's bodies read from outside, each once, in order."""
+    """Return the tensors that a node's bodies read from outside, each once, in order."""
     found: dict[str, None] = {}
     for _, graph in bodies(node):
         found.update(dict.fromkeys(_outer(graph)))
@@ -29,7 +29,7 @@ def captured(node: NodeProto) -> list[str]:
 
 
 def reads(node: NodeProto) -> list[str]:
-    """Every tensor that a node reads, by name or in its bodies, each once; absent inputs are left out."""
+    """Return every tensor that a node reads, by name or in its bodies, each once; absent inputs are left out."""
     inner = captured(node) if has_bodies(node) else ()
     return [name for name in dict.fromkeys((*node.input, *inner)) if name]
 
@@ -53,7 +53,7 @@ def _own_names(graph: GraphProto) -> set[str]:
 
 
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Nodes and the nodes of their bodies, at every depth."""
+    """Yield nodes and the nodes of their bodies, at every depth."""
     for node in nodes:
         yield node
         for _, graph in bodies(node):
@@ -61,7 +61,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def names_of(graph: GraphProto) -> Iterator[str]:
-    """Every tensor and node name of a graph and of its bodies."""
+    """Yield every tensor and node name of a graph and of its bodies."""
     for value in (*graph.input, *graph.output, *graph.initializer):
         yield value.name
     for node in graph.node:
@@ -73,7 +73,7 @@ def names_of(graph: GraphProto) -> Iterator[str]:
 
 
 def rename_reads(node: NodeProto, renamed: Mapping[str, str]) -> None:
-    """Let a node, and its bodies where a name comes from outside, read the new names, in place."""
+    """Rename the tensors that a node reads, also in its bodies where a name comes from outside, in place."""
     for position, name in enumerate(node.input):
         if name in renamed:
             node.input[position] = renamed[name]

@@ -1,4 +1,4 @@
-"""Changing the stored tensors of a sim's model: a snapshot costs no more than what is changed after it."""
+"""Changes to the stored tensors of a sim's model; a snapshot costs no more than what is changed after it."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -15,27 +15,27 @@ from qsdk.core.errors import ModelError
 
 
 class HeldWeights:
-    """The stored tensors of a model as they were at one moment: those that were changed since, copied just before."""
+    """The stored tensors of a model at one moment: those that were changed since, copied just before."""
 
     def __init__(self) -> None:
         self.before: dict[str, TensorProto] = {}
 
 
 class ChangedWeights:
-    """Writes stored tensors of a model that belongs to one sim; the user's file and other models stay as they are."""
+    """The stored tensors of one sim's model and the changes to them; the user's file stays as it is."""
 
     def __init__(self, model: ModelProto) -> None:
         self._model = model
         self._held: weakref.WeakSet[HeldWeights] = weakref.WeakSet()
 
     def hold(self) -> HeldWeights:
-        """What `put_back` takes: it keeps a tensor only from the moment that another one takes its place."""
+        """Return a snapshot for `put_back`; it copies a tensor only just before that is replaced."""
         held = HeldWeights()
         self._held.add(held)
         return held
 
     def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give stored float tensors, by name, other values of the same shape.
+        """Replace stored float tensors, by name, by other values of the same shape.
 
         Raises:
             ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
@@ -45,10 +45,10 @@ class ChangedWeights:
         self._replace(stored, written)
 
     def put_back(self, held: HeldWeights) -> None:
-        """Give every stored tensor the bytes that it had.
+        """Restore the stored tensors of a snapshot.
 
         Raises:
-            ModelError: they were those of another model.
+            ModelError: the snapshot is of another model.
         """
         if held not in self._held:
             raise ModelError(
@@ -57,24 +57,24 @@ class ChangedWeights:
         self._replace(initializers(self._model.graph), dict(held.before))
 
     def files_read(self) -> Iterator[Path]:
-        """The files that hold tensors which can be put back."""
+        """Yield the files that hold tensors which can be put back."""
         for held in self._held:
             yield from (reference(tensor)[0] for tensor in held.before.values() if is_reference(tensor))
 
     def _replace(self, stored: Mapping[str, TensorProto], by: Mapping[str, TensorProto]) -> None:
         for name, tensor in by.items():
-            waiting = [held for held in self._held if name not in held.before]
-            if waiting:
+            lacking = [held for held in self._held if name not in held.before]
+            if lacking:
                 before = TensorProto()
                 before.CopyFrom(stored[name])
-                for held in waiting:
+                for held in lacking:
                     held.before[name] = before
             stored[name].CopyFrom(tensor)
 
 
-def _tensor(name: str, value: npt.NDArray[Any], there: TensorProto | None) -> TensorProto:
-    if there is None or there.data_type != TensorProto.FLOAT:
+def _tensor(name: str, value: npt.NDArray[Any], current: TensorProto | None) -> TensorProto:
+    if current is None or current.data_type != TensorProto.FLOAT:
         raise ModelError(f"the model stores no float32 tensor of the name {name!r}; only those can be changed")
-    if tuple(there.dims) != value.shape:
-        raise ModelError(f"{name} has the shape {tuple(there.dims)}, not {value.shape}")
+    if tuple(current.dims) != value.shape:
+        raise ModelError(f"{name} has the shape {tuple(current.dims)}, not {value.shape}")
     return numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name)

@@ -1,4 +1,4 @@
-"""A model without its large weights: what shape inference and the version converter need, and cheap to copy."""
+"""A copy of a model without its large weights: enough for shape inference and the version converter, and cheap."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ Types = Mapping[str, tuple[str, Shape | None]]
 
 
 def is_large(dims: Sequence[int]) -> bool:
-    """Whether a stored tensor of this shape is a large one."""
+    """Return True if a stored tensor of this shape counts as large."""
     return math.prod(dims) > LARGE
 
 
 def skeleton(model: ModelProto, *, value_info: bool = True) -> ModelProto:
-    """Copy a model, each large weight replaced by a graph input of its name, type and shape."""
+    """Return a copy of a model, each large weight replaced by a graph input of its name, type and shape."""
     light = ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -43,7 +43,7 @@ def skeleton(model: ModelProto, *, value_info: bool = True) -> ModelProto:
 
 
 def checkable(model: ModelProto) -> ModelProto:
-    """A skeleton that onnx's checker can judge: outputs whose shape nothing tells get one, which it insists on."""
+    """Return a skeleton for onnx's checker, which insists on shapes: outputs of unknown shape get an empty one."""
     light = skeleton(model)
     for value in light.graph.output:
         if _lacks_shape(value):
@@ -56,7 +56,7 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def refilled(light: ModelProto, model: ModelProto) -> ModelProto:
-    """Give `model` the nodes and small weights of a changed skeleton of it, in place; its large weights stay."""
+    """Put the nodes and small weights of a changed skeleton back into its model, in place; large weights stay."""
     kept = [index for index, tensor in enumerate(model.graph.initializer) if not is_large(tensor.dims)]
     for index in reversed(kept):
         del model.graph.initializer[index]
@@ -70,7 +70,7 @@ def refilled(light: ModelProto, model: ModelProto) -> ModelProto:
 
 
 def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tuple[str, Shape | None]]:
-    """Tensor name -> dtype and shape, where they can be inferred; inside bodies too.
+    """Return tensor name -> dtype and shape, where they can be inferred; inside bodies too.
 
     Args:
         model: standard ONNX, without marks.
@@ -97,7 +97,7 @@ def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tup
 
 
 def declared_types(graph: onnx.GraphProto) -> dict[str, tuple[str, Shape | None]]:
-    """Tensor name -> dtype and shape, as a graph itself declares them."""
+    """Return tensor name -> dtype and shape, as the graph itself declares them."""
     found: dict[str, tuple[str, Shape | None]] = {}
     _collect(graph, found)
     return found
@@ -129,7 +129,7 @@ def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 @cache
 def dtype_name(code: int) -> str:
-    """The NumPy-style name of a TensorProto type, `str` for strings and "" for a code that ONNX does not know."""
+    """Return the NumPy-style name of a TensorProto type, `str` for strings and "" for a code unknown to ONNX."""
     if code == TensorProto.STRING:
         return "str"
     try:

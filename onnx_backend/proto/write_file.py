@@ -1,4 +1,4 @@
-"""Writing an ONNX file without ever holding it: large tensors are streamed, into the file or into one beside it."""
+"""Write an ONNX file without ever holding it: large tensors are streamed, into the file or into one beside it."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def write_file(
     companions: Mapping[Path, str] | None = None,
     in_use: Collection[Path] = (),
 ) -> list[Path]:
-    """Write a model and its companions so that at any moment the old files stand or the new ones.
+    """Write a model and its companions so that at any moment either the old files stand or the new ones.
 
     The model is renamed into place last. Data files of earlier models of its name are removed after that.
 
@@ -37,9 +37,9 @@ def write_file(
         path: of the model.
         model: with stubs for large tensors; its metadata is changed.
         large: by name.
-        external_data: whether large tensors stand in a file beside it; None where one file cannot hold them.
+        external_data: True to keep large tensors in a file beside it; None for only where one file cannot hold them.
         companions: texts by path.
-        in_use: files that are still read from and not to be removed.
+        in_use: files that are still read, which are not removed.
 
     Returns:
         The paths that were written: the model, its companions, its data file.
@@ -61,7 +61,7 @@ def write_file(
             temporary, data = _staged_data(stage, model, outside)
             kept.add(data)
             outside = {}
-            if data not in in_use:  # else it holds the same, and whoever reads it goes on
+            if data not in in_use:  # else it holds the same bytes, and its readers are not disturbed
                 renames.insert(0, (temporary, data))
         renames.append((stage.write(lambda temporary: _write_message(temporary, model, outside)), stage.target))
         stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
@@ -69,7 +69,7 @@ def write_file(
 
 
 def places_of(tensors: Mapping[str, LargeTensor]) -> dict[str, tuple[int, int]]:
-    """Name -> offset and length in a data file that holds these tensors in order."""
+    """Return name -> offset and length in a data file that holds these tensors in order."""
     found, end = {}, 0
     for name, tensor in tensors.items():
         start = end + -end % _ALIGNMENT
@@ -89,7 +89,7 @@ def write_data(file: IO[bytes], tensors: Mapping[str, LargeTensor]) -> None:
 
 
 def spooled(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> ModelProto:
-    """A copy of a model that refers to `path`, where its large tensors are written, unless they lie in files already.
+    """Write a model's large tensors to `path`, unless they lie in files already; return a copy that refers to them.
 
     Raises:
         ExportError: the file cannot be written.
@@ -105,13 +105,13 @@ def spooled(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> 
 
 
 def apart(model: ModelProto, large: Mapping[str, LargeTensor]) -> tuple[ModelProto, dict[str, LargeTensor]]:
-    """A copy of a model with stubs for its large tensors, and these by name, unless they lie in files already."""
+    """Return a copy of a model with stubs for its large tensors, and these by name, except those in files already."""
     light, outside = without_large(model), outside_of(model, large)
     return light, {tensor.name: outside[tensor.name] for tensor in light.graph.initializer if is_stub(tensor)}
 
 
 def with_stubs(model: ModelProto, outside: Collection[str]) -> ModelProto:
-    """A copy of a model with stubs for the stored tensors of these names."""
+    """Return a copy of a model with stubs for the stored tensors of these names."""
     light = without_large(model)
     for tensor in light.graph.initializer:
         if tensor.name in outside:
@@ -120,14 +120,14 @@ def with_stubs(model: ModelProto, outside: Collection[str]) -> ModelProto:
 
 
 def refer_to(model: ModelProto, path: Path, places: Mapping[str, tuple[int, int]]) -> None:
-    """Let stubs refer to a file that holds them at these places, in place."""
+    """Make stubs refer to a file that holds them at these places, in place."""
     for tensor in model.graph.initializer:
         if is_stub(tensor):
             refer(tensor, path, *places[tensor.name])
 
 
 def outside_of(model: ModelProto, large: Mapping[str, LargeTensor]) -> dict[str, LargeTensor]:
-    """The large tensors of a model by name: its stubs, references to files, and what it holds itself."""
+    """Return the large tensors of a model by name: its stubs, references to files, and what it holds itself."""
     return {tensor.name: found for tensor in model.graph.initializer if (found := _outside(tensor, large))}
 
 
@@ -152,7 +152,7 @@ def _staged_data(stage: Stage, model: ModelProto, outside: Mapping[str, LargeTen
 
 
 def _forget_data(model: ModelProto) -> None:
-    """Drop what an opened file said of its own data file."""
+    """Remove what an opened file recorded of its own data file."""
     kept = [entry for entry in model.metadata_props if entry.key != DATA_KEY]
     del model.metadata_props[:]
     model.metadata_props.extend(kept)
@@ -178,7 +178,7 @@ def write_message(file: IO[bytes], model: ModelProto, outside: Mapping[str, Larg
 
 
 def _layout(model: ModelProto, outside: Mapping[str, LargeTensor]) -> list[bytes | LargeTensor]:
-    """A model's bytes in order, its large tensors in their places: https://protobuf.dev/programming-guides/encoding."""
+    """Return a model's bytes in order, large tensors included: https://protobuf.dev/programming-guides/encoding."""
     stored: list[bytes | LargeTensor] = []
     for tensor in model.graph.initializer:
         body: list[bytes | LargeTensor] = [tensor.SerializeToString()]
@@ -194,7 +194,7 @@ def _layout(model: ModelProto, outside: Mapping[str, LargeTensor]) -> list[bytes
 def _around(
     message: ModelProto | GraphProto, field: str, parts: list[bytes | LargeTensor]
 ) -> list[bytes | LargeTensor]:
-    """A message's other fields, in the order of their numbers, around the parts that stand for `field`."""
+    """Return a message's other fields, in the order of their numbers, around the parts that stand for `field`."""
     number = message.DESCRIPTOR.fields_by_name[field].number
     before, after = type(message)(), type(message)()
     copy_fields(message, before, lambda other: other < number)
@@ -207,7 +207,7 @@ def _length(part: bytes | LargeTensor) -> int:
 
 
 def _key(message: ModelProto | GraphProto | TensorProto, field: str) -> bytes:
-    """What announces a field whose length follows."""
+    """Return the tag of a field whose length follows."""
     return _varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | 2)
 
 

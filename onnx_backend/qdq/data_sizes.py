@@ -1,4 +1,4 @@
-"""Which tensors have a size that the values of others decide, so that they may hold nothing: what was detected, say."""
+"""Tensors whose size depends on the values of others, so that they may be empty, such as a list of detections."""
 
 from onnx import GraphProto, NodeProto
 
@@ -12,7 +12,7 @@ _OF_FIRST_SIZE = frozenset({"ScatterElements", "ScatterND", "Scatter", "TensorSc
 
 
 def of_data_dependent_size(graph: GraphProto) -> set[str]:
-    """Give the tensors that come from an op that selects by value, by name; a size computed from one counts as well."""
+    """Return the names of tensors that come from an op that selects by value, or whose size follows from one."""
     stored = {tensor.name for tensor in graph.initializer}
     stored |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
     found: set[str] = set()

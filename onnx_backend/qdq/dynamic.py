@@ -1,4 +1,4 @@
-"""Sites that are quantized with a range found while the model runs: DynamicQuantizeLinear -> DequantizeLinear."""
+"""Sites quantized with a range computed while the model runs: DynamicQuantizeLinear -> DequantizeLinear."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Frozen encodings in a Q/DQ file: their DequantizeLinear nodes say so, with a digest of what was frozen."""
+"""Frozen encodings in a Q/DQ file: their DequantizeLinear nodes record a digest of the frozen encoding."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,12 +19,14 @@ def mark_frozen(model: ModelProto, encodings: Mapping[str, Encoding]) -> None:
 
 
 def frozen_digests(model: ModelProto) -> dict[str, str]:
-    """Site -> digest of the encoding that was frozen there when the file was written."""
+    """Return site -> digest of the encoding that was frozen there when the file was written."""
     facts = (metadata(node) for node in model.graph.node if node.op_type == "DequantizeLinear")
-    return {said["qsdk.site"]: said["qsdk.frozen"] for said in facts if "qsdk.frozen" in said and "qsdk.site" in said}
+    return {
+        entry["qsdk.site"]: entry["qsdk.frozen"] for entry in facts if "qsdk.frozen" in entry and "qsdk.site" in entry
+    }
 
 
 def digest(encoding: Encoding) -> str:
-    """What tells an encoding from another: an edited one is frozen no more."""
+    """Return a digest of an encoding; an edited encoding has another one and is no longer frozen."""
     facts = repr((encoding.dtype.name, encoding.axis, encoding.block_size, encoding.scale.shape)).encode()
     return hashlib.sha256(facts + encoding.scale.tobytes() + encoding.zero_point.tobytes()).hexdigest()[:16]

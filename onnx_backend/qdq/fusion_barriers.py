@@ -1,6 +1,6 @@
-"""Work-arounds for the runtime: a node that keeps it from fusing or moving what its default level gets wrong.
+"""Work-arounds for the runtime: a node that keeps it from fusing or moving ops that its default level gets wrong.
 
-A Sum of one operand changes no value, is fused with nothing and is moved past nothing. `runtime_table` says where one
+A Sum of one operand changes no value, and the runtime neither fuses nor moves it. `runtime_table` lists where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
 2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Seven more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
@@ -39,17 +39,17 @@ _LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
 def keep_apart(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
-    """Put a Sum wherever the runtime's default level would go wrong without, in place.
+    """Insert a Sum wherever the runtime's default level would go wrong without it, in place.
 
     Args:
         model: with Q/DQ.
         large: the stored tensors that the model has only stubs of, by name.
     """
-    _Separation(model, large or {}).run()
+    _BarrierInserter(model, large or {}).insert()
 
 
-class _Separation:
-    """A model while Sums are put into it."""
+class _BarrierInserter:
+    """A model while barriers are put into it."""
 
     def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
         self.graph, self.large = model.graph, large
@@ -61,27 +61,27 @@ class _Separation:
     def run(self) -> None:
         nodes: list[NodeProto] = []
         for node in self.graph.node:
-            drops = node.op_type == "QuantizeLinear" and self._drops_what_is_before(node)
-            if drops or (node.op_type == "Relu" and self._is_taken_first(node)):
-                nodes += self._apart(node.input[0], [node])
+            drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)
+            if drops or (node.op_type == "Relu" and self._would_join_gemm(node)):
+                nodes += self._barrier(node.input[0], [node])
             nodes.append(node)
             if node.op_type == "DequantizeLinear" and node.input[0] not in self.stored:
-                nodes += self._apart(node.output[0], self._wrong_readers(node))
+                nodes += self._barrier(node.output[0], self._wrong_readers(node))
             elif node.op_type == "DequantizeLinear":
-                nodes += self._apart(node.output[0], self._packing_readers(node))
+                nodes += self._barrier(node.output[0], self._packing_readers(node))
             else:
                 for name in (name for name in node.output if name in self.outputs):
-                    nodes += self._apart(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
+                    nodes += self._barrier(name, [n for n in self.readers.get(name, []) if self._is_quantized_move(n)])
         replace_nodes(self.graph, nodes)
 
-    def _drops_what_is_before(self, quantize: NodeProto) -> bool:
+    def _drops_op_before(self, quantize: NodeProto) -> bool:
         before = self.makers.get(quantize.input[0])
         if self._form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
             return False
         return self._type(quantize) in NARROW
 
-    def _is_taken_first(self, relu: NodeProto) -> bool:
-        """Whether a Relu would join the Gemm before it, whose stored weight MatMulNBits should have."""
+    def _would_join_gemm(self, relu: NodeProto) -> bool:
+        """Return True if a Relu would join the Gemm before it, whose stored weight MatMulNBits should read."""
         layer = self.makers.get(relu.input[0])
         if layer is not None and layer.op_type == "Add":
             made = (self.makers.get(name) for name in layer.input)
@@ -95,7 +95,7 @@ class _Separation:
         return maker is not None and maker.op_type == "DequantizeLinear"
 
     def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
-        """The layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
+        """Return the layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
         weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
         layers = [reader for reader in self.readers.get(name, []) if reader.op_type in _LAYERS]
         if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
@@ -105,7 +105,7 @@ class _Separation:
         return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
 
     def _rounds(self, layer: NodeProto) -> bool:
-        """Whether a layer's input is quantized, and not to 8 bits, to which MatMulNBits rounds it."""
+        """Return True if a layer's input is quantized to other than the 8 bits to which MatMulNBits rounds it."""
         maker = self.makers.get(layer.input[0])
         while maker is not None and maker.op_type in _MOVES:
             maker = self.makers.get(maker.input[0])
@@ -130,14 +130,14 @@ class _Separation:
         ]
 
     def _is_stack(self, layer: NodeProto) -> bool:
-        """Whether a MatMul has a stack of stored matrices whose scales are per channel."""
+        """Return True if a MatMul has a stack of stored matrices whose scales are per channel."""
         maker = self.makers.get(layer.input[1]) if layer.op_type == "MatMul" else None
         if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
             return False
         return len(self.stored[maker.input[0]].dims) > 2 and len(self.stored[maker.input[1]].dims) > 0
 
     def _saturates_bias(self, layer: NodeProto, source: NodeProto) -> bool:
-        """Whether a float bias lies outside the int32 grid on which the runtime's WeightBiasQuantization puts it."""
+        """Return True if a float bias lies outside the int32 grid of the runtime's WeightBiasQuantization."""
         weight = self.makers.get(layer.input[1]) if layer.op_type in _BIASED and len(layer.input) > 2 else None
         if weight is None or weight.op_type != "DequantizeLinear" or layer.input[0] != source.output[0]:
             return False
@@ -154,7 +154,7 @@ class _Separation:
         return self.large[name].value() if name in self.large else array(self.stored[name])
 
     def _type(self, quantize: NodeProto) -> str:
-        """The name of the dtype that a QuantizeLinear makes."""
+        """Return the name of the dtype that a QuantizeLinear produces."""
         zero_point = self.stored.get(quantize.input[2]) if len(quantize.input) > 2 else None
         code = zero_point.data_type if zero_point is not None else attributes(quantize).get("output_dtype", 0)
         return _name(code or TensorProto.UINT8)
@@ -165,7 +165,7 @@ class _Separation:
         return "both" if attributes(quantize).get("output_dtype") else "zero_point"
 
     def _label(self, reader: NodeProto, tensor: str) -> str:
-        """What the table calls a reader of an activation."""
+        """Return the name of an activation's reader in the runtime table."""
         if reader.op_type in _LAYERS and reader.input[0] == tensor:
             weight = self._weight(reader.input[1])
             return f"{reader.op_type}/{weight}" if weight else reader.op_type
@@ -176,7 +176,7 @@ class _Separation:
         return reader.op_type
 
     def _weight(self, name: str) -> str:
-        """What the second operand of a layer is stored in; "" for an activation."""
+        """Return the type that the second operand of a layer is stored in; "" for an activation."""
         if name in self.stored:
             return _name(self.stored[name].data_type)
         maker = self.makers.get(name)
@@ -191,16 +191,16 @@ class _Separation:
         following = self.readers.get(node.output[0], []) if node.op_type == "Transpose" else []
         return any(reader.op_type == "QuantizeLinear" for reader in following)
 
-    def _apart(self, tensor: str, read_by: Sequence[NodeProto]) -> list[NodeProto]:
-        """A Sum that these nodes read in a tensor's place; none for no nodes."""
+    def _barrier(self, tensor: str, read_by: Sequence[NodeProto]) -> list[NodeProto]:
+        """Return a Sum that these nodes read in place of a tensor; nothing for no nodes."""
         if not read_by:
             return []
-        apart = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", self.taken)])
-        apart.name = unique(apart.output[0], self.taken)
-        entry = apart.metadata_props.add()
+        barrier = helper.make_node("Sum", [tensor], [unique(f"{tensor}/apart", self.taken)])
+        barrier.name = unique(barrier.output[0], self.taken)
+        entry = barrier.metadata_props.add()
         entry.key, entry.value = COPY_KEY, tensor
-        rename_inputs(read_by, {tensor: apart.output[0]})
-        return [apart]
+        rename_inputs(read_by, {tensor: barrier.output[0]})
+        return [barrier]
 
 
 def _name(code: int) -> str:

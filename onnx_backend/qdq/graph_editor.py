@@ -1,4 +1,4 @@
-"""A model while its marks are replaced: the nodes made so far, and which tensors took whose place."""
+"""The editor of a model whose marks are being replaced: the nodes so far, and which tensor replaces which."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +25,13 @@ Array = npt.NDArray[Any]
 
 
 class Lowering:
-    """The model under change.
+    """The editor of a marked model.
 
     Attributes:
         large: the stored tensors that the model has only stubs of, by name.
-        nodes: what the model will consist of.
+        nodes: the nodes of the new model.
         rows: one per site, for the report.
-        renamed: a mark's output -> what its readers read now.
+        renamed: a mark's output -> the tensor that its readers read now.
         taken_over: a producer's output -> the graph output it becomes.
         roots: a mark's output -> the stored tensor behind it.
         folded: outputs of Transposes that went into an initializer.
@@ -39,7 +39,7 @@ class Lowering:
         taken: every name in use.
         outputs: of the graph.
         readers: tensor -> the nodes that read it.
-        reused: (initializer, how) -> the one made of it.
+        reused: (initializer, fingerprint of the change) -> the changed initializer.
     """
 
     def __init__(self, model: ModelProto, dialect: Dialect, large: dict[str, LargeTensor]) -> None:
@@ -79,7 +79,7 @@ class Lowering:
         self.readers = consumers(self.graph.node)
 
     def finish(self) -> None:
-        """Let every reader see the new names, and drop what nothing reads any more."""
+        """Apply the renames to every reader, and drop what nothing reads any more."""
         for node in self.nodes:
             node.output[:] = [self.taken_over.get(name, name) for name in node.output]
         final = {name: self.final(name) for name in (*self.renamed, *self.taken_over)}
@@ -95,13 +95,13 @@ class Lowering:
         self.model.opset_import.extend(imports)
 
     def final(self, name: str) -> str:
-        """The tensor that readers of a tensor read in the end."""
+        """Return the tensor that readers of a tensor read in the end."""
         while name in self.renamed:
             name = self.renamed[name]
         return self.taken_over.get(name, name)
 
     def bypass(self, source: str, output: str) -> None:
-        """Let the readers of a mark read what it marks."""
+        """Connect the readers of a mark to the tensor that it marks."""
         if output not in self.outputs:
             self.renamed[output] = source
             return
@@ -115,7 +115,7 @@ class Lowering:
             )
 
     def target(self, site: str, output: str, suffix: str) -> str:
-        """Give the name of a site's new tensor: the graph output's if it is one, else one that says the site."""
+        """Return the name of a site's new tensor: the graph output's if it is one, else one that names the site."""
         if output in self.outputs:
             return output
         name = f"{site}/{suffix}"
@@ -130,11 +130,11 @@ class Lowering:
         return node
 
     def values(self, name: str) -> LargeTensor:
-        """A stored tensor, whatever its size."""
+        """Return a stored tensor of any size."""
         return self.large[name] if name in self.large else as_stored(self.stored[name])
 
     def initializer(self, value: Array | LargeTensor, name: str) -> str:
-        """Add an initializer; gives its name."""
+        """Add an initializer; return its name."""
         fresh = unique(name, self.taken)
         if isinstance(value, LargeTensor) and is_large(value.dims):
             self.large[fresh] = value
@@ -145,7 +145,7 @@ class Lowering:
         return fresh
 
     def once(self, source: str, how: bytes, made: LargeTensor, suffix: str) -> str:
-        """Give the initializer made of `source` in this way; a second site of the same tensor shares it.
+        """Return the initializer derived from `source` in this way; a second site of the same tensor shares it.
 
         The number of a further way stands in front of the suffix: opened again, each is a tensor of its own.
         """
@@ -156,12 +156,12 @@ class Lowering:
         return self.reused[key]
 
     def row(self, site: str, dtype: str, form: str, saved: int = 0) -> None:
-        """Report what became of a site."""
+        """Add the row of a site to the report."""
         self.rows.append({"site": site, "dtype": dtype, "form": form, "zero_point_bytes_saved": saved})
 
 
 def say_site(dequantize: NodeProto, site: str, encoding: Encoding, kind: str) -> None:
-    """Note a site at its DequantizeLinear; what goes without saying (the dtype of its codes) costs no bytes."""
+    """Write a site into the metadata of its DequantizeLinear; what its codes imply (their dtype) is left out."""
     set_metadata(dequantize, site=site)
     if encoding.dtype.name != encoding.dtype.container:
         set_metadata(dequantize, dtype=encoding.dtype.name)

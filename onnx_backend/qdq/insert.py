@@ -1,4 +1,4 @@
-"""From marks to QuantizeLinear and DequantizeLinear. The inverse is in `qdq_read`."""
+"""Replace marks by QuantizeLinear and DequantizeLinear. The inverse is in `marks` and `read`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +64,7 @@ def lower(
     dialect: Dialect = "onnxruntime",
     weights: Mapping[str, Array] | None = None,
 ) -> Lowered:
-    """Do what `insert` does without touching a large stored tensor: what becomes of it is made when it is written.
+    """Replace the marks as `insert` does, but compute large stored tensors only when they are written.
 
     Args:
         marked: as for `insert`.
@@ -98,7 +98,7 @@ def lower(
 def _lower(
     at: Lowering, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
 ) -> None:
-    """Put what was decided in a mark's place."""
+    """Replace a mark by what was decided."""
     source, output = mark.input[0], mark.output[0]
     root = at.roots.get(source, source)
     if root in at.stored:
@@ -136,7 +136,7 @@ def _cast(at: Lowering, site: str, kind: Kind, dtype: DType, source: str, output
 def _quantize(at: Lowering, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
     site, kind = decision.site, decision.kind
     form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
-    # what passes through is inside its grid already, and the runtime wants no node between MaxPool and an int8 Q
+    # values of a pass-through op are in the grid already, and the runtime wants no node between MaxPool and an int8 Q
     if encoding.dtype.narrows_container and not decision.passes_through:
         source = _clipped(at, site, encoding, source)
     options = where(encoding, encoding.axis)
@@ -158,7 +158,7 @@ def _quantize(at: Lowering, decision: Decision, encoding: Encoding, source: str,
 
 
 def _clipped(at: Lowering, site: str, encoding: Encoding, source: str) -> str:
-    """The values inside the grid before they are rounded."""
+    """Clip the values to the grid before they are rounded; return the new tensor."""
     if encoding.axis is not None:
         raise ExportError(
             f"{site} is an activation of {encoding.dtype} per channel, which QuantizeLinear cannot hold inside its "

@@ -29,7 +29,7 @@ from qsdk.core.numerics.encoding import Encoding
 
 
 def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelProto:
-    """Give an unmarked model, or a copy of it, with a mark at every site of the graph that was read from it.
+    """Return an unmarked model, or a copy of it, with a mark at every site of its graph.
 
     Graph inputs and outputs keep their names; readers of an input or a stored tensor read its mark, bodies of control
     flow too.
@@ -58,13 +58,13 @@ def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelPro
 
 
 def mark_node(site: str, source: str, output: str) -> NodeProto:
-    """The node that marks a site."""
+    """Return the node that marks a site."""
     return helper.make_node(MARK_OP, [source], [output], f"{site}/mark", domain=MARK_DOMAIN, key=site)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A Q/DQ model turned back: marked, with float weights, and what its nodes said.
+    """A Q/DQ model turned back: marked, with float weights, and what its nodes record.
 
     Attributes:
         model: marked; stored tensors are the dequantized integers, in the layout of the original model.
@@ -106,7 +106,7 @@ def open_qdq(model: ModelProto) -> Opened:
     for site, (_, source, output) in casts.items():
         replaced[output] = [mark_node(site, source, output)]
     nodes: list[NodeProto] = []
-    copies: dict[str, str] = {}  # what a copied pair gives -> what it was given: the pair changes no value
+    copies: dict[str, str] = {}  # output of a copied pair -> its input: the pair changes no value
     for node in opened.graph.node:
         rename_inputs([node], copies)
         if COPY_KEY in metadata(node) and node.output[0] not in outputs:
@@ -128,7 +128,7 @@ def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto
 
 
 def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
-    """Site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
+    """Return site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
     found: dict[str, tuple[str, str, str]] = {}
     kinds: dict[str, str] = {}
     stored = initializers(model.graph)
@@ -155,9 +155,10 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
 
 
 def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The values of codes, moved by a last place where that is what gives the codes back.
+    """Return float values of codes that quantize back to exactly these codes.
 
-    Beyond 2^22 (an int32 bias) dividing a product by its factor may round to a neighbour.
+    Beyond 2^22 (an int32 bias) dividing a product by its factor may round to a neighbour; values are then moved by a
+    unit in the last place.
     """
     values = encoding.dequantize(codes)
     if DTYPES[encoding.dtype.container].bits < 32:
@@ -193,7 +194,7 @@ def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeP
 def _activation_mark(model: ModelProto, place: Place) -> list[NodeProto]:
     assert place.quantize is not None
     source = place.quantize.input[0]
-    # what held the values inside a narrow grid belongs to the encoding, not to the model
+    # a Clip that holds values inside a narrow grid belongs to the encoding, not to the model
     makers = {node.output[0]: node for node in model.graph.node}
     ours = "qsdk.site" in metadata(place.dequantize)
     while source in makers:

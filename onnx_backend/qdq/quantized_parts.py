@@ -1,4 +1,4 @@
-"""Whether anything in a model is quantized at all: Q/DQ, integer kernels, stored codes, casts of a float16 site."""
+"""Find out if anything in a model is quantized: Q/DQ, integer kernels, stored codes, casts of a float16 site."""
 
 from onnx import ModelProto, NodeProto, TensorProto
 
@@ -25,7 +25,7 @@ NOTHING_QUANTIZED = "nothing in the file is quantized; give the file that qsdk.e
 
 
 def is_anything_quantized(model: ModelProto) -> bool:
-    """Return whether a model, its functions and bodies included, holds anything quantized."""
+    """Return True if a model, its functions and bodies included, holds anything quantized."""
     nodes = [node for part in (model.graph, *model.functions) for node in all_nodes(part.node)]
     stored = [tensor.data_type for tensor in model.graph.initializer]
     stored += [tensor.data_type for node in nodes for _, body in bodies(node) for tensor in body.initializer]

@@ -1,4 +1,4 @@
-"""From QuantizeLinear and DequantizeLinear back to encodings: the inverse of `qdq.insert`."""
+"""Read encodings from QuantizeLinear and DequantizeLinear nodes: the inverse of `insert`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
 from qsdk.core.numerics.encoding import Encoding, storage_type
 
 _CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtype.container == dtype.name]
-#: metadata of a DequantizeLinear that is kept as it stands in the file, and of no site
+#: metadata of a DequantizeLinear that is kept as it stands in the file and belongs to no site
 LITERAL_KEY = "qsdk.kept"
-#: metadata of a DequantizeLinear that makes the block scales of a site
+#: metadata of a DequantizeLinear that computes the block scales of a site
 SCALES_KEY = "qsdk.scales_of"
 _CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for dtype in _CONTAINERS}
 
@@ -33,7 +33,7 @@ class Place:
         dequantize: the node.
         quantize: the QuantizeLinear in front, or None behind a stored tensor.
         stored: the name of the stored tensor, or None behind a QuantizeLinear.
-        encoding: what the two nodes say; it is the DequantizeLinear's where they disagree.
+        encoding: of the two nodes; the DequantizeLinear's where they disagree.
         permutation: by which the stored tensor was transposed on export, or None.
     """
 
@@ -47,7 +47,7 @@ class Place:
 
 
 def read(model: ModelProto) -> dict[str, Encoding]:
-    """Give the encoding of every quantized site, recovered from the Q/DQ nodes themselves.
+    """Return the encoding of every quantized site, recovered from the Q/DQ nodes themselves.
 
     Raises:
         FileFormatError: a scale or zero point is computed, of a type that cannot be read, or not positive; names the
@@ -57,13 +57,13 @@ def read(model: ModelProto) -> dict[str, Encoding]:
 
 
 def read_casts(model: ModelProto) -> dict[str, str]:
-    """Give site -> dtype name of every site that was exported as a pair of casts."""
+    """Return site -> dtype name of every site that was exported as a pair of casts."""
     facts = [metadata(node) for node in model.graph.node if node.op_type == "Cast"]
     return {fact["qsdk.site"]: fact["qsdk.dtype"] for fact in facts if "qsdk.site" in fact}
 
 
 def places(model: ModelProto) -> list[Place]:
-    """List every DequantizeLinear of a quantized site in graph order, the first of each site.
+    """Return the DequantizeLinear of every quantized site in graph order, the first of each site.
 
     Raises:
         FileFormatError: see `read`.
@@ -101,7 +101,7 @@ def encoding_of_pair(
     stored: Mapping[str, TensorProto],
     made_by: Mapping[str, NodeProto],
 ) -> Encoding:
-    """What a DequantizeLinear and the QuantizeLinear in front of it say.
+    """Return the encoding of a DequantizeLinear and the QuantizeLinear in front of it.
 
     Args:
         node: the DequantizeLinear.
@@ -123,7 +123,7 @@ def encoding_of_pair(
 
 
 def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
-    """Name -> stored tensor, Constant nodes included."""
+    """Return name -> stored tensor, Constant nodes included."""
     found = initializers(model.graph)
     for node in model.graph.node:
         if node.op_type == "Constant" and any(a.name.startswith("value") for a in node.attribute):
@@ -132,12 +132,12 @@ def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
 
 
 def named(node: NodeProto) -> str:
-    """A node's name for messages, else its first output's."""
+    """Return a node's name for messages, else its first output's."""
     return node.name or node.output[0]
 
 
 def quantized_code(quantize: NodeProto, stored: Mapping[str, TensorProto]) -> int:
-    """The TensorProto type that a QuantizeLinear makes: its zero point's, else `output_dtype`, else UINT8."""
+    """Return the TensorProto type of a QuantizeLinear's result: its zero point's, else `output_dtype`, else UINT8."""
     if len(quantize.input) > 2 and quantize.input[2] in stored:
         return int(stored[quantize.input[2]].data_type)
     return int(attributes(quantize).get("output_dtype", 0)) or int(TensorProto.UINT8)
@@ -165,7 +165,7 @@ def _parameters(
 
 
 def block_scales(node: NodeProto | None, stored: Mapping[str, TensorProto]) -> npt.NDArray[np.float32] | None:
-    """The scales that a node makes of stored narrow ones and one float32 (NVFP4's two levels), or None."""
+    """Return the scales that a node computes from narrow ones and one float32 (NVFP4's two levels), or None."""
     if node is None or node.op_type != "DequantizeLinear" or any(name not in stored for name in node.input):
         return None
     codes, scale = (array(stored[name]) for name in node.input[:2])
@@ -212,7 +212,7 @@ def _narrowed(
     stored: Mapping[str, TensorProto],
     made_by: Mapping[str, NodeProto],
 ) -> DType:
-    """A narrower grid in the same container, if a Clip in front holds the values exactly inside it."""
+    """Return a narrower grid in the same container, if a Clip in front holds the values exactly inside it."""
     clip = made_by.get(quantize.input[0])
     if clip is None or clip.op_type != "Clip" or len(clip.input) < 3 or scale.size != 1 or not dtype.is_integer:
         return dtype

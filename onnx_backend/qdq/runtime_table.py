@@ -1,4 +1,4 @@
-"""What ONNX Runtime's default level gets wrong in Q/DQ models, measured, and the form of QuantizeLinear that follows.
+"""What ONNX Runtime's default level gets wrong in Q/DQ models (measured), and the form of QuantizeLinear that follows.
 
 Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/qdq/test_runtime_table.py` derives the table
 again on the installed runtime and fails where it has changed, in either direction. What only one of the two gets
@@ -81,7 +81,7 @@ WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
 
 
 def is_wrong(reader: str, dtype: str, form: Form) -> bool:
-    """Whether the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
+    """Return True if the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
 
     Types other than 8 and 16 bits are always kept apart: what was not probed there is more likely wrong than right.
     """
@@ -105,7 +105,7 @@ def require_kernels(encodings: Mapping[str, Encoding]) -> None:
 
 
 def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:
-    """How a QuantizeLinear of an activation says its type: by attribute, by zero point, or by both.
+    """Return how a QuantizeLinear of an activation states its type: by attribute, by zero point, or by both.
 
     Args:
         dtype: of the activation; its container decides.

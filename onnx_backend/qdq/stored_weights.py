@@ -1,4 +1,4 @@
-"""From the mark of a stored tensor to integers, or narrow floats, behind a DequantizeLinear."""
+"""Store a marked tensor as integers, or narrow floats, behind a DequantizeLinear."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
 def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
-    """Put the stored tensor `source`, quantized, and a DequantizeLinear in the place of a mark that makes `output`.
+    """Replace a mark that yields `output` by the stored tensor `source`, quantized, and a DequantizeLinear.
 
     What every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only a
     DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
@@ -60,7 +60,7 @@ def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, 
 
 
 def _foldable(at: Lowering, output: str, rank: int) -> list[int] | None:
-    """The permutation that every reader of a stored tensor applies, or None if they differ or do not."""
+    """Return the permutation that every reader of a stored tensor applies, or None if they differ or apply none."""
     readers = at.readers.get(output, [])
     if rank < 2 or not readers or output in at.outputs:
         return None
@@ -83,7 +83,7 @@ def _transposes(reader: NodeProto) -> bool:
 
 
 def _fold(at: Lowering, output: str) -> str:
-    """Take the permutation out of every reader of `output`; gives the tensor that they read from now on."""
+    """Remove the permutation from every reader of `output`; return the tensor that they read from now on."""
     transposes = [str(node.output[0]) for node in at.readers[output] if node.op_type == "Transpose"]
     for node in filter(_transposes, at.readers[output]):
         kept = [attribute for attribute in node.attribute if attribute.name != "transB"]
@@ -102,7 +102,7 @@ def _fold(at: Lowering, output: str) -> str:
 def _parameters(
     at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array
 ) -> tuple[list[str], dict[str, int]]:
-    """The inputs of a DequantizeLinear after its codes, and what its attributes must say of them.
+    """Return the inputs of a DequantizeLinear after its codes, and the attributes that these need.
 
     In dialect `onnx`, block scales of float8 and float4 tensors are stored in the narrow type that holds them.
     """
@@ -113,7 +113,7 @@ def _parameters(
     factors = float8_scales(encoding) if narrow == float8e4m3fn else None
     if factors is None:
         return parameters(at, site, encoding, scale, zero_point, not encoding.symmetric), {}
-    # two levels: what this DequantizeLinear gives are the scales of the other
+    # two levels: this DequantizeLinear computes the scales of the other
     exact = np.array((scale / factors.tensor_scale).astype(factors.codes.dtype), order="C")
     inputs = [
         at.initializer(exact, f"{site}/scale_codes"),
@@ -128,7 +128,7 @@ def _parameters(
 def parameters(
     at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array, with_zero_point: bool
 ) -> list[str]:
-    """Store a scale and, if wanted, a zero point; gives their names."""
+    """Store a scale and, if wanted, a zero point; return their names."""
     shape = () if encoding.axis is None else scale.shape
     found = [at.initializer(np.array(scale.reshape(shape), order="C"), f"{site}/scale")]
     if with_zero_point:
@@ -138,14 +138,14 @@ def parameters(
 
 
 def where(encoding: Encoding, axis: int | None) -> dict[str, int]:
-    """The attributes that say which scale counts where."""
+    """Return the attributes that assign scales to elements."""
     if axis is None:
         return {}
     return {"axis": axis} if encoding.block_size is None else {"axis": axis, "block_size": encoding.block_size}
 
 
 def zero_point_bytes(encoding: Encoding) -> int:
-    """What an explicit zero point would take."""
+    """Return the bytes that an explicit zero point would take."""
     return -(-encoding.scale.size * DTYPES[encoding.dtype.container].bits // 8)
 
 

@@ -1,4 +1,4 @@
-"""Running two forms of one model on the same inputs, to prove that a change changed nothing."""
+"""Run two forms of one model on the same inputs, to prove that a change preserved its function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into o
 
 
 def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, object] | None, change: str) -> str:
-    """Say how the two were compared.
+    """Run both models and return a sentence on how they were compared.
 
     Args:
         before: the model as given.
@@ -60,16 +60,16 @@ def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, obje
             got = new.run(None, dict(values))
         except Exception as error:  # as above
             raise ModelError(f"{change} gives a model that no longer runs: {error}; export it newer") from error
-        different = _different(before, wanted, got)
+        different = _first_different_output(before, wanted, got)
         if different:
-            raise ModelError(_told(before, after, values, f"{change} changes the output {different!r}"))
+            raise ModelError(_difference_message(before, after, values, f"{change} changes the output {different!r}"))
         return "equal outputs on " + ("the example" if feeds is not None else "random inputs")
     where = "the example" if feeds is not None else "random inputs"
     return f"not compared by running: the original does not run on {where} ({reason}); pass an example that it takes"
 
 
 def unloadable(where: str, error: Exception) -> str:
-    """What to say of a model that the runtime refuses."""
+    """Return the message for a model that the runtime refuses."""
     return (
         f"the runtime cannot load {where}: {error}; the file is damaged or uses what the runtime does not have, export "
         "it again"
@@ -77,7 +77,7 @@ def unloadable(where: str, error: Exception) -> str:
 
 
 def session(model: ModelProto) -> ort.InferenceSession:
-    """A session that runs a float model as it is written."""
+    """Open a session that runs a float model as it is written."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
@@ -92,12 +92,12 @@ def _short(error: Exception) -> str:
 
 
 def fits_one_message(model: ModelProto) -> bool:
-    """Whether a model's weights leave it small enough for one protobuf message."""
+    """Return True if a model's weights leave it small enough for one protobuf message."""
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _ROOM
 
 
-def _different(model: ModelProto, wanted: list[Any], got: list[Any]) -> str:
-    """The name of the first output that differs, or nothing."""
+def _first_different_output(model: ModelProto, wanted: list[Any], got: list[Any]) -> str:
+    """Return the name of the first output that differs, or ""."""
     masks = {node.output[1] for node in model.graph.node if node.op_type == "Dropout" and len(node.output) > 1}
     for value, left, right in zip(model.graph.output, wanted, got, strict=True):
         # what a Dropout's mask holds at inference was not defined before opset 12
@@ -106,13 +106,13 @@ def _different(model: ModelProto, wanted: list[Any], got: list[Any]) -> str:
     return ""
 
 
-def _told(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], what: str) -> str:
-    """Say what differs, and the first node after which it does."""
+def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], what: str) -> str:
+    """Return a message that names the first node whose output differs."""
     remedy = "export the model at a newer opset, and report this"
     made = {name for node in after.graph.node for name in node.output}
     names = [name for node in before.graph.node for name in node.output if name and name in made]
     try:
-        runs = [session(_exposing(model, names)).run(names, dict(feeds)) for model in (before, after)]
+        runs = [session(_with_outputs(model, names)).run(names, dict(feeds)) for model in (before, after)]
     except Exception:  # the runtime's own exception types are private; the place is a courtesy
         return f"{what}; {remedy}"
     first = next((n for n, left, right in zip(names, *runs, strict=True) if not _equal(left, right)), "")
@@ -127,7 +127,7 @@ def _told(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], wh
     return f"{what}{where}; {remedy}"
 
 
-def _exposing(model: ModelProto, names: Sequence[str]) -> ModelProto:
+def _with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
     exposed = ModelProto()
     exposed.CopyFrom(model)
     known = {value.name for value in exposed.graph.output}
@@ -151,7 +151,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def random_feeds(model: ModelProto) -> Iterator[dict[str, Array]]:
-    """Inputs of the declared types and shapes, several sizes for dimensions that are open."""
+    """Yield inputs of the declared types and shapes, with several sizes for open dimensions."""
     stored = initializers(model.graph)
     wanted = [value for value in model.graph.input if value.name not in stored]
     seen: set[tuple[tuple[int, ...], ...]] = set()
@@ -171,7 +171,7 @@ def random_feeds(model: ModelProto) -> Iterator[dict[str, Array]]:
 
 
 def shape_of(proto: TypeProto, size: int) -> tuple[int, ...] | None:
-    """A declared shape with its open dimensions filled: the first with 1, the others with `size`."""
+    """Return a declared shape with its open dimensions filled: the first with 1, the others with `size`."""
     if not proto.HasField("tensor_type"):
         return None
     dims = proto.tensor_type.shape.dim

@@ -1,4 +1,4 @@
-"""Feeding an ONNX session: arrays, tuples (in graph order) or mappings (by name), with errors that show the remedy."""
+"""Feed an ONNX session with arrays, tuples (in graph order) or mappings (by name); errors show the remedy."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,12 +31,12 @@ class DeclaredInput:
 
 
 def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:
-    """Give input name -> array for a batch; float64 becomes float32 where the model wants that.
+    """Return input name -> array for a batch; float64 becomes float32 where the model wants that.
 
     Args:
         batch: an array (the only input), a tuple or list (in order) or a mapping by name.
         inputs: the session's (objects with `name` and `type`).
-        where: says which batch it is, for messages.
+        where: names the batch in messages.
 
     Raises:
         DataError: names are missing or unknown, or there are more arrays than inputs.
@@ -54,8 +54,8 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
         named = dict(zip(names, given, strict=False))
     unknown, missing = sorted(set(named) - set(names)), [name for name in names if name not in named]
     if unknown or missing:
-        said = f"does not take {', '.join(unknown)}" if unknown else f"also needs {', '.join(missing)}"
-        raise DataError(f"{where}: the model {said}; its inputs are {', '.join(names)}")
+        problem = f"does not take {', '.join(unknown)}" if unknown else f"also needs {', '.join(missing)}"
+        raise DataError(f"{where}: the model {problem}; its inputs are {', '.join(names)}")
     feeds = {value.name: _typed(named[value.name], value.type) for value in inputs}
     for value in inputs:
         _require_fit(feeds[value.name], value, where)
@@ -75,7 +75,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
         DataError: says what the input takes.
     """
     dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
-    sizes = list(getattr(wanted, "shape", None) or given.shape)  # nothing is declared, or that it is a scalar
+    sizes = list(getattr(wanted, "shape", None) or given.shape)  # no declared shape, or a scalar
     fits = len(sizes) == given.ndim and all(
         not isinstance(size, int) or size == there for size, there in zip(sizes, given.shape, strict=True)
     )
@@ -96,7 +96,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
 def run_session(
     session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]], where: str
 ) -> list[npt.NDArray[Any]]:
-    """Run a session; gives its outputs in order.
+    """Run a session; return its outputs in order.
 
     Raises:
         DataError: the model does not take these arrays.
@@ -116,10 +116,10 @@ def batches_of(
     """Number the batches, with a progress bar.
 
     Args:
-        data: of the user.
-        title: of the progress bar.
-        progress: show it.
-        skip_empty: leave batches of no rows out, in which there is nothing to learn from.
+        data: the user's batches.
+        title: shown on the progress bar.
+        progress: show the bar.
+        skip_empty: skip batches without rows, since statistics learn nothing from them.
 
     Raises:
         DataError: the data is one batch rather than an iterable of them, or empty, or no batch has rows.
@@ -140,7 +140,7 @@ def batches_of(
 
 
 def _has_no_rows(batch: Any) -> bool:
-    """Whether all arrays of a batch have a first axis of length 0."""
+    """Return True if all arrays of a batch have a first axis of length 0."""
     given = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     shapes: list[Any] = [getattr(value, "shape", ()) for value in given]
     return any(shapes) and all(shape[0] == 0 for shape in shapes if shape)

@@ -18,10 +18,10 @@ from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
 
-#: What rewrites Q/DQ or what stands beside it: `WeightBiasQuantization` even quantizes weights that are meant to be
+#: Optimizers that rewrite Q/DQ or their neighbours; `WeightBiasQuantization` even quantizes weights meant to stay
 #: float. Without these the highest level is as exact as no optimization at all, and it has the runtime's fast
 #: convolutions, which the basic level lacks.
-_KEPT_OFF = (
+_DISABLED_OPTIMIZERS = (
     "QDQSelectorActionTransformer",
     "QDQS8ToU8Transformer",
     "QDQPropagationTransformer",
@@ -35,7 +35,7 @@ _KEPT_OFF = (
 )
 _NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _PAIR = ("QuantizeLinear", "DequantizeLinear")  # whose scales may be narrow
-_MANY = 2_000  # nodes
+_MANY_NODES = 2_000  # nodes
 _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
 
@@ -43,8 +43,8 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
     Stored tensors are dequantized once, here, by the same formula, instead of at every run. Where a part of the model
-    computes in float16 or bfloat16, nothing is optimized: what the runtime fuses there rounds at other places, by whole
-    steps of what is quantized behind it.
+    computes in float16 or bfloat16, nothing is optimized: fused kernels round at other places there, and the values
+    quantized behind them are off by whole steps.
 
     Args:
         model: with Q/DQ.
@@ -65,9 +65,9 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
     prepared = with_float_weights(load(model))
     _name_sizes_apart(prepared)
     # planning the reuse of memory takes the runtime time quadratic in the nodes
-    options.enable_mem_reuse = len(prepared.graph.node) < _MANY
+    options.enable_mem_reuse = len(prepared.graph.node) < _MANY_NODES
     try:
-        return session_of(prepared, options, disabled=_KEPT_OFF)
+        return session_of(prepared, options, disabled=_DISABLED_OPTIMIZERS)
     except QsdkError:
         raise
     except Exception as error:  # the runtime's own exception types are private
@@ -75,7 +75,7 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
 
 
 def computes_in_narrow_floats(model: ModelProto) -> bool:
-    """Whether a node computes in float16 or bfloat16; a pair of casts, which only rounds, does not."""
+    """Return True if a node computes in float16 or bfloat16; a pair of casts, which only rounds, does not count."""
     narrow = {tensor.name for tensor in model.graph.initializer if tensor.data_type in _NARROW}
     narrow |= {value.name for value in model.graph.input if value.type.tensor_type.elem_type in _NARROW}
     for node in model.graph.node:
@@ -87,7 +87,7 @@ def computes_in_narrow_floats(model: ModelProto) -> bool:
 
 
 def _name_sizes_apart(model: ModelProto) -> None:
-    """Give every open dimension of an input a name of its own, in place.
+    """Rename every open dimension of an input so that no two inputs share a name, in place.
 
     The runtime gives tensors whose sizes have one name one piece of memory, and fails where a file uses the name for
     different sizes, as those of recurrent states do.
@@ -99,10 +99,10 @@ def _name_sizes_apart(model: ModelProto) -> None:
 
 
 def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto:
-    """Replace every DequantizeLinear of a stored tensor by the float32 values it gives, in place.
+    """Replace every DequantizeLinear of a stored tensor by its float32 values, in place.
 
-    What the formula of the core does not cover (another float type, an unknown shape) stays, and so does what would
-    make more than `most` bytes of such values.
+    Nodes that the formula of the core does not cover (another float type, an unknown shape) stay, and so do those
+    whose values would exceed `most` bytes in all.
     """
     graph, stored = model.graph, initializers(model.graph)
     makers = producers(graph.node)
@@ -134,7 +134,7 @@ def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto
 def _dequantized(
     node: NodeProto, stored: dict[str, TensorProto], scales: Mapping[str, npt.NDArray[np.float32]]
 ) -> npt.NDArray[np.float32] | None:
-    """The value of a DequantizeLinear whose operands are all stored, or None; `scales` are computed of stored ones."""
+    """Return the value of a DequantizeLinear whose operands are all stored, else None."""
     if any(name and name not in stored and name not in scales for name in node.input):
         return None
     name = node.input[1]

@@ -1,4 +1,4 @@
-"""Handing a model of any size to ONNX Runtime: weights that lie in files are mapped from there, not copied."""
+"""Hand a model of any size to ONNX Runtime: weights that lie in files are mapped from there, not copied."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 def session_of(
     model: ModelProto, options: ort.SessionOptions, *, disabled: tuple[str, ...] = (), most: int = SINGLE
 ) -> ort.InferenceSession:
-    """Open a session on the CPU; what the runtime raises comes through.
+    """Open a session on the CPU; exceptions of the runtime are passed on.
 
     Args:
         model: it is not changed.
@@ -35,7 +35,7 @@ def session_of(
 
 def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...]) -> ort.InferenceSession:
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        model = _located(model)
+        model = _with_paths_from_root(model)
         # the runtime takes only files below a folder of its own choice
         options.add_session_config_entry(_FOLDER, Path.cwd().anchor)
     return ort.InferenceSession(
@@ -43,8 +43,8 @@ def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str
     )
 
 
-def _located(model: ModelProto) -> ModelProto:
-    """A copy whose references are paths from the root."""
+def _with_paths_from_root(model: ModelProto) -> ModelProto:
+    """Return a copy whose references are paths from the root."""
     found = ModelProto()
     found.CopyFrom(model)
     for tensor in found.graph.initializer:

@@ -1,4 +1,4 @@
-"""Memory that many short sessions share: what one gives back the next takes, instead of asking the system for it."""
+"""Memory that many short sessions share: the next session reuses what one has freed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _EXTEND_BY_REQUEST = 1
 
 @contextmanager
 def shared_memory() -> Iterator[None]:
-    """Open a pool for sessions that ask for it (`session.use_env_allocators`); in the end it gives up what is free.
+    """Open a pool for sessions that ask for it (`session.use_env_allocators`); at the end it frees what is unused.
 
     Fresh memory costs more than the convolution that fills it (3 times, measured), and a session's own goes with it.
     Sessions and arrays may outlive the pool.
@@ -26,7 +26,7 @@ def shared_memory() -> Iterator[None]:
 
 
 def _shrink() -> None:
-    """The runtime shrinks a pool only behind a run."""
+    """Free the unused memory of the pool; the runtime does that only after a run."""
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "nothing", [value], [result])

@@ -1,4 +1,4 @@
-"""What a session of ONNX Runtime must be told so that its default level gives the values that were simulated."""
+"""The session options that ONNX Runtime needs so that its default level computes the simulated values."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.runtime_table import Dialect
 
-#: MatMulNBits, which the default level makes of a weight-only MatMul, quantizes the activation to int8 unless told
+#: MatMulNBits, to which the default level fuses a weight-only MatMul, quantizes activations to int8 unless this is set
 EXACT_MATMUL = ("session.qdq_matmulnbits_accuracy_level", "0")
 _INTEGERS = frozenset(
     {TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2}
@@ -17,7 +17,7 @@ _BLOCKS = frozenset({16, 32, 64, 128, 256})
 
 
 def needed_options(model: ModelProto, dialect: Dialect) -> dict[str, str]:
-    """Give the session configuration entries (key -> value) that a lowered model needs to be exact.
+    """Return the session configuration entries (key -> value) that a lowered model needs to be exact.
 
     Weight-only MatMul and Gemm run as MatMulNBits, which is several times as fast as float, but at its default level
     of accuracy rounds the activations to int8: the results are off by some thousandths of their size.
@@ -34,7 +34,7 @@ def needed_options(model: ModelProto, dialect: Dialect) -> dict[str, str]:
 
 
 def _becomes_nbits(node: NodeProto, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
-    """Whether the runtime makes a MatMulNBits of a node (measured, onnxruntime 1.31 and 1.32)."""
+    """Return True if the runtime turns a node into MatMulNBits (measured, onnxruntime 1.31 and 1.32)."""
     if node.op_type not in ("MatMul", "Gemm") or (node.op_type == "Gemm" and attributes(node).get("transB")):
         return False
     source, weight = makers.get(node.input[0]), makers.get(node.input[1])
