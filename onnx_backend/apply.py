@@ -7,7 +7,7 @@ from onnx import ModelProto, numpy_helper
 
 from onnx_backend.opening.from_float import open_unplanned
 from onnx_backend.opening.plan_of_qdq import without_origin
-from onnx_backend.passes.canonicalize import named
+from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import fake_quantized
@@ -45,7 +45,7 @@ def sim_with_encodings(
     norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
     if norms:
         spoken_of = {graph.tensors[graph.sites[site]].name for site in (*placed.encodings, *placed.casts)}
-        kept = [named(node) for node in norms if spoken_of.intersection(node.input[:1])]
+        kept = [node_label(node) for node in norms if spoken_of.intersection(node.input[:1])]
         model, graph, notes = open_unplanned(source, _keeping(kept))
         placed = place(graph)
     require_placed(placed, where, strict=strict)

@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnx_backend.opening.from_float import Notes
 from onnx_backend.proto.lazy_tensors import as_stored, is_stub
-from onnx_backend.proto.model_io import serialized
+from onnx_backend.proto.model_io import serialize
 from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
@@ -47,16 +47,16 @@ def parts_of(sim: OnnxSim) -> dict[str, Part]:
     Raises:
         ModelError: a Q/DQ file of more than 2 GiB.
     """
-    opened = {} if sim.opened is None else {OPENED: _written(serialized(sim.opened))}
+    opened = {} if sim.opened is None else {OPENED: _written(serialize(sim.opened))}
     model = sim.traced().model
     outside = outside_of(model, {})
     if sum(tensor.nbytes for tensor in outside.values()) <= sim.in_memory:
         return {MODEL: partial(write_message, model=model, outside=outside), **opened}
     light = with_stubs(model, outside)
-    return {MODEL: _written(serialized(light)), WEIGHTS: partial(write_data, tensors=outside), **opened}
+    return {MODEL: _written(serialize(light)), WEIGHTS: partial(write_data, tensors=outside), **opened}
 
 
-def restored(file: SimFile, where: str) -> OnnxSim:
+def restore_sim(file: SimFile, where: str) -> OnnxSim:
     """Return the sim that a file holds.
 
     Raises:

@@ -14,23 +14,23 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
-from onnx_backend.calibration.calibrate import calibrated, stored_names, stored_tensors
+from onnx_backend.calibration.calibrate import find_encodings, stored_names, stored_tensors
 from onnx_backend.calibration.observe import SessionCache
-from onnx_backend.opening.from_float import Notes, Source, explained, open_float
+from onnx_backend.opening.from_float import Notes, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.opening.normalize_qdq import normalised
-from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, with_replaced
-from onnx_backend.opening.read_graph import inlined, read_graph
+from onnx_backend.opening.normalize_qdq import normalize_qdq
+from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, note_replaced_encodings
+from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
-from onnx_backend.parity.expected_model import expected_of
+from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.proto.external_data import array, files_read, require_no_external_data
 from onnx_backend.proto.lazy_tensors import fake_quantized, with_large
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import at_opset
-from onnx_backend.proto.weight_edits import ChangedWeights
-from onnx_backend.proto.write_file import spooled
+from onnx_backend.proto.weight_edits import WeightEdits
+from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import mark, open_qdq
 from onnx_backend.qdq.runtime_table import Dialect
@@ -82,7 +82,7 @@ class OnnxSim(StatefulSim):
         self._session: ort.InferenceSession | None = None
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
-        self._weights = ChangedWeights(marked)
+        self._weights = WeightEdits(marked)
         self.given = self._weights.hold()
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
@@ -109,8 +109,8 @@ class OnnxSim(StatefulSim):
         model = load(source)
         require_no_external_data(model)
         require_valid(model, "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source))
-        model = normalised(model)
-        opened = open_qdq(at_opset(inlined(model)))
+        model = normalize_qdq(model)
+        opened = open_qdq(at_opset(inline_functions(model)))
         graph = read_graph(opened.model)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
         sim._own = owned_encodings(sim.plan, with_flags(model, opened.encodings))
@@ -157,7 +157,7 @@ class OnnxSim(StatefulSim):
             DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
             CalibrationError: a site that no batch reached. In every case the sim stays as it was.
         """
-        own, report, ranges = calibrated(
+        own, report, ranges = find_encodings(
             self._marked,
             self.plan,
             self._own,
@@ -170,7 +170,7 @@ class OnnxSim(StatefulSim):
             gather=gather,
         )
         if self.config is None:
-            report = with_replaced(report, self._own, own)
+            report = note_replaced_encodings(report, self._own, own)
         self._set(own)
         self.methods = Methods(method, weight_method, percentile)
         report = self.leave_coarse_float(report, ranges)
@@ -249,7 +249,7 @@ class OnnxSim(StatefulSim):
         stored, methods = self.stored_floats, self.methods
         before = self.snapshot()
         state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
-        return replace(state, plan=explained(state.plan, self.graph, self.notes))
+        return replace(state, plan=with_reasons_of_file(state.plan, self.graph, self.notes))
 
     @property
     def folded_norms(self) -> dict[str, FoldedNorm]:
@@ -307,7 +307,7 @@ class OnnxSim(StatefulSim):
             return with_large(lowered.model, lowered.large)
         folder = tempfile.mkdtemp(prefix="qsdk-")
         self._spools.append(weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True))
-        return spooled(lowered.model, lowered.large, Path(folder) / "weights")
+        return spool_large_tensors(lowered.model, lowered.large, Path(folder) / "weights")
 
     def __call__(self, *args: Any) -> list[Array]:
         """Simulate: the inputs in order, or one mapping by name."""
@@ -367,7 +367,7 @@ class OnnxSim(StatefulSim):
             while outputs:
                 yield outputs.pop(0)
 
-        expected = expected_of(self.traced(), self.plan, self.encodings, model, self.opened)
+        expected = expected_model(self.traced(), self.plan, self.encodings, model, self.opened)
         return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected)
 
     # --- state and sessions ---------------------------------------------------------------------------------------

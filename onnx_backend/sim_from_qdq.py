@@ -8,17 +8,17 @@ from typing import Any
 from onnx import ModelProto
 
 from onnx_backend.export import require_companion
-from onnx_backend.opening.from_float import QuantizedAlreadyError, explained, open_unplanned
-from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.from_float import QuantizedAlreadyError, open_unplanned, with_reasons_of_file
+from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import without_origin
-from onnx_backend.opening.read_graph import inlined
+from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, is_mark
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
-from onnx_backend.qdq.marks import Opened, mark, open_qdq
+from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.validate import require_valid
 from qsdk.core.config.config import QuantConfig
@@ -75,8 +75,8 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
         ModelError: one tensor has two encodings, or an encoding belongs to no tensor of the float model.
         ConfigError: a rule matches nothing.
     """
-    normal = normalised(source)
-    opened = open_qdq(at_opset(inlined(normal)))
+    normal = normalize_qdq(source)
+    opened = open_qdq(at_opset(inline_functions(normal)))
     found = with_flags(normal, opened.encodings)
     plain, tensors = _unmarked(opened)
     model, graph, notes = open_unplanned(plain, config, example, fold_batch_norm=False)
@@ -84,7 +84,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
     _require_all_placed(graph, tensors, encodings, casts)
-    plan = explained(make_plan(graph, config), graph, notes)
+    plan = with_reasons_of_file(make_plan(graph, config), graph, notes)
     encodings = {site: encoding for site, encoding in encodings.items() if site in plan.decisions}
     casts = {site: dtype for site, dtype in casts.items() if site in plan.decisions}
     plan = plan_with_given(graph, plan, encodings, casts)
@@ -102,7 +102,7 @@ class _Home:
     scalar: bool
 
 
-def _unmarked(opened: Opened) -> tuple[ModelProto, Mapping[str, _Home]]:
+def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _Home]]:
     """Return the float model behind an opened one, and site -> its tensor.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Calibration: ranges of activations streamed from data, ranges of stored tensors read at once."""
+"""Calibrate: ranges of activations are streamed from data, ranges of stored tensors are read at once."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ from qsdk.core.ranges.statistics import Gather, Statistics, activation_encodings
 from qsdk.core.report import Report
 
 
-def calibrated(
+def find_encodings(
     marked: ModelProto,
     plan: Plan,
     own: Mapping[str, Encoding],
@@ -39,15 +39,15 @@ def calibrated(
 
     Args:
         marked: the float model with a mark at every site.
-        plan: what is wanted at each site.
-        own: the encodings there are; frozen ones stay.
+        plan: the decision for each site.
+        own: the current encodings; frozen ones stay.
         batches: see `feeds.as_feeds`.
         method: for activations.
         weight_method: for stored tensors; `min_max` where it is None.
         percentile: of the method of that name.
         progress: show a progress bar.
-        sessions: keeps the session that observes for the next call.
-        gather: gives what every rank gives it; the statistics of all ranks count.
+        sessions: keeps the observing session for the next call.
+        gather: collects a value from every rank; the statistics of all ranks count.
 
     Returns:
         Site -> encoding, in place of `own`; one row for every encoding that was found; and site -> the range seen.
@@ -64,7 +64,7 @@ def calibrated(
     found = _weight_encodings(plan, stored, for_weights)
     wanted = observed(plan.decisions.values())
     statistics = Statistics(chosen)
-    if wanted:  # else only weights have ranges to find, and the data has nothing to say
+    if wanted:  # else only weights need ranges, and the data is not needed
 
         def observing() -> Statistics:
             return observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
@@ -78,13 +78,13 @@ def calibrated(
 
 
 def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:
-    """Site -> float value of every marked stored tensor."""
+    """Return site -> float value of every marked stored tensor."""
     stored, found = initializers(marked.graph), stored_names(marked, plan)
     return LazyArrays(found, lambda site: array(stored[found[site]]))
 
 
 def stored_names(marked: ModelProto, plan: Plan) -> dict[str, str]:
-    """Site -> name of the stored tensor there, for every marked one."""
+    """Return site -> name of the stored tensor there, for every marked one."""
     stored = initializers(marked.graph)
     roots: dict[str, str] = {}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Statistics of activations, reduced inside the graph batch by batch, so that no activation is ever kept."""
+"""Collect statistics of activations, reduced inside the graph batch by batch, so that no activation is kept."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.calibration.statistics_graph import Watched, observing_graph
+from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics_graph
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.planning.plan import Decision
@@ -19,21 +19,21 @@ from qsdk.core.ranges.statistics import Statistics, require_finite
 
 @dataclass
 class SessionCache:
-    """The session that observes a sim, kept between calibrations; it is made anew when what it observes changes."""
+    """The session that observes a sim, kept between calibrations and rebuilt when the observed sites change."""
 
     marked: ModelProto | None = None
     wanted: Mapping[str, Decision] | None = None
     sampled: bool = False
     session: ort.InferenceSession | None = None
-    watched: Sequence[Watched] = ()
+    watched: Sequence[SiteStatistics] = ()
 
     def open(
         self, marked: ModelProto, wanted: Mapping[str, Decision], *, sampled: bool
-    ) -> tuple[ort.InferenceSession, Sequence[Watched]]:
-        """Give the session over the float model whose outputs are the statistics of the wanted sites."""
+    ) -> tuple[ort.InferenceSession, Sequence[SiteStatistics]]:
+        """Return the session over the float model whose outputs are the statistics of the wanted sites."""
         same = self.marked is marked and self.sampled == sampled and self.wanted == wanted
         if self.session is None or not same:
-            model, self.watched = observing_graph(marked, wanted, sampled=sampled)
+            model, self.watched = statistics_graph(marked, wanted, sampled=sampled)
             self.session = simulation_session(model)
             self.marked, self.wanted, self.sampled = marked, dict(wanted), sampled
         return self.session, self.watched
@@ -54,7 +54,7 @@ def observe(
         marked: the float model with marks.
         wanted: the sites to observe, see `statistics.observed`.
         batches: see `feeds.as_feeds`.
-        chosen: says what it needs.
+        chosen: the estimator; it names the statistics that it needs.
         progress: show a progress bar.
         sessions: keeps the session for the next call.
 
@@ -69,11 +69,11 @@ def observe(
         found = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
         values = dict(zip(names, found, strict=True))
         for item in watched:
-            _take_in(item, values, number, statistics)
+            _add_statistics(item, values, number, statistics)
     return statistics
 
 
-def _take_in(item: Watched, values: Mapping[str, Any], number: int, statistics: Statistics) -> None:
+def _add_statistics(item: SiteStatistics, values: Mapping[str, Any], number: int, statistics: Statistics) -> None:
     high = values[item.high]
     low = values[item.low] if item.low else np.zeros_like(high)
     if np.all(high < low) and np.all(high == -np.inf):

@@ -16,7 +16,7 @@ from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.histogram import SAMPLES, STEPS
 from qsdk.core.ranges.statistics import channel_axis
 
-#: Ops that make no NaN and no infinity of finite values, unless they overflow (which shows in an extreme).
+#: Ops that turn finite values into finite values, unless they overflow (which shows in an extreme).
 _KEEP_FINITE = frozenset(
     {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Sum", "Mean", "Neg", "Abs", "Max", "Min", "Where"}
     | {"Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Gelu", "Erf", "Softmax"}
@@ -25,15 +25,15 @@ _KEEP_FINITE = frozenset(
     | {"Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "Resize", "DepthToSpace", "SpaceToDepth"}
     | {"Dropout", "LSTM", "GRU", "RNN", "Elu", "Softplus", "Softsign", "Sin", "Cos", "Shape", "Size", "Equal", "Less"}
 )
-#: Ops whose values are not below 0; of a range, which contains 0, only the upper end is to be found.
+#: Ops whose values are not below 0; a range contains 0, so only its upper end is needed.
 _NOT_NEGATIVE = frozenset({"Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs"})
-#: What stands between a convolution and its activation, in the runtime's own blocked layout of channels.
+#: Ops between a convolution and its activation, which run in the runtime's own blocked layout of channels.
 _AROUND_CONVOLUTIONS = frozenset({"Conv", "Add", "BatchNormalization", "Concat", "Sum"})
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The outputs that tell about one site; "" where there is none.
+class SiteStatistics:
+    """The outputs that hold the statistics of one site; "" where there is none.
 
     Attributes:
         site: its name.
@@ -52,18 +52,18 @@ class Watched:
     size: str = ""
 
 
-def observing_graph(
+def statistics_graph(
     marked: ModelProto, wanted: Mapping[str, Decision], *, sampled: bool
-) -> tuple[ModelProto, list[Watched]]:
-    """Build the float model with the statistics of the wanted sites as its only outputs.
+) -> tuple[ModelProto, list[SiteStatistics]]:
+    """Return the float model with the statistics of the wanted sites as its only outputs.
 
     Args:
         marked: the float model with marks; it is not changed.
         wanted: by site.
-        sampled: whether histograms are wanted too.
+        sampled: True to add samples for histograms.
     """
     model = load(marked)
-    builder = _Builder(model, sampled=sampled)
+    builder = _StatisticsGraphBuilder(model, sampled=sampled)
     for node in model.graph.node:
         builder.add(node, wanted)
     del model.graph.output[:]
@@ -75,8 +75,8 @@ def observing_graph(
     return model, builder.watched
 
 
-class _Builder:
-    """Nodes, outputs and what is known of tensors while a graph is walked through."""
+class _StatisticsGraphBuilder:
+    """A statistics graph under construction: its nodes and outputs, and which tensors are known to be finite."""
 
     def __init__(self, model: ModelProto, *, sampled: bool) -> None:
         self.graph, self.sampled = model.graph, sampled
@@ -85,15 +85,15 @@ class _Builder:
         self.taken = names_in(model.graph)
         self.nodes: list[NodeProto] = []
         self.outputs: list[ValueInfoProto] = []
-        self.watched: list[Watched] = []
+        self.watched: list[SiteStatistics] = []
         self.seen: set[str] = set()
-        # integers are finite, and so is what has been looked at
+        # integers are finite, and so are tensors that were checked
         self.finite = {name for name, tensor in self.stored.items() if _is_finite(tensor)}
         self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type != TensorProto.FLOAT}
         self.constants: dict[str, str] = {}
 
     def add(self, node: NodeProto, wanted: Mapping[str, Decision]) -> None:
-        """Take over a node; a mark is followed by what its site's statistics need."""
+        """Add a node; behind a mark come the statistics of its site."""
         known = all(name in self.finite for name in node.input if name)
         if not is_mark(node):
             self.nodes.append(node)
@@ -128,7 +128,7 @@ class _Builder:
         sample = size = ""
         if sampled:
             sample, size = self._sample(site, tensor)
-        self.watched.append(Watched(site, high, low, check, sample, size))
+        self.watched.append(SiteStatistics(site, high, low, check, sample, size))
 
     def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool) -> None:
         others = np.array([other for other in range(len(decision.shape or ())) if other != axis], np.int64)
@@ -137,7 +137,7 @@ class _Builder:
             for op, name in (("ReduceMax", f"{site}/high"), ("ReduceMin", f"{site}/low"))
         ]
         check = "" if known else self._check(site, tensor)
-        self.watched.append(Watched(site, self._output(ends[0]), self._output(ends[1]), check))
+        self.watched.append(SiteStatistics(site, self._output(ends[0]), self._output(ends[1]), check))
 
     def _not_negative(self, maker: NodeProto) -> bool:
         if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:
@@ -152,12 +152,12 @@ class _Builder:
         return rank == 4 and before is not None and before.op_type in _AROUND_CONVOLUTIONS
 
     def _check(self, site: str, tensor: str) -> str:
-        """0 * x sums to 0 unless x holds NaN or an infinity, which minimum and maximum may hide."""
+        """Return a sum of 0 * x: it is 0 unless x holds NaN or an infinity, which minimum and maximum may hide."""
         zeros = self._node("Mul", [tensor, self._constant("zero", np.zeros((), np.float32))], f"{site}/zeros")
         return self._output(self._node("ReduceSum", [zeros], f"{site}/check", keepdims=0))
 
     def _sample(self, site: str, tensor: str) -> tuple[str, str]:
-        """Every n-th value of the flattened tensor, n as in `sample_step`; and the tensor's size."""
+        """Return every n-th value of the flattened tensor, n as in `sample_step`; and the tensor's size."""
         flat = self._node("Reshape", [tensor, self._constant("flat", np.array([-1], np.int64))], f"{site}/flat")
         size = self._node("Size", [flat], f"{site}/size")
         steps = np.array(STEPS, np.int64)

@@ -15,7 +15,7 @@ from qsdk.core.planning.plan import Plan
 
 
 def outputs(sim: OnnxSim, batches: Iterable[Any], *, in_float: bool) -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Give the floating-point outputs of each batch, in order, of the simulation or in float.
+    """Yield the floating-point outputs of each batch, in order, of the simulation or of the float model.
 
     Raises:
         DataError: a batch that the model does not take.

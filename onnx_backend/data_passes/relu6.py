@@ -11,8 +11,8 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.scaling.relu6 import as_relu, clips_at_six
 
 
-def unbounded(sim: OnnxSim, clips: Mapping[str, int]) -> list[str]:
-    """The sites of those Clips (site -> op) whose upper bound was taken away."""
+def unbounded_sites(sim: OnnxSim, clips: Mapping[str, int]) -> list[str]:
+    """Return the sites of those Clips (site -> op) whose upper bound was removed."""
     stored = {tensor.name: tensor for tensor in sim.traced().model.graph.initializer}
     found = []
     for site, op in clips.items():
@@ -23,19 +23,19 @@ def unbounded(sim: OnnxSim, clips: Mapping[str, int]) -> list[str]:
 
 
 def graph_as_it_runs(sim: OnnxSim) -> Graph:
-    """The sim's graph, with a Relu in the place of each ReLU6 whose upper bound was taken away."""
-    return as_relu(sim.graph, unbounded(sim, clips_at_six(sim.graph)))
+    """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
+    return as_relu(sim.graph, unbounded_sites(sim, clips_at_six(sim.graph)))
 
 
-def unbind(sim: OnnxSim, clips: Mapping[str, int], sites: Iterable[str]) -> None:
-    """Take the upper bound away at these sites."""
+def remove_bounds(sim: OnnxSim, clips: Mapping[str, int], sites: Iterable[str]) -> None:
+    """Remove the upper bound at these sites."""
     stored = stored_by_name(sim)
     names = {_bound(sim, clips[site]) for site in sites}
     sim.change_stored({name: np.full_like(stored[name], np.inf) for name in names})
 
 
-def of_calls(sim: OnnxSim, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-    """Site -> why the bound there cannot be taken away, `""` where it can."""
+def shared_bound_reasons(sim: OnnxSim, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
+    """Return site -> why the bound there cannot be removed, `""` where it can."""
     free = {name for site in wanted for name in [_bound(sim, clips[site])] if name}
     readers = {op for name in free for op in _readers(sim, name)}
     kept = readers - {clips[site] for site in wanted}

@@ -1,4 +1,4 @@
-"""Whether a runtime's own session gives what the simulation of a Q/DQ file gives: site by site, and end to end."""
+"""Compare a runtime's own session with the simulation of a Q/DQ file, site by site and end to end."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
 from onnx_backend.parity.tally import lsb
@@ -34,7 +34,7 @@ LEVELS: Mapping[str, ort.GraphOptimizationLevel] = {
 
 
 @dataclass
-class _Site:
+class _SiteDifference:
     """The differences found at one site so far."""
 
     kind: str
@@ -51,14 +51,14 @@ class _Site:
 
 
 @dataclass
-class _Outputs:
+class _OutputDifference:
     """Powers of the simulation's outputs and of what differs from them."""
 
     signal: float = 0.0
     difference: float = 0.0
     largest: float = 0.0
     elements: int = 0
-    invented: int = 0  # values that are not finite where what is wanted is
+    invented: int = 0  # values that are not finite where the wanted ones are
 
     def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
         for left, right in zip(got, wanted, strict=True):
@@ -88,10 +88,10 @@ def check_session(
     float_model: ModelProto | None = None,
     progress: bool = True,
 ) -> Report:
-    """Hold a session as an application opens it against the simulation of the same Q/DQ file.
+    """Compare a session as an application opens it with the simulation of the same Q/DQ file.
 
     At every activation site both get the simulation's values at the sites before it, behind the pairs of nodes that
-    the file has there, so that the session fuses what it fuses in the whole file; what comes out are codes. End to end,
+    the file has there, so that the session fuses what it fuses in the whole file; the codes are compared. End to end,
     the whole file runs in both.
 
     Args:
@@ -99,9 +99,9 @@ def check_session(
         data: batches: arrays, tuples in order or mappings by input name.
         level: of the session's graph optimization; `all` is the runtime's default.
         entries: configuration entries of the session, such as `session.qdq_matmulnbits_accuracy_level`.
-        least_sqnr_db: what the outputs must reach to pass; None asks nothing of them.
-        least_float_sqnr_db: what the outputs must reach against those of the float model.
-        float_model: what was quantized, to say too how far the session's outputs are from it.
+        least_sqnr_db: the ratio that the outputs must reach to pass; None for no such test.
+        least_float_sqnr_db: the ratio that they must reach against the outputs of the float model.
+        float_model: the model that was quantized, to report the ratio to its outputs as well.
         progress: show a progress bar.
 
     Returns:
@@ -115,14 +115,14 @@ def check_session(
         DataError: no data, or data the model does not take.
     """
     sim = OnnxSim.from_qdq(model)
-    sites_in = normalised(model)
+    sites_in = normalize_qdq(model)
     cuts = _cuttable(sites_in)
     whole = _session(model, level, entries)
     original = None if float_model is None else _session(float_model, "all", None)
     cut, fed = cut_at_codes(sites_in, cuts)
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
-    sites = {cut.site: _Site(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
-    outputs, to_float = _Outputs(), _Outputs()
+    sites = {cut.site: _SiteDifference(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
+    outputs, to_float = _OutputDifference(), _OutputDifference()
     for number, batch in batches_of(data, "parity", progress, skip_empty=False):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
@@ -132,7 +132,7 @@ def check_session(
         if original is not None:
             to_float.add(got, run_session(original, feeds, where))
         if exact is not None and asked is not None:
-            taught = {**feeds, **_taught(sim.capture(feeds), fed)}
+            taught = {**feeds, **_captured_feeds(sim.capture(feeds), fed)}
             for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
                 sites[site].add(left, right)
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
@@ -140,15 +140,15 @@ def check_session(
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
-    """The sites with codes of their own: no casts, which are exact, and no range that is found while the model runs."""
+    """Return the sites with codes of their own: no exact casts, and no range that is computed while the model runs."""
     makers = producers(model.graph.node)
     return [cut for cut in find_cuts(model) if makers[cut.compared].op_type == "QuantizeLinear"]
 
 
 def _report(
-    sites: Mapping[str, _Site],
-    outputs: _Outputs,
-    gates: Sequence[tuple[_Outputs, float | None]],
+    sites: Mapping[str, _SiteDifference],
+    outputs: _OutputDifference,
+    gates: Sequence[tuple[_OutputDifference, float | None]],
     level: str,
     extra: Mapping[str, float],
 ) -> Report:
@@ -175,13 +175,13 @@ def _report(
     if not gated and not any(found.elements for found in sites.values()):
         reasons.append("nothing was compared: no site has codes of its own; say what the outputs must reach (min_sqnr)")
     passed = not reasons
-    said = {} if passed else {"reason": "; ".join(reasons)}
+    reason = {} if passed else {"reason": "; ".join(reasons)}
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
-    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **said}
+    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **reason}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
 
 
-def _taught(captured: Mapping[str, Array], fed: Mapping[str, str]) -> dict[str, Array]:
+def _captured_feeds(captured: Mapping[str, Array], fed: Mapping[str, str]) -> dict[str, Array]:
     return {name: captured[site] for site, name in fed.items()}
 
 

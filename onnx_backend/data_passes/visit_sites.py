@@ -1,4 +1,4 @@
-"""One float pass over the data that hands the values at sites to a visitor."""
+"""Hand the float values at sites to a visitor, in one pass over the data."""
 
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
@@ -35,7 +35,7 @@ def visit_sites(
     Raises:
         DataError: no data, or data the model does not take.
     """
-    model, tensors = exposed(sim.traced().model, sites)
+    model, tensors = with_sites_as_outputs(sim.traced().model, sites)
     session = simulation_session(model)
     names = [output.name for output in session.get_outputs()]
     for number, batch in batches_of(data, title, progress):
@@ -45,8 +45,8 @@ def visit_sites(
             each(tensors[name], value)
 
 
-def exposed(marked: ModelProto, sites: Container[str] | None = None) -> tuple[ModelProto, dict[str, str]]:
-    """The float model with these computed sites (None for all) as its outputs; gives tensor name -> site."""
+def with_sites_as_outputs(marked: ModelProto, sites: Container[str] | None = None) -> tuple[ModelProto, dict[str, str]]:
+    """Return the float model with these computed sites (None for all) as outputs; and tensor name -> site."""
     model = load(marked)
     stored = {tensor.name for tensor in model.graph.initializer}
     tensors: dict[str, str] = {}

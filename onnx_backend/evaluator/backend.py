@@ -16,7 +16,7 @@ from onnx.backend.base import Backend, BackendRep, namedtupledict
 
 from onnx_backend.evaluator.one_node import type_of
 from onnx_backend.evaluator.program import Evaluator, Program
-from onnx_backend.passes.canonicalize import tidy
+from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import opset_of
@@ -124,7 +124,7 @@ class QsdkBackend(Backend):
             super().prepare(checkable(found), device, **kwargs)
         except onnx.checker.ValidationError as error:
             raise ModelError(f"the model is no valid ONNX: {_line(error)}; export it again") from error
-        tidy(found)
+        canonicalize(found)
         return QsdkBackendRep(found)
 
     @classmethod

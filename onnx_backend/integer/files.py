@@ -120,6 +120,6 @@ def _measured(
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
-    write_with_companions(out, model_io.serialized(result.model), companions)
+    write_with_companions(out, model_io.serialize(result.model), companions)
     summary = {**result.report.summary, **measured, **fixed}
     return Report(result.report.title, with_parity(result.report.rows, parity), summary)

@@ -1,7 +1,7 @@
-"""Q/DQ pairs that another tool wrote, in the form that `qdq.insert` writes: one pair per site, named after it.
+"""Rewrite the Q/DQ pairs of another tool in the form of `insert`: one pair per site, named after it.
 
 Tools quantize stored floats at run time, put a pair in front of every reader, several DequantizeLinears behind one
-QuantizeLinear, or a Clip of the codes in between. What comes out here computes the same.
+QuantizeLinear, or a Clip of the codes in between. The rewritten model computes the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph, with_sites
-from onnx_backend.passes.canonicalize import named
+from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, names_in, producers, read_at_last, unique
+from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, producers, unique
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.marks import exact_floats, open_qdq
@@ -40,12 +40,12 @@ _OURS = frozenset({"qsdk.site", COPY_KEY, LITERAL_KEY, SCALES_KEY})
 
 
 def is_foreign(node: NodeProto) -> bool:
-    """Whether a node is a DequantizeLinear that says no site."""
+    """Return True if a node is a DequantizeLinear that records no site."""
     return node.op_type == "DequantizeLinear" and not _OURS & set(metadata(node))
 
 
-def canonical(model: ModelProto) -> None:
-    """Bring foreign pairs into the form of `qdq.insert`, in place, under the site names of the float model.
+def rewrite_foreign_pairs(model: ModelProto) -> None:
+    """Rewrite foreign pairs in the form of `insert`, in place, under the site names of the float model.
 
     Args:
         model: sorted, at opset 21 or above, with stored parameters.
@@ -57,7 +57,7 @@ def canonical(model: ModelProto) -> None:
     pairs = list(_pairs(model))
     taken = names_in(graph)
     homes: dict[str, list[_Pair]] = {}  # tensor -> the first pair of each encoding
-    made: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> what stands in its place
+    made: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> its new nodes
     renamed: dict[str, str] = {}
     outputs = {value.name for value in graph.output}
     for index, pair in enumerate(pairs):
@@ -66,9 +66,11 @@ def canonical(model: ModelProto) -> None:
         home = next((other for other in known if other.encoding == pair.encoding), None)
         if home is None:
             known.append(pair)
-            made[output] = _written(model, pair, f"#{index}", taken)
+            made[output] = _pair_nodes(model, pair, f"#{index}", taken)
         elif output in outputs:
-            made[output] = [helper.make_node("Identity", [home.dequantize.output[0]], [output], named(pair.dequantize))]
+            made[output] = [
+                helper.make_node("Identity", [home.dequantize.output[0]], [output], node_label(pair.dequantize))
+            ]
         else:
             made[output] = []
             renamed[output] = home.dequantize.output[0]
@@ -77,10 +79,10 @@ def canonical(model: ModelProto) -> None:
         for fresh in made.get(next(iter(node.output), ""), [node]):
             rename_inputs([fresh], renamed)
             nodes.append(fresh)
-    replace_nodes(graph, read_at_last(nodes, outputs))
+    replace_nodes(graph, nodes_reaching(nodes, outputs))
     drop_unused_initializers(graph)
-    made_still = {name for node in graph.node for name in node.output}
-    declared = [value for value in graph.value_info if value.name in made_still]  # not of codes that are floats next
+    still_computed = {name for node in graph.node for name in node.output}
+    declared = [value for value in graph.value_info if value.name in still_computed]  # codes may be floats now
     del graph.value_info[:]
     graph.value_info.extend(declared)
     _name_sites(model)
@@ -100,7 +102,7 @@ def _pairs(model: ModelProto) -> Iterator[_Pair]:
             continue  # a tensor that arrives quantized has no site of its own
         encoding = encoding_of_pair(node, quantize, stored, makers)
         if clip is not None:
-            encoding = replace(encoding, dtype=_clipped(clip, encoding, stored))
+            encoding = replace(encoding, dtype=_dtype_of_clip(clip, encoding, stored))
         source = node.input[0] if quantize is None else quantize.input[0]
         if source in stored:
             rank = len(stored[source].dims)
@@ -108,8 +110,8 @@ def _pairs(model: ModelProto) -> Iterator[_Pair]:
         yield _Pair(node, quantize, source, encoding)
 
 
-def _clipped(clip: NodeProto, encoding: Encoding, stored: Mapping[str, TensorProto]) -> DType:
-    """The dtype whose grid a Clip of codes leaves."""
+def _dtype_of_clip(clip: NodeProto, encoding: Encoding, stored: Mapping[str, TensorProto]) -> DType:
+    """Return the dtype whose grid is that of a Clip of codes."""
     if all(name in stored for name in clip.input[1:3]) and len(clip.input) == 3:
         low, high = (float(array(stored[name]).reshape(())) for name in clip.input[1:3])
         wide = encoding.dtype
@@ -118,13 +120,13 @@ def _clipped(clip: NodeProto, encoding: Encoding, stored: Mapping[str, TensorPro
             if (dtype.lo, dtype.hi) == (max(low, wide.lo), min(high, wide.hi)):
                 return dtype
     raise FileFormatError(
-        f"node {named(clip)!r} clips codes to a grid that no dtype has; quantize the model again with the full grid of "
-        "an integer dtype, or its strict symmetric one"
+        f"node {node_label(clip)!r} clips codes to a grid that no dtype has; quantize the model again with the full "
+        "grid of an integer dtype, or its strict symmetric one"
     )
 
 
-def _written(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
-    """The nodes of `qdq.insert` for a pair, under a site name that is replaced at the end."""
+def _pair_nodes(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
+    """Return the nodes of `insert` for a pair, under a provisional site name."""
     stored, encoding = initializers(model.graph), pair.encoding
     if pair.source not in stored:
         return _activation(model, pair, site, taken)
@@ -134,7 +136,7 @@ def _written(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list
     values = encoding.dequantize(codes)
     again = encoding.quantize(exact_floats(encoding, codes))
     if not np.array_equal(encoding.dequantize(again), values, equal_nan=True):
-        # an int32 beyond 2^24 that no float32 stands for: it is kept as it is, and its tensor has no site
+        # no float32 represents an int32 beyond 2^24: the node is kept as it is, and its tensor has no site
         set_metadata(pair.dequantize, kept="its codes have no float32")
         return [pair.dequantize]
     name = unique(f"{pair.source.removesuffix('_quantized')}_quantized", taken)
@@ -146,17 +148,17 @@ def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> l
     encoding, source, nodes = pair.encoding, pair.source, []
     if encoding.dtype.narrows_container and encoding.axis is not None:
         raise FileFormatError(
-            f"node {named(pair.dequantize)!r} narrows the grid of an activation per channel, which cannot be written "
-            "again; make it per tensor"
+            f"node {node_label(pair.dequantize)!r} narrows the grid of an activation per channel, which cannot be "
+            "written again; make it per tensor"
         )
     if encoding.dtype.narrows_container:
         bounds = [unique(f"{source}/{end}", taken) for end in ("low", "high")]
         for name, value in zip(bounds, (encoding.low, encoding.high), strict=True):
             model.graph.initializer.append(numpy_helper.from_array(value.reshape(()), name))
-        held = unique(f"{source}/clipped", taken)
-        nodes.append(helper.make_node("Clip", [source, *bounds], [held], unique(f"{held}/clip", taken)))
+        clipped = unique(f"{source}/clipped", taken)
+        nodes.append(helper.make_node("Clip", [source, *bounds], [clipped], unique(f"{clipped}/clip", taken)))
         set_metadata(nodes[0], site=site)
-        source = held
+        source = clipped
     codes = unique(f"{pair.source}/codes", taken)
     nodes.append(_node(model, pair, "QuantizeLinear", source, codes, site, taken))
     nodes.append(_node(model, pair, "DequantizeLinear", codes, pair.dequantize.output[0], site, taken))
@@ -185,7 +187,7 @@ def _node(
 
 
 def _name_sites(model: ModelProto) -> None:
-    """Give foreign pairs the site names that the float model has at the ONNX door, and their kinds."""
+    """Give foreign pairs the site names that the float model has on the ONNX side, and their kinds."""
     graph = read_graph(open_qdq(model).model)
     plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
     kinds = kinds_of(graph)
@@ -209,7 +211,7 @@ def _name_sites(model: ModelProto) -> None:
 
 
 def _quantized_before(graph: Graph, tensor: int) -> str:
-    """The site of the same tensor under another encoding, which a second pair quantizes again; "" where there is none.
+    """Return the site that already quantizes the tensor under another encoding; "" where there is none.
 
     Such a pair is read as an Identity behind the first one, named after its mark.
     """

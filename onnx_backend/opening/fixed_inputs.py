@@ -1,4 +1,4 @@
-"""Inputs whose value the user fixes: they become stored tensors, and what follows from them is computed at once."""
+"""Fix the value of inputs: they become stored tensors, and whatever follows from them is computed at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from qsdk.core.errors import ConfigError
 
 
 def with_fixed_inputs(model: ModelProto, values: Mapping[str, Any]) -> ModelProto:
-    """Store values in the place of inputs, in the model given; gives it back.
+    """Store values in place of inputs, in the given model; return it.
 
     An If whose condition follows from such a value is later replaced by the branch that is taken.
 
@@ -37,7 +37,7 @@ def with_fixed_inputs(model: ModelProto, values: Mapping[str, Any]) -> ModelProt
 
 
 def _stored(declared: ValueInfoProto, given: Any) -> np.ndarray[Any, Any]:
-    """A value as the input has it: of its dtype, and of its shape, for which one number may stand if it has one."""
+    """Return a value in the dtype and shape of its input; one number may stand for an array of one element."""
     tensor, name = declared.type.tensor_type, declared.name
     try:
         value = np.asarray(given)

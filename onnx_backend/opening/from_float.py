@@ -1,4 +1,4 @@
-"""Opening a float ONNX model: everything between a user's file and what planning reads."""
+"""Open a float ONNX model: everything between a user's file and the graph that planning reads."""
 
 import math
 import os
@@ -9,10 +9,10 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.opening.read_graph import inlined, read_graph
-from onnx_backend.passes.canonicalize import named, tidy
-from onnx_backend.passes.control_flow_bodies import captured_only, decisions_inside
-from onnx_backend.passes.convert_opset import raised, require_known_opset
+from onnx_backend.opening.read_graph import inline_functions, read_graph
+from onnx_backend.passes.canonicalize import canonicalize, node_label
+from onnx_backend.passes.control_flow_bodies import decisions_in_bodies, read_only_in_bodies
+from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.external_data import array, require_no_external_data
@@ -21,7 +21,7 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import lift_constants
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
-from onnx_backend.runtime.compare_runs import session, unloadable
+from onnx_backend.runtime.compare_runs import float_session, unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
@@ -47,15 +47,15 @@ class QuantizedAlreadyError(ModelError):
 
 @dataclass(frozen=True)
 class Notes:
-    """What was done to a model on its way in, and why some of its tensors cannot be quantized.
+    """The changes that opening made to a model, and why some of its tensors cannot be quantized.
 
     Attributes:
-        folded: owners of the BatchNorms that went into a layer.
+        folded: owners of the BatchNorms that were folded into a layer.
         unfolded: owner of a BatchNorm that stays -> why.
         reasons: name of a tensor without a site -> why.
         inside: the float tensors in the bodies of control flow.
         remarks: on conversions, in sentences.
-        norms: owner of a layer -> what the BatchNorm that went into it said.
+        norms: owner of a layer -> mean and deviation that the BatchNorm folded into it declared.
     """
 
     folded: tuple[str, ...] = ()
@@ -66,10 +66,10 @@ class Notes:
     norms: Mapping[str, FoldedNorm] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """For the coverage report: how many BatchNorms were folded, why others were not, and the remarks."""
+        """Return facts for the coverage report: folded BatchNorms, reasons for the others, and the remarks."""
         kept = {f"{owner} (BatchNorm) not folded": reason for owner, reason in self.unfolded.items()}
-        said = {"opened": "; ".join(self.remarks)} if self.remarks else {}
-        return {"folded": len(self.folded), **kept, **said}
+        opened = {"opened": "; ".join(self.remarks)} if self.remarks else {}
+        return {"folded": len(self.folded), **kept, **opened}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def open_float(
 
     Args:
         source: a path (with external data beside it), bytes or a model, which is not changed.
-        config: what is wanted where.
+        config: the dtypes and granularities wanted, by rule.
         example: inputs on which a raised model is compared with the original; None for random ones.
         fold_batch_norm: fold every BatchNormalization that stands beside a linear layer and that no rule names.
 
@@ -100,13 +100,13 @@ def open_float(
     """
     model, graph, notes = open_unplanned(source, config, example, fold_batch_norm=fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
-    return OpenedFloat(model, graph, explained(plan, graph, notes), notes)
+    return OpenedFloat(model, graph, with_reasons_of_file(plan, graph, notes), notes)
 
 
 def open_unplanned(
     source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> tuple[ModelProto, Graph, Notes]:
-    """Do all of `open_float` except the plan: the config says no more than which BatchNorms stay."""
+    """Do all of `open_float` except the plan; the config only names the BatchNorms that stay."""
     model = load(source)
     where = "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
     try:
@@ -114,7 +114,7 @@ def open_unplanned(
     except QsdkError:
         raise
     except Exception:
-        _require_loadable(model, where)  # a broken file can be broken in any way: the runtime says in which
+        _require_loadable(model, where)  # a broken file fails anywhere: the runtime's message names the cause
         raise
 
 
@@ -123,14 +123,14 @@ def _opened(
 ) -> tuple[ModelProto, Graph, Notes]:
     require_no_external_data(model)
     require_known_opset(model)
-    model = inlined(model)
+    model = inline_functions(model)
     _require_float(model)
     _require_whole(model)
     lift_constants(model)
-    tidy(model)
-    _require_loadable(model, where)  # before anything else looks at it: onnx's own tools crash on damaged nodes
+    canonicalize(model)
+    _require_loadable(model, where)  # first of all: onnx's own tools crash on damaged nodes
     feeds = _feeds(model, example)
-    model, remarks = raised(model, feeds)
+    model, remarks = raise_opset(model, feeds)
     note_example(model, feeds)
     model = simplify(model, types_of(model, trust_declared=False))
     types = types_of(model, trust_declared=False)
@@ -141,16 +141,16 @@ def _opened(
     _forget_shapes(model)
     _declare_outputs(model, types)
     graph = read_graph(model, types)
-    inside = decisions_inside(model, types)
+    inside = decisions_in_bodies(model, types)
     notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
     return model, graph, notes
 
 
-def explained(plan: Plan, graph: Graph, notes: Notes) -> Plan:
-    """The plan with the reasons that only the file knows, and with the tensors inside bodies."""
+def with_reasons_of_file(plan: Plan, graph: Graph, notes: Notes) -> Plan:
+    """Return the plan with the reasons that only the file knows, and with the tensors inside bodies."""
     facts = {f"({tensor.name})": tensor for tensor in graph.tensors if tensor.name in notes.reasons}
 
-    def said(decision: Decision) -> Decision:
+    def with_reason(decision: Decision) -> Decision:
         tensor = facts.get(decision.site)
         if tensor is None:
             return decision
@@ -158,12 +158,12 @@ def explained(plan: Plan, graph: Graph, notes: Notes) -> Plan:
         spec = None if narrow is None else float_spec(narrow)
         return replace(decision, reason=notes.reasons[tensor.name], spec=spec)
 
-    return Plan(plan.decisions, (*(said(decision) for decision in plan.inside), *notes.inside))
+    return Plan(plan.decisions, (*(with_reason(decision) for decision in plan.inside), *notes.inside))
 
 
 def _reasons(model: ModelProto, graph: Graph) -> dict[str, str]:
-    """Why tensors have no site although they are float."""
-    bodies_read = captured_only(model.graph.node)
+    """Return why tensors have no site although they are float."""
+    bodies_read = read_only_in_bodies(model.graph.node)
     found = {}
     for tensor in graph.tensors:
         if tensor.site is None and tensor.is_float:
@@ -191,13 +191,13 @@ def _require_float(model: ModelProto) -> None:
     for node in all_nodes(model.graph.node):
         if node.op_type in _QUANTIZED_OPS:
             raise QuantizedAlreadyError(
-                f"the model is quantized already (node {named(node)!r} is {node.op_type}); pass config=None to adopt "
-                "its encodings, or quantize the float model it came from"
+                f"the model is quantized already (node {node_label(node)!r} is {node.op_type}); pass config=None to "
+                "adopt its encodings, or quantize the float model it came from"
             )
 
 
 def _require_float32(model: ModelProto, types: Types) -> None:
-    """Refuse a model that computes in float16 or double throughout: nothing of it could be quantized."""
+    """Refuse a model that computes in float16 or double throughout: none of it could be quantized."""
     made = _dtypes(model.graph.node, types)
     if "float32" in made or not made:
         return
@@ -220,7 +220,7 @@ def _dtypes(nodes: Iterable[NodeProto], types: Types) -> dict[str, str]:
 
 
 def _require_whole(model: ModelProto) -> None:
-    """Refuse a stored tensor that holds fewer values than its shape asks for.
+    """Refuse a stored tensor with fewer values than its shape needs.
 
     Raises:
         FileFormatError: names the tensor.
@@ -247,19 +247,19 @@ def _require_bytes(tensor: TensorProto) -> None:
 
 
 def _require_loadable(model: ModelProto, where: str) -> None:
-    """Refuse what the runtime refuses; its large weights are not shown to it.
+    """Refuse a model that the runtime refuses, without loading its large weights.
 
     Raises:
-        FileFormatError: with what the runtime says.
+        FileFormatError: with the runtime's message.
     """
     try:
-        session(skeleton(model))
+        float_session(skeleton(model))
     except Exception as error:  # the runtime's own exception types are private
-        raise FileFormatError(unloadable(where, error)) from error
+        raise FileFormatError(unloadable_message(where, error)) from error
 
 
 def _declare_outputs(model: ModelProto, types: Types) -> None:
-    """Give outputs that declare no shape the one that was inferred: a checked file needs it."""
+    """Declare the inferred shape of outputs that have none: a checked file needs it."""
     for value in model.graph.output:
         shape = types.get(value.name, ("", None))[1]
         tensor = value.type.tensor_type
@@ -269,7 +269,7 @@ def _declare_outputs(model: ModelProto, types: Types) -> None:
 
 
 def _forget_shapes(model: ModelProto) -> None:
-    """Drop what the file declares of inner tensors, which may be wrong, except where nothing else says their type."""
+    """Remove declared shapes of inner tensors, which may be wrong, except where nothing else states their type."""
     foreign = {name for node in model.graph.node if node.domain not in ("", "ai.onnx") for name in node.output}
     kept = [value for value in model.graph.value_info if value.name in foreign]
     del model.graph.value_info[:]

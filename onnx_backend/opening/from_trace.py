@@ -1,4 +1,4 @@
-"""A traced module on the ONNX side: a simplified model, whose large weights stay where they live, and its graph."""
+"""Open a traced module: simplify it, keep its large weights where they are, and read its graph."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class TracedModel:
 
     Attributes:
         model: simplified, with marks; it has only stubs of the stored tensors in `weights`.
-        weights: by name; asked for one at a time, each is a view of the module's own or made then.
-        graph: what planning reads.
+        weights: by name; each is a view of the module's own or is computed when it is looked up.
+        graph: the neutral graph for planning.
     """
 
     model: ModelProto
@@ -35,11 +35,11 @@ class TracedModel:
 
 
 def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
-    """Simplify and read what was traced.
+    """Simplify and read a traced module.
 
     Args:
         data: the ONNX bytes, with marks.
-        weights: name -> value of the stored tensors that the bytes hold nothing of; small ones are put into the model.
+        weights: name -> value of the stored tensors that the bytes lack; small ones are put into the model.
 
     Raises:
         ModelError: see `read_graph`.
@@ -49,10 +49,10 @@ def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
         if tensor.name in weights:
             _put(tensor, weights[tensor.name])
     large = [tensor.name for tensor in model.graph.initializer if tensor.name in weights and is_large(tensor.dims)]
-    apart = LazyArrays(large, weights.__getitem__)
-    held: ChainMap[str, Array] = ChainMap({}, apart)  # type: ignore[arg-type]  # only the first is written to
-    simplified = simplify(model, weights=held)
-    return TracedModel(simplified, held, read_graph(simplified, weights=held))
+    by_name = LazyArrays(large, weights.__getitem__)
+    values: ChainMap[str, Array] = ChainMap({}, by_name)  # type: ignore[arg-type]  # writes go to the first map
+    simplified = simplify(model, weights=values)
+    return TracedModel(simplified, values, read_graph(simplified, weights=values))
 
 
 def _put(tensor: TensorProto, value: Array) -> None:

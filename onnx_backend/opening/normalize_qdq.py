@@ -1,4 +1,4 @@
-"""Bringing a Q/DQ file of any tool into the one form that `qdq_read` reads.
+"""Rewrite a Q/DQ file of any tool in the one form that `qdq.read` reads.
 
 Tools write old opsets (raised here, and compared with the original), Q/DQ of the runtime's own domain, and scales that
 are computed from constants. Quantization in another form than Q/DQ cannot be read back, and is refused by name.
@@ -10,12 +10,12 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_backend.opening.canonical_pairs import canonical, is_foreign
-from onnx_backend.opening.read_graph import inlined
-from onnx_backend.passes.canonicalize import named, tidy
-from onnx_backend.passes.convert_opset import raised, require_known_opset
+from onnx_backend.opening.canonical_pairs import is_foreign, rewrite_foreign_pairs
+from onnx_backend.opening.read_graph import inline_functions
+from onnx_backend.passes.canonicalize import canonicalize, node_label
+from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, producers, read_at_last
+from onnx_backend.proto.graph_queries import initializers, nodes_reaching, producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_constants, replace_nodes
 from onnx_backend.proto.opsets import OPSET, opset_of
@@ -33,8 +33,8 @@ _RUNTIME_KERNELS = (
 _NARROW_SCALES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
-def normalised(model: ModelProto) -> ModelProto:
-    """Give a Q/DQ model of any tool as Q/DQ of the standard domain at opset 21 or above, with stored parameters.
+def normalize_qdq(model: ModelProto) -> ModelProto:
+    """Return a Q/DQ model of any tool as standard Q/DQ at opset 21 or above, with stored parameters.
 
     Args:
         model: it is not changed.
@@ -47,19 +47,19 @@ def normalised(model: ModelProto) -> ModelProto:
     if not _is_foreign(model):
         return model
     require_known_opset(model)
-    result = inlined(load(model))
+    result = inline_functions(load(model))
     lift_constants(result)
-    tidy(result)
-    result, _ = raised(result, None)
+    canonicalize(result)
+    result, _ = raise_opset(result, None)
     _to_standard_domain(result)
     _store_parameters(result)
     _require_described(result)
-    canonical(result)
+    rewrite_foreign_pairs(result)
     return result
 
 
 def _is_foreign(model: ModelProto) -> bool:
-    """Whether another tool wrote the Q/DQ of a model, or some of it."""
+    """Return True if another tool wrote the Q/DQ of a model, or some of it."""
     graphs = [model.graph, *model.functions]
     nodes = [node for graph in graphs for node in graph.node]
     old = 0 < opset_of(model) < OPSET
@@ -69,20 +69,20 @@ def _is_foreign(model: ModelProto) -> bool:
 
 
 def _require_pairs(model: ModelProto) -> None:
-    """Refuse the runtime's integer kernels: what they were made of is gone."""
+    """Refuse the runtime's integer kernels: the Q/DQ that they were fused from is lost."""
     nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph.node)]
     for node in nodes:
         ours = node.domain in ("", "ai.onnx") and node.op_type in _KERNELS
         if ours or (node.domain == _RUNTIME and node.op_type.startswith(_RUNTIME_KERNELS)):
             raise FileFormatError(
-                f"node {named(node)!r} is {node.op_type}: the file holds integer kernels instead of Q/DQ pairs; write "
-                "it in the QDQ format (quant_format=QuantFormat.QDQ in onnxruntime.quantization), or quantize the "
-                "float model it came from"
+                f"node {node_label(node)!r} is {node.op_type}: the file holds integer kernels instead of Q/DQ pairs; "
+                "write it in the QDQ format (quant_format=QuantFormat.QDQ in onnxruntime.quantization), or quantize "
+                "the float model it came from"
             )
 
 
 def _to_standard_domain(model: ModelProto) -> None:
-    """Q/DQ of the runtime's domain, which had 16 and 4 bits before ONNX, mean the same from opset 21 on."""
+    """Move Q/DQ of the runtime's domain to the standard one; they mean the same from opset 21 on."""
     for node in all_nodes(model.graph.node):
         if node.domain == _RUNTIME and node.op_type in _PAIR:
             node.domain = ""
@@ -96,7 +96,7 @@ def _to_standard_domain(model: ModelProto) -> None:
 
 
 def _store_parameters(model: ModelProto) -> None:
-    """Compute what Q/DQ nodes read of constants alone: scales, zero points, and views of integer weights."""
+    """Compute and store what Q/DQ nodes read of constants: scales, zero points, views of integer weights."""
     graph = model.graph
     stored, makers = initializers(graph), producers(graph.node)
     wanted = [name for node in graph.node if node.op_type in _PAIR for name in _operands(node, makers)]
@@ -110,7 +110,7 @@ def _store_parameters(model: ModelProto) -> None:
         return
     kept = [node for node in graph.node if not any(name in found for name in node.output)]
     graph.initializer.extend(found.values())
-    replace_nodes(graph, read_at_last(kept, {value.name for value in graph.output}))
+    replace_nodes(graph, nodes_reaching(kept, {value.name for value in graph.output}))
     drop_unused_initializers(graph)
 
 
@@ -131,7 +131,7 @@ def _computed(
     *,
     through: tuple[str, ...] = (),
 ) -> TensorProto | None:
-    """The value of a tensor that depends on stored tensors alone, and not by way of Q/DQ; else None.
+    """Return the value of a tensor that depends on stored tensors alone, without Q/DQ in between; else None.
 
     Block scales may come `through` a DequantizeLinear of their own (NVFP4).
     """
@@ -152,16 +152,16 @@ def _computed(
     piece = helper.make_model(helper.make_graph(nodes, "parameter", inputs, [output]), opset_imports=model.opset_import)
     try:
         (value,) = ReferenceEvaluator(piece).run(None, leaves)
-    except Exception:  # what the reference cannot compute stays computed, and is refused by name where it is read
+    except Exception:  # it stays computed, and is refused by name where it is read
         return None
     return numpy_helper.from_array(np.asarray(value), name)
 
 
-# --- what an encoding can say ---------------------------------------------------------------------------------------
+# --- what an encoding can describe ---------------------------------------------------------------------------------
 
 
 def _require_described(model: ModelProto) -> None:
-    """Refuse Q/DQ whose result is not what scale, zero point and dtype say of a float32 tensor.
+    """Refuse Q/DQ that scale, zero point and dtype of a float32 tensor do not fully describe.
 
     Raises:
         FileFormatError: names the node.
@@ -171,7 +171,7 @@ def _require_described(model: ModelProto) -> None:
         if node.op_type in _PAIR:
             problem = _undescribed(node, stored)
             if problem:
-                raise FileFormatError(f"node {named(node)!r} {problem}")
+                raise FileFormatError(f"node {node_label(node)!r} {problem}")
 
 
 def _undescribed(node: NodeProto, stored: Mapping[str, TensorProto]) -> str:

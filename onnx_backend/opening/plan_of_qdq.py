@@ -1,4 +1,4 @@
-"""Adopting a Q/DQ file: the plan it must have come from."""
+"""Derive the plan that a Q/DQ file must have come from."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from onnx import ModelProto
 from onnx_backend.export import ENCODINGS_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.marks import Opened
+from onnx_backend.qdq.marks import UnpackedQdq
 from onnx_backend.qdq.read import LITERAL_KEY
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings.provenance import GRAPH
@@ -27,8 +27,8 @@ FLOAT_IN_FILE = "float in the file"
 _ORIGIN = ("config", "patterns", "network", GRAPH)  # parts of a provenance that outlive being opened and exported
 
 
-def adopted_plan(graph: Graph, opened: Opened) -> Plan:
-    """The plan that a Q/DQ file must have come from: its encodings, and which biases are derived."""
+def adopted_plan(graph: Graph, opened: UnpackedQdq) -> Plan:
+    """Return the plan that a Q/DQ file must have come from: its encodings, and which biases are derived."""
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
     kinds = {site: cast(Kind, kind) for site, kind in opened.kinds.items() if kind}
     plan = plan_as_given(graph, opened.encodings, casts, kinds=kinds, dynamic=opened.dynamic)
@@ -39,20 +39,20 @@ def adopted_plan(graph: Graph, opened: Opened) -> Plan:
 
 
 def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
-    """The tensors that a Q/DQ file leaves float: why a plan would as well, or that it is the file's choice.
+    """Return a decision for every tensor that a Q/DQ file leaves float, with the reason.
 
     Args:
         graph: of the file; its sites are those that the file quantizes.
         plan: of the file.
     """
     plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
-    said = {decision.site for decision in plan.inside}
+    listed = {decision.site for decision in plan.inside}
     for index, tensor in enumerate(graph.tensors):
         root = graph.constant_root(index)
         if root not in (None, index) and graph.tensors[root].site is not None:
-            said.add(f"({tensor.name})")  # a weight of the file that is stored transposed
+            listed.add(f"({tensor.name})")  # a weight that the file stores transposed
     sites = [
-        tensor.site or (None if other.site is None or f"({tensor.name})" in said else f"({other.site})")
+        tensor.site or (None if other.site is None or f"({tensor.name})" in listed else f"({other.site})")
         for tensor, other in zip(graph.tensors, plain.tensors, strict=True)
     ]
     tensors = [replace(tensor, site=site) for tensor, site in zip(graph.tensors, sites, strict=True)]
@@ -60,28 +60,32 @@ def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
     return tuple(
         Decision(d.site, d.op_type, d.kind, None, d.reason if d.spec is None else FLOAT_IN_FILE, shape=d.shape)
         for d in (*wanted.decisions.values(), *wanted.inside)
-        if d.site not in plan.decisions and d.site not in said
+        if d.site not in plan.decisions and d.site not in listed
     )
 
 
-def provenance_kept(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, Any]:
-    """The provenance of an opened file that is exported again: config and network are still those it was made of.
+def merge_provenance(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, Any]:
+    """Return the provenance of an opened file that is exported again; its config and network stay.
 
     Args:
-        fresh: of this export.
-        model: marked; it has what its file said in its properties.
+        fresh: the provenance of this export.
+        model: marked; its properties hold what its file recorded.
 
     Raises:
         FileFormatError: the text in the model cannot be read.
     """
     text = {entry.key: entry.value for entry in model.metadata_props}.get(ENCODINGS_KEY)
-    said = {} if text is None else loads(text, "the encodings in the model").provenance
-    kept = {name: said[name] if name in _ORIGIN else fresh[name] for name in said if name in _ORIGIN or name in fresh}
+    recorded = {} if text is None else loads(text, "the encodings in the model").provenance
+    kept = {
+        name: recorded[name] if name in _ORIGIN else fresh[name]
+        for name in recorded
+        if name in _ORIGIN or name in fresh
+    }
     return {**kept, **{name: value for name, value in fresh.items() if name not in kept}}
 
 
-def with_replaced(report: Report, adopted: Mapping[str, Encoding], found: Mapping[str, Encoding]) -> Report:
-    """A report of calibration that says which encodings of the file are no more: a note by site, and their number."""
+def note_replaced_encodings(report: Report, adopted: Mapping[str, Encoding], found: Mapping[str, Encoding]) -> Report:
+    """Return a calibration report that notes, by site, which encodings of the file were replaced."""
     moved = {site for site, encoding in adopted.items() if site in found and found[site] != encoding}
     note = "the file's own encoding was replaced; call sim.freeze(match) before calibrate to keep it"
     rows = [{**row, "note": note} if row["site"] in moved else row for row in report.rows]
@@ -89,7 +93,7 @@ def with_replaced(report: Report, adopted: Mapping[str, Encoding], found: Mappin
 
 
 def without_origin(model: ModelProto) -> None:
-    """Drop what a file said of its encodings, in place: it is the start of something else now."""
+    """Remove what a file records of its encodings, in place: it becomes the start of another model."""
     kept = [entry for entry in model.metadata_props if entry.key not in (ENCODINGS_KEY, HASH_KEY)]
     del model.metadata_props[:]
     model.metadata_props.extend(kept)

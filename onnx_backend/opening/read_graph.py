@@ -1,4 +1,4 @@
-"""From an ONNX model, marked or not, to the neutral graph that planning reads."""
+"""Read an ONNX model, marked or not, into the neutral graph of planning."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _READ_MASKS = frozenset({"Add", "Where", "Slice", "Expand", "Unsqueeze"})
 
 @dataclass
 class _Stripped:
-    """A model without marks: nodes and what the marks said."""
+    """A model without marks: its nodes, and the sites of the marks."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     sites: dict[str, str] = field(default_factory=dict)  # tensor name -> site
@@ -51,10 +51,10 @@ def read_graph(
 ) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
 
-    A mark is an identity: what goes in and what comes out is one tensor. Tensor ids ascend over constants, graph
+    A mark is an identity: its input and its output are one tensor. Tensor ids ascend over constants, graph
     inputs and op outputs in order.
 
-    What the body of an If, Loop or Scan reads from outside counts as read by that op, after its own inputs.
+    Tensors that the body of an If, Loop or Scan reads from outside count as inputs of that op, after its own.
 
     Args:
         model: it is not changed.
@@ -65,7 +65,7 @@ def read_graph(
         ModelError: its types contradict each other, a node reads what nothing before it makes, one site marks two
             tensors, or a site lies inside a body.
     """
-    model = inlined(model)
+    model = inline_functions(model)
     _refuse_marked_bodies(model)
     marked = any(is_mark(node) for node in model.graph.node)
     stripped = _strip(model)
@@ -75,8 +75,8 @@ def read_graph(
     return graph if marked else with_sites(graph)
 
 
-def inlined(model: ModelProto) -> ModelProto:
-    """The model with the bodies of its functions in the place of their calls."""
+def inline_functions(model: ModelProto) -> ModelProto:
+    """Return the model with the calls of its functions replaced by their bodies."""
     return onnx.inliner.inline_local_functions(model) if model.functions else model
 
 
@@ -120,7 +120,7 @@ def _strip(model: ModelProto) -> _Stripped:
 
 
 def _without_marks(model: ModelProto, stripped: _Stripped) -> ModelProto:
-    """The model as standard ONNX; of a marked one a copy, with stubs of the large stored tensors."""
+    """Return the model as standard ONNX; of a marked one a copy, with stubs of the large stored tensors."""
     if not stripped.alias and not any(entry.domain == MARK_DOMAIN for entry in model.opset_import):
         return model
     plain = without_large(model)
@@ -181,22 +181,22 @@ def _build(
 
 
 def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, npt.NDArray[Any]], *, keep: bool) -> Tensor:
-    """A stored tensor; `weights` has its value where the model has only a stub of it."""
+    """Return a stored tensor; `weights` has its value where the model has only a stub of it."""
     shape = tuple(int(n) for n in stored.dims)
     value = None
     if math.prod(shape) <= _SMALL or (keep and math.prod(shape) <= _LARGEST_MASK):
         found = weights[stored.name] if stored.name in weights else array(stored)
-        value = found if math.prod(shape) <= _SMALL or _hides(found) else None
+        value = found if math.prod(shape) <= _SMALL or _is_mask(found) else None
     return Tensor(stored.name, dtype_name(stored.data_type), shape, site, True, value)
 
 
-def _hides(value: npt.NDArray[Any]) -> bool:
-    """Whether a stored tensor is an attention mask: the lowest number or minus infinity is in it."""
+def _is_mask(value: npt.NDArray[Any]) -> bool:
+    """Return True if a stored tensor is an attention mask, that is, holds the lowest number or minus infinity."""
     return value.dtype == np.float32 and value.size > 0 and bool(value.min() <= np.finfo(np.float16).min)
 
 
 def with_sites(graph: Graph) -> Graph:
-    """Name a site at every float tensor of a model without marks: inputs and op outputs first, then stored operands."""
+    """Name a site at every float tensor of a model without marks: inputs and op outputs first, then operands."""
     tensors = list(graph.tensors)
     taken: set[str] = set()
     for index in graph.inputs:

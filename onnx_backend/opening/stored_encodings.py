@@ -1,4 +1,4 @@
-"""What an ONNX file says of encodings: its Q/DQ nodes and casts, and the flags of the text that export embedded."""
+"""Read the encodings of an ONNX file: its Q/DQ nodes and casts, and the flags of the text that export embedded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from onnx_backend.export import ENCODINGS_KEY
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.frozen import digest, frozen_digests
-from onnx_backend.qdq.read import Place, places, read_casts
+from onnx_backend.qdq.read import QdqPair, qdq_pairs, read_casts
 from qsdk.core.encodings.qsdk_format import StoredEncodings, loads
 from qsdk.core.encodings.tensor_facts import TensorFacts, tensor_facts
 from qsdk.core.graph.graph import Graph
@@ -17,7 +17,7 @@ from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
-UNMARKED = "/unmarked"  # what `marks.mark` adds to the name of a tensor whose readers read its mark
+UNMARKED = "/unmarked"  # suffix that `marks.mark` adds to the name of a tensor whose readers read its mark
 
 
 def stored_encodings(model: ModelProto) -> StoredEncodings:
@@ -27,33 +27,33 @@ def stored_encodings(model: ModelProto) -> StoredEncodings:
         FileFormatError: a node or the embedded text cannot be read.
     """
     casts = {site: dtype_named(name) for site, name in read_casts(model).items()}
-    found = places(model)
+    found = qdq_pairs(model)
     text = _embedded(model)
-    said = StoredEncodings({}) if text is None else text
+    embedded = StoredEncodings({}) if text is None else text
     made_by = producers(model.graph.node)
     names = {place.site: _float_name(place, made_by) for place in found}
     kinds = {place.site: place.kind or ("weight" if place.quantize is None else "activation") for place in found}
     return StoredEncodings(
         with_flags(model, {place.site: place.encoding for place in found}),
         casts,
-        said.provenance,
-        {**{site: said.tensors[site] for site in casts if site in said.tensors}, **names},
-        {**{site: said.kinds[site] for site in casts if site in said.kinds}, **kinds},
+        embedded.provenance,
+        {**{site: embedded.tensors[site] for site in casts if site in embedded.tensors}, **names},
+        {**{site: embedded.kinds[site] for site in casts if site in embedded.kinds}, **kinds},
     )
 
 
-def _float_name(place: Place, made_by: Mapping[str, NodeProto]) -> str:
-    """What the tensor of a site is called in the float model."""
+def _float_name(place: QdqPair, made_by: Mapping[str, NodeProto]) -> str:
+    """Return the name of a site's tensor in the float model."""
     if place.quantize is None:
         return (place.stored or place.site).removesuffix("_quantized")
     name = str(place.quantize.input[0])
     while name in made_by and metadata(made_by[name]).get("qsdk.site") == place.site:
-        name = str(made_by[name].input[0])  # what holds the values inside a narrow grid
+        name = str(made_by[name].input[0])  # a Clip that holds the values inside a narrow grid
     return name.removesuffix(UNMARKED)
 
 
 def float_facts(graph: Graph, plan: Plan) -> list[TensorFacts]:
-    """What encodings files need to know of a sim's tensors, under the names that they have in the float model."""
+    """Return the facts of a sim's tensors that encodings files need, under their names in the float model."""
     return [replace(found, name=found.name.removesuffix(UNMARKED)) for found in tensor_facts(graph, plan)]
 
 
@@ -63,7 +63,7 @@ def _embedded(model: ModelProto) -> StoredEncodings | None:
 
 
 def with_flags(model: ModelProto, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """The encodings that nodes gave, frozen where the embedded text has the same one frozen.
+    """Return the encodings of the nodes, frozen where the embedded text has the same one frozen.
 
     Raises:
         FileFormatError: the embedded text cannot be read.

@@ -1,4 +1,4 @@
-"""Where a Q/DQ model can be cut, and the model that is cut there: each site's readers read a new input."""
+"""Cut a Q/DQ model at its sites, so that the readers of each site read a new input."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.qdq.dynamic import dynamic_places
-from onnx_backend.qdq.fusion_barriers import keep_apart
-from onnx_backend.qdq.read import places
+from onnx_backend.qdq.dynamic import dynamic_pairs
+from onnx_backend.qdq.fusion_barriers import insert_barriers
+from onnx_backend.qdq.read import qdq_pairs
 from onnx_backend.runtime.session import simulation_session
 
-#: what the runtime hands out as NumPy arrays
-_HANDED_OUT = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": TensorProto.FLOAT16} | {
+#: dtypes that the runtime returns as NumPy arrays
+_NUMPY_TYPES = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16": TensorProto.FLOAT16} | {
     "uint16": TensorProto.UINT16,
     "int16": TensorProto.INT16,
 }
-_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
-_COMPUTED = (TensorProto.FLOAT, TensorProto.UINT8)  # what DynamicQuantizeLinear gives besides codes
+_NUMPY_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
+_DYNAMIC_TYPES = (TensorProto.FLOAT, TensorProto.UINT8)  # of the scale and zero point of DynamicQuantizeLinear
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where an activation site can be cut.
+    """An activation site where a model can be cut.
 
     Attributes:
         site: its name.
@@ -35,7 +35,7 @@ class Cut:
         compared: the tensor that holds its codes (or its float16 values).
         read: the tensor that its readers read.
         dtype: of `compared`: a container, `float16` or `bfloat16`.
-        computed: the tensors that hold its scale and zero point, if they are found while the model runs.
+        computed: the tensors that hold its scale and zero point, if the model computes them.
     """
 
     site: str
@@ -47,14 +47,14 @@ class Cut:
 
 
 def find_cuts(model: ModelProto) -> list[Cut]:
-    """List the activation sites of a Q/DQ model, float16 and bfloat16 ones included, in graph order."""
+    """Return the activation sites of a Q/DQ model, float16 and bfloat16 ones included, in graph order."""
     cuts = []
-    for place in places(model):
+    for place in qdq_pairs(model):
         if place.quantize is not None:
             kind = place.kind or "activation"
             output = place.dequantize.output[0]
             cuts.append(Cut(place.site, kind, place.quantize.output[0], output, place.encoding.dtype.container))
-    for dynamic in dynamic_places(model):
+    for dynamic in dynamic_pairs(model):
         codes, *computed = dynamic.quantize.output
         cuts.append(Cut(dynamic.site, dynamic.kind, codes, dynamic.dequantize.output[0], "uint8", tuple(computed)))
     first: dict[str, NodeProto] = {}
@@ -71,13 +71,13 @@ def find_cuts(model: ModelProto) -> list[Cut]:
 
 
 def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()) -> tuple[ModelProto, dict[str, str]]:
-    """Build the model in which every cut's tensor is an output, in order, and its readers read a new input.
+    """Return the model in which every cut's tensor is an output, in order, and its readers read a new input.
 
-    What cuts compute of scales and zero points follows, in the same order, then the outputs that are to stay.
+    Scales and zero points that cuts compute follow, in the same order, then the outputs that stay.
 
     Args:
         model: it is not changed.
-        cuts: where.
+        cuts: the sites.
         free: outputs of the model that stay, which are no cut's.
 
     Returns:
@@ -90,7 +90,7 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
     kept = {value.name: value for value in model.graph.output if value.name in free}
     del cut.graph.output[:]
     for item in cuts:
-        name, code = item.compared, _HANDED_OUT.get(item.dtype)
+        name, code = item.compared, _NUMPY_TYPES.get(item.dtype)
         if code is None:
             # the runtime's Python face knows no such arrays; both casts are exact
             signed = item.dtype.startswith("int")
@@ -98,7 +98,7 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
             name = f"{item.site}/compared"
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
         cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    for name, code in zip((name for item in cuts for name in item.computed), cycle(_COMPUTED), strict=False):
+    for name, code in zip((name for item in cuts for name in item.computed), cycle(_DYNAMIC_TYPES), strict=False):
         cut.graph.output.append(helper.make_tensor_value_info(name, code, []))
     cut.graph.output.extend(kept[name] for name in free)
     read = {name for node in cut.graph.node for name in reads(node)}
@@ -109,7 +109,7 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
 
 
 def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
-    """Build the model in which every site's codes are an output, and its readers read a new input, quantized alike.
+    """Return the model in which every site's codes are an output, and its readers read a new input, quantized alike.
 
     Returns:
         The model, and site -> name of its new float input, for every site that something reads.
@@ -133,7 +133,7 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
     del cut.graph.output[:]
     for item in cuts:
         name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
-        if item.dtype not in _CODES:
+        if item.dtype not in _NUMPY_CODES:
             # the runtime's Python face knows no such arrays; the cast is exact
             name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
@@ -144,11 +144,11 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
 
 
 def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[str, str]]:
-    """Give a session that also gives what the readers of each site read; and site -> name of that tensor."""
+    """Return a session that also outputs what each site's readers read; and site -> name of that tensor."""
     exposed = load(model)
     reads = {cut.site: cut.read for cut in find_cuts(exposed)}
     known = {value.name for value in exposed.graph.output}
     wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
     exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
-    keep_apart(exposed)
+    insert_barriers(exposed)
     return simulation_session(exposed), reads

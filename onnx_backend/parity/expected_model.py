@@ -1,7 +1,7 @@
-"""What a sim would write now, held against a file: nodes, wiring, attributes and every stored number of both.
+"""Compare a file with what its sim would write now: nodes, wiring, attributes and every stored number.
 
-The sites say where a file computes other codes than its simulation on the given data. What the data does not reach, and
-what moves no code (a float bias, an epsilon, a bound that is never met), is told from the nodes themselves.
+Running the sites shows where a file computes other codes than its simulation on the given data. Comparing the nodes
+also finds what the data does not reach or what changes no code (a float bias, an epsilon, a bound that is never met).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,71 +12,71 @@ from onnx import ModelProto, TensorProto
 
 from onnx_backend.calibration.calibrate import stored_names
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.parity.same_function import Difference, differences, stored_at_sites
+from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
 from onnx_backend.parity.tally import Tally, lsb
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.lazy_tensors import Lowered, is_stub
+from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.runtime_table import Dialect
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
-_OPSETS = range(21, 26)  # that `lower` writes
+_OPSETS = range(21, 26)  # those that `lower` writes
 _DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What a file is held against.
+class ExpectedModel:
+    """The model that a file is compared with.
 
     Attributes:
-        forms: make the sim's Q/DQ model in each form in which it may have been written.
+        forms: functions that return the sim's Q/DQ model in each form in which it may have been written.
         sites: name of a stored tensor of the float model -> its site and kind.
     """
 
-    forms: tuple[Callable[[], Lowered], ...]
+    forms: tuple[Callable[[], LoweredModel], ...]
     sites: Mapping[str, tuple[str, str]]
 
 
-def expected_of(
+def expected_model(
     traced: TracedModel,
     plan: Plan,
     encodings: Mapping[str, Encoding],
     model: ModelProto,
     opened: ModelProto | None = None,
-) -> Expected:
-    """Say what a sim would write.
+) -> ExpectedModel:
+    """Return what a sim would write now.
 
     Args:
         traced: the float model with marks.
         plan: of the sim.
         encodings: of the sim.
-        model: what it is to be held against; it is written at the same opset.
+        model: the file to compare; the expected model is written at its opset.
         opened: the Q/DQ model that an adopted sim runs as it stands, or None.
     """
     version = opset_of(model)
     opset = version if version in _OPSETS else _OPSETS[0]
 
-    def form(dialect: Dialect) -> Callable[[], Lowered]:
+    def form(dialect: Dialect) -> Callable[[], LoweredModel]:
         return lambda: lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)
 
-    as_opened = () if opened is None else (lambda: Lowered(opened, {}, []),)
+    as_opened = () if opened is None else (lambda: LoweredModel(opened, {}, []),)
     decisions = plan.decisions
     names = stored_names(traced.model, plan)
     sites = {name: (site, str(decisions[site].kind)) for site, name in names.items()}
-    return Expected((*as_opened, *(form(dialect) for dialect in _DIALECTS)), sites)
+    return ExpectedModel((*as_opened, *(form(dialect) for dialect in _DIALECTS)), sites)
 
 
-def compare_written(model: ModelProto, expected: Expected, tallies: dict[str, Tally]) -> int:
-    """Fill the tallies with what a file stores or computes otherwise than the sim that it was made of.
+def compare_written(model: ModelProto, expected: ExpectedModel, tallies: dict[str, Tally]) -> int:
+    """Fill the tallies with what a file stores or computes otherwise than its sim.
 
     Returns:
-        How many nodes are written in another way, as a tool does that simplifies or fuses: whether they compute the
-        same is left to the sites and the outputs.
+        The number of nodes that are written in another way, as by a tool that simplifies or fuses; only the sites and
+        outputs can show if they compute the same.
     """
-    best: tuple[list[Difference], dict[str, Tally]] | None = None
+    best: tuple[list[NodeDifference], dict[str, Tally]] | None = None
     for make in expected.forms:
         wanted = make()
         kept, same = _kept_floats(model, wanted, expected.sites)
@@ -99,9 +99,9 @@ def compare_written(model: ModelProto, expected: Expected, tallies: dict[str, Ta
 
 
 def _kept_floats(
-    model: ModelProto, wanted: Lowered, sites: Mapping[str, tuple[str, str]]
+    model: ModelProto, wanted: LoweredModel, sites: Mapping[str, tuple[str, str]]
 ) -> tuple[dict[str, Tally], dict[str, str]]:
-    """The float tensors that both store under one name: a tally for each that has a site or differs, and the names."""
+    """Compare the float tensors of the same name in both; return tallies by site, and the names that differ."""
     ours = {tensor.name: tensor for tensor in wanted.model.graph.initializer}
     of_pairs = set(_parameters(model)) | set(stored_at_sites(model))
     tallies: dict[str, Tally] = {}

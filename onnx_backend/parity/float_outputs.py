@@ -1,4 +1,4 @@
-"""The outputs that no site holds: how far float rounding alone can move them, and whether a file is further off.
+"""Judge the outputs that no site covers: can float rounding alone explain the difference?
 
 The bound is measured on the model at hand: every float tensor between the sites and the output is multiplied by numbers
 that are as far from 1 as rounding goes, element by element, and the outputs that come out are compared with those that
@@ -22,17 +22,17 @@ from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
 _ROUNDING = 2.0**-21  # of one op: a float32 unit, four times over for what it adds up inside
-_TIMES = 16.0  # what the noise of a few runs may fall short of the largest there is
-_FLOOR = 2.0**-19  # of a value: what two libraries of elementary functions differ by
+_TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
+_FLOOR = 2.0**-19  # of a value: the difference between two libraries of elementary functions
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one output of one batch.
+    """The comparison of one output of one batch.
 
     Attributes:
-        steps: distance of each element, in units of what rounding explains.
-        problem: what no distance can say; "" where there is nothing.
+        steps: distance of each element, in units of the error that rounding explains.
+        problem: a defect that is no distance; "" for none.
     """
 
     steps: Array
@@ -40,22 +40,22 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains all of it."""
+        """Return True if rounding explains all of the difference."""
         return not self.problem and float(self.steps.max(initial=0.0)) <= 1
 
 
 def free_outputs(model: ModelProto, read: set[str]) -> list[str]:
-    """The outputs of a Q/DQ model that are no site's values."""
+    """Return the outputs of a Q/DQ model that are no site's values."""
     return [value.name for value in model.graph.output if value.name not in read]
 
 
 def verdict(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
-    """Judge an output against the simulation's.
+    """Compare an output with the simulation's.
 
     Args:
-        got: what the file gives, fed with the simulation's values at the sites.
-        wanted: what the simulation gives.
-        noisy: what the file gives with noise of the size of rounding in it, several times.
+        got: of the file, fed with the simulation's values at the sites.
+        wanted: of the simulation.
+        noisy: of the file, with noise of the size of rounding in it, several times.
     """
     none = np.zeros(0)
     if got.shape != wanted.shape:
@@ -72,7 +72,7 @@ def verdict(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
 
 
 def _of_integers(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
-    """Integers and truth values depend on floats by comparisons, which rounding may turn."""
+    """Compare integers and truth values, which depend on floats by comparisons that rounding may turn."""
     differing = int(np.sum(got != wanted))
     turned = max((int(np.sum(values != got)) if values.shape == got.shape else got.size for values in noisy), default=0)
     if differing <= 4 * turned:
@@ -81,7 +81,7 @@ def _of_integers(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
 
 
 def _allowed(wanted: Array, noisy: Sequence[Array]) -> Array:
-    """What rounding explains at each element: the most that noise moved any element of at most twice its size."""
+    """Return the error that rounding explains: the most that noise moved any element of at most twice its size."""
     size = np.abs(np.where(np.isfinite(wanted), wanted, 0.0))
     floor = _FLOOR * (size + (float(np.median(size)) if size.size else 0.0)) + np.finfo(np.float32).tiny
     if not noisy:
@@ -95,14 +95,14 @@ def _allowed(wanted: Array, noisy: Sequence[Array]) -> Array:
 
 
 class NoisyRuns:
-    """The same model with noise of the size of rounding behind every float op, to be opened when it is needed."""
+    """The same model with noise of the size of rounding behind every float op; its session is opened on demand."""
 
     def __init__(self, model: ModelProto, outputs: Sequence[str], runs: int = 3) -> None:
         self.model, self.outputs, self.runs = model, list(outputs), runs
         self.session: Any = None
 
     def run(self, feeds: Mapping[str, Array], plain: Mapping[str, Array]) -> dict[str, list[Array]]:
-        """Output -> its values without noise and with it, as often as asked for."""
+        """Return output -> its values without noise and, `runs` times, with noise."""
         if self.session is None:
             self.session = simulation_session(with_noise(self.model, self.outputs))
         known = {value.name for value in self.session.get_inputs()}
@@ -116,7 +116,7 @@ class NoisyRuns:
 
 
 def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
-    """Copy a model, every float32 tensor that a node makes multiplied by numbers close to 1; only these outputs."""
+    """Return a copy of a model with only these outputs, every float32 result multiplied by numbers close to 1."""
     noisy = load(model)
     kept = [value for value in noisy.graph.output if value.name in set(outputs)]
     del noisy.graph.output[:]

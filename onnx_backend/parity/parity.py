@@ -1,4 +1,4 @@
-"""Teacher-forced parity: every site of an exported model is fed the simulation's own input, in one cut model."""
+"""Compute parity with teacher forcing: every site of an exported model is fed the simulation's own input."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.parity.cuts import Cut, cut_model, find_cuts
-from onnx_backend.parity.expected_model import Expected, compare_written
+from onnx_backend.parity.expected_model import ExpectedModel, compare_written
 from onnx_backend.parity.float_outputs import NoisyRuns, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
 from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, lsb
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.read import places
+from onnx_backend.qdq.read import qdq_pairs
 from onnx_backend.runtime.feeds import run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError
@@ -34,7 +34,7 @@ def check(
     stored: Mapping[str, Array],
     encodings: Mapping[str, Encoding],
     reference: Iterable[Sequence[Array]] | None = None,
-    expected: Expected | None = None,
+    expected: ExpectedModel | None = None,
 ) -> Report:
     """Compare a Q/DQ model with its simulation, site by site, each fed with the simulation's own input.
 
@@ -43,9 +43,9 @@ def check(
         captures: per batch: site -> the simulation's fake-quantized float32 values, and graph input name -> its values.
         stored: site -> the simulation's fake-quantized weight or bias, float32, in its own layout.
         encodings: of the simulation.
-        reference: per batch: the simulation's outputs in graph order. An output that is no site is held against them,
-            fed with the simulation's values at the sites before it; all give the end-to-end figure.
-        expected: what the sim would write now, against which nodes and float numbers are held; None for no such look.
+        reference: per batch: the simulation's outputs in graph order. An output that is no site is compared with them,
+            fed with the simulation's values at the sites before it; all count for the end-to-end figure.
+        expected: what the sim would write now, to compare nodes and float numbers; None to skip that.
 
     Returns:
         Rows `site`, `kind`, `max_lsb` (ulp for floats; of an output that is no site, in units of what float rounding
@@ -58,7 +58,7 @@ def check(
         DataError: no batches, or one of nothing or with NaN.
     """
     model = load(model)
-    found = places(model)
+    found = qdq_pairs(model)
     tallies = {place.site: Tally(place.kind or ("weight" if place.stored else "activation")) for place in found}
     compare_encodings(found, encodings, tallies)
     compare_stored(model, found, stored, tallies)
@@ -86,14 +86,14 @@ def _report(tallies: Mapping[str, Tally], sqnr: float | None, rewritten: int) ->
 
 
 @dataclass(frozen=True)
-class _Taught:
-    """What a model gives on one batch, fed with the simulation's values.
+class _TeacherForced:
+    """The results of a model on one batch when it is fed with the simulation's values.
 
     Attributes:
         codes: at every site that the batch captured.
-        computed: the encodings that were found on the way.
+        computed: the encodings that the model computed.
         free: the outputs that are no sites.
-        feeds: what it was fed with.
+        feeds: the values that it was fed with.
     """
 
     codes: Mapping[str, Array]
@@ -103,22 +103,22 @@ class _Taught:
 
 
 class _Teacher:
-    """Sessions over cut models, one per set of sites that a batch brings."""
+    """The sessions over cut models, one per set of sites that a batch brings."""
 
     def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Sequence[str]) -> None:
         self.model, self.cuts, self.free = model, cuts, free
         self.inputs = input_names(model.graph)
         self.sessions: dict[frozenset[str], tuple[ort.InferenceSession, dict[str, str], NoisyRuns]] = {}
 
-    def run(self, batch: Mapping[str, Array]) -> _Taught:
-        """Run on what the simulation captured.
+    def run(self, batch: Mapping[str, Array]) -> _TeacherForced:
+        """Run the cut model on the captured values of a batch.
 
         Raises:
             DataError: the runtime does not run it.
         """
         cuts = [cut for cut in self.cuts if cut.site in batch]
         if not cuts and not self.free:
-            return _Taught({}, {}, {}, {})
+            return _TeacherForced({}, {}, {}, {})
         session, fed, _ = self._opened(cuts)
         feeds = {**raw_inputs(batch, self.inputs), **{name: batch[site] for site, name in fed.items()}}
         # a graph input that only cut-off nodes read may be gone
@@ -127,10 +127,10 @@ class _Teacher:
         values = iter(run_session(session, feeds, "what the simulation gives"))
         codes = {cut.site: next(values) for cut in cuts}
         computed = {cut.site: Encoding(uint8, next(values), next(values)) for cut in cuts if cut.computed}
-        return _Taught(codes, computed, {name: next(values) for name in self.free}, feeds)
+        return _TeacherForced(codes, computed, {name: next(values) for name in self.free}, feeds)
 
-    def noisy(self, batch: Mapping[str, Array], taught: _Taught) -> dict[str, list[Array]]:
-        """The free outputs with noise of the size of rounding in everything between them and the sites."""
+    def noisy(self, batch: Mapping[str, Array], taught: _TeacherForced) -> dict[str, list[Array]]:
+        """Return the free outputs with noise of the size of rounding in everything between them and the sites."""
         *_, runs = self._opened([cut for cut in self.cuts if cut.site in batch])
         return runs.run(taught.feeds, taught.free)
 
@@ -143,7 +143,7 @@ class _Teacher:
 
 
 def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-    """The values of the graph inputs in a captured batch.
+    """Return the values of the graph inputs in a captured batch.
 
     Raises:
         DataError: one of them is missing.
@@ -155,7 +155,7 @@ def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Ar
 
 
 def require_values(batch: Mapping[str, Array], inputs: Sequence[str], number: int) -> None:
-    """Refuse a batch that nothing can be compared on.
+    """Refuse a batch that has no values to compare.
 
     Raises:
         DataError: it holds no value at all, or NaN.
@@ -176,7 +176,7 @@ def _compare_activations(
     encodings: Mapping[str, Encoding],
     tallies: dict[str, Tally],
 ) -> float | None:
-    """Fill the tallies, one batch in memory at a time; gives the end-to-end signal-to-noise ratio in dB."""
+    """Fill the tallies, one batch in memory at a time; return the end-to-end signal-to-noise ratio in dB."""
     cuts = find_cuts(model)
     for cut in cuts:
         tallies.setdefault(cut.site, Tally(cut.kind))
@@ -228,7 +228,7 @@ def _compare_taught(
     encodings: Mapping[str, Encoding],
     tallies: dict[str, Tally],
 ) -> None:
-    """What the model gives at each site and at each other output, fed with the simulation's values before it."""
+    """Compare each site and each other output of the model, fed with the simulation's values before it."""
     taught = teacher.run(batch)
     for cut in teacher.cuts:
         if cut.site in taught.codes:
@@ -248,7 +248,7 @@ def _compare_taught(
 def _compare_ends(
     got: Mapping[str, Array], wanted: Mapping[str, Array], noise: Noise, tallies: dict[str, Tally]
 ) -> None:
-    """The whole model on the batch: how far off it is, and whether it is NaN where the simulation is not."""
+    """Compare the outputs of the whole model on the batch: their error, and NaN that the simulation has not."""
     for name, value in got.items():
         right = np.asarray(wanted[name])
         if value.shape != right.shape:

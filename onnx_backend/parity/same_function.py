@@ -1,7 +1,8 @@
-"""Whether a model computes what another one does, told from its nodes and stored numbers, without running it.
+"""Decide from nodes and stored numbers, without running them, if two models compute the same function.
 
-Two tensors are the same where the same op makes them, with the same attributes, of the same tensors. What only repeats
-a tensor (Identity, a Sum of one operand) and how a zero point of 0 is written make no difference.
+Two tensors are the same if the same op computes them, with the same attributes, from the same tensors. Nodes that only
+repeat a tensor (Identity, a Sum of one operand) and the way a zero point of 0 is written make no difference. This is
+value numbering, as compilers use it.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.lazy_tensors import LargeTensor, Lowered, is_stub
+from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, is_stub
 from onnx_backend.proto.nodes import attributes, is_constant, metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
@@ -29,14 +30,14 @@ _STANDARD = ("", "ai.onnx")
 
 
 @dataclass(frozen=True)
-class Difference:
+class NodeDifference:
     """A node that does not compute what the node of the same output does in the other model.
 
     Attributes:
         node: its name, else its first output's.
         site: of the Q/DQ node that it is or that reads it; "" where there is none.
-        problem: what it does, and what the other one does.
-        altered: whether the node itself is another one; else several nodes were written in another way.
+        problem: how the two nodes differ.
+        altered: True if the node itself is another one; else several nodes were written in another way.
     """
 
     node: str
@@ -46,8 +47,8 @@ class Difference:
 
 
 @dataclass
-class _Facts:
-    """What is known of one model: tensor -> number of what it is, equal for equal functions of the inputs."""
+class _ValueNumbers:
+    """The value numbers of one model: tensors that are equal functions of the inputs have equal numbers."""
 
     model: ModelProto
     large: Mapping[str, LargeTensor]
@@ -62,8 +63,8 @@ class _Facts:
         self.opset = {entry.domain: opset_of(self.model, entry.domain) for entry in self.model.opset_import}
 
 
-class _Numbers:
-    """One number for each different function of the inputs."""
+class _NumberTable:
+    """The table of value numbers, one for each different function of the inputs."""
 
     def __init__(self) -> None:
         self.known: dict[Key, int] = {}
@@ -72,22 +73,21 @@ class _Numbers:
         return self.known.setdefault(key, len(self.known))
 
 
-def differences(model: ModelProto, wanted: Lowered, same: Mapping[str, str]) -> list[Difference]:
-    """List the nodes of a model that compute something else than the same nodes of the wanted one.
+def differences(model: ModelProto, wanted: LoweredModel, same: Mapping[str, str]) -> list[NodeDifference]:
+    """Return the nodes of a model that compute something else than the same nodes of the wanted one.
 
     Args:
         model: as read from a file.
-        wanted: as the simulation is written.
-        same: stored tensor of the model -> that of the wanted one which it stands for, whatever its numbers, because
-            these are compared elsewhere.
+        wanted: what the simulation writes.
+        same: stored tensor of the model -> its counterpart in the wanted one; their numbers are compared elsewhere.
     """
-    numbers = _Numbers()
-    ours = _Facts(wanted.model, wanted.large)
-    _start(ours, numbers)
+    numbers = _NumberTable()
+    ours = _ValueNumbers(wanted.model, wanted.large)
+    _number_inputs(ours, numbers)
     for node in ours.model.graph.node:
         _number(node, ours, numbers)
-    theirs = _Facts(model, {})
-    _start(theirs, numbers)
+    theirs = _ValueNumbers(model, {})
+    _number_inputs(theirs, numbers)
     theirs.numbers.update({name: ours.numbers[other] for name, other in same.items() if other in ours.numbers})
     found = []
     sites = _sites_of_readers(model)
@@ -95,23 +95,25 @@ def differences(model: ModelProto, wanted: Lowered, same: Mapping[str, str]) -> 
         _number(node, theirs, numbers)
         known = [name for name in node.output if name in ours.numbers]
         if any(theirs.numbers[name] != ours.numbers[name] for name in known):
-            found.append(_difference(node, known[0], theirs, ours, sites))
-            theirs.numbers.update({name: ours.numbers[name] for name in known})  # what follows is judged by itself
-    return found + list(_ends(theirs, ours))
+            found.append(_describe_difference(node, known[0], theirs, ours, sites))
+            theirs.numbers.update(
+                {name: ours.numbers[name] for name in known}
+            )  # so that the nodes behind it are compared on their own
+    return found + list(_output_differences(theirs, ours))
 
 
-def _ends(theirs: _Facts, ours: _Facts) -> Iterator[Difference]:
+def _output_differences(theirs: _ValueNumbers, ours: _ValueNumbers) -> Iterator[NodeDifference]:
     names = [[value.name for value in facts.model.graph.output] for facts in (theirs, ours)]
     if len(names[0]) != len(names[1]):
-        yield Difference("", "", f"it has {len(names[0])} outputs, the simulation {len(names[1])}", altered=True)
+        yield NodeDifference("", "", f"it has {len(names[0])} outputs, the simulation {len(names[1])}", altered=True)
         return
     for name, other in zip(*names, strict=True):
         if theirs.numbers.get(name) != ours.numbers.get(other):
             altered = name in ours.numbers
-            yield Difference(name, "", "this output is not computed as the simulation's", altered)
+            yield NodeDifference(name, "", "this output is not computed as the simulation's", altered)
 
 
-def _start(facts: _Facts, numbers: _Numbers) -> None:
+def _number_inputs(facts: _ValueNumbers, numbers: _NumberTable) -> None:
     graph = facts.model.graph
     for value in graph.input:
         facts.numbers[value.name] = numbers.of(("input", value.name))
@@ -122,7 +124,7 @@ def _start(facts: _Facts, numbers: _Numbers) -> None:
 
 
 def stored_at_sites(model: ModelProto) -> dict[str, str]:
-    """Stored tensor -> the site whose DequantizeLinear reads it, whose codes are compared value by value."""
+    """Return stored tensor -> the site whose DequantizeLinear reads it; its codes are compared elsewhere."""
     stored = {tensor.name for tensor in model.graph.initializer}
     found: dict[str, str] = {}
     for node in model.graph.node:
@@ -134,7 +136,7 @@ def stored_at_sites(model: ModelProto) -> dict[str, str]:
 
 
 def _sites_of_readers(model: ModelProto) -> dict[str, str]:
-    """Tensor -> the site that quantizes it."""
+    """Return tensor -> the site that quantizes it."""
     found: dict[str, str] = {}
     by_codes = {node.input[0]: metadata(node).get("qsdk.site", "") for node in model.graph.node if node.input}
     for node in model.graph.node:
@@ -156,12 +158,12 @@ def _content(tensor: TensorProto, large: Mapping[str, LargeTensor]) -> Key:
 
 
 def content_of(value: Array) -> Key:
-    """What tells arrays apart: dtype, shape and bytes."""
+    """Return a key that differs for different arrays: dtype, shape and bytes."""
     return value.dtype.name, value.shape, hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
 
 
-def _number(node: NodeProto, facts: _Facts, numbers: _Numbers) -> None:
-    """Give every output of a node its number."""
+def _number(node: NodeProto, facts: _ValueNumbers, numbers: _NumberTable) -> None:
+    """Assign a value number to every output of a node."""
     if _repeats(node):
         facts.numbers[node.output[0]] = facts.numbers.get(node.input[0], numbers.of(("unknown", node.input[0])))
         return
@@ -182,13 +184,13 @@ def _repeats(node: NodeProto) -> bool:
 
 
 def _typed(value: Array, attribute: str) -> Array:
-    """What a Constant holds, in the dtype that its attribute stands for."""
+    """Return the value of a Constant in the dtype that its attribute implies."""
     if attribute in ("value_float", "value_floats"):
         return value.astype(np.float32)
     return value.astype(np.int64) if attribute in ("value_int", "value_ints") else value
 
 
-def _key(node: NodeProto, seen: Mapping[str, int], facts: _Facts, numbers: _Numbers) -> Key:
+def _key(node: NodeProto, seen: Mapping[str, int], facts: _ValueNumbers, numbers: _NumberTable) -> Key:
     domain = "" if node.domain in _STANDARD else node.domain
     names = list(node.input)
     while names and not names[-1]:
@@ -200,8 +202,8 @@ def _key(node: NodeProto, seen: Mapping[str, int], facts: _Facts, numbers: _Numb
     return (domain, node.op_type, read, _attributes(node, facts.opset), inner, len(node.output))
 
 
-def _pair_key(node: NodeProto, seen: Mapping[str, int], facts: _Facts) -> Key:
-    """What a QuantizeLinear or DequantizeLinear does, however its zero point is written."""
+def _pair_key(node: NodeProto, seen: Mapping[str, int], facts: _ValueNumbers) -> Key:
+    """Return a key of a QuantizeLinear or DequantizeLinear, independent of how its zero point is written."""
     options = dict(attributes(node))
     scale = facts.stored.get(node.input[1])
     per_tensor = scale is not None and not any(n != 1 for n in scale.dims)
@@ -221,7 +223,7 @@ def _pair_key(node: NodeProto, seen: Mapping[str, int], facts: _Facts) -> Key:
 
 
 def _attributes(node: NodeProto, opsets: Mapping[str, int]) -> Key:
-    """The attributes of a node, defaults filled in, bodies left out."""
+    """Return the attributes of a node, defaults filled in, bodies left out."""
     found = {}
     domain = "" if node.domain in _STANDARD else node.domain
     try:
@@ -246,39 +248,41 @@ def _plain(attribute: AttributeProto) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else repr(value)
 
 
-def _body_key(graph: GraphProto, outer: Mapping[str, int], facts: _Facts, numbers: _Numbers) -> Key:
-    """What a body computes, of its own inputs by their places and of what it reads from outside."""
+def _body_key(graph: GraphProto, outer: Mapping[str, int], facts: _ValueNumbers, numbers: _NumberTable) -> Key:
+    """Return a key of what a body computes from its own inputs and from outside."""
     seen = dict(outer)
     seen.update({value.name: numbers.of(("argument", facts.depth, place)) for place, value in enumerate(graph.input)})
     seen.update({tensor.name: numbers.of(_content(tensor, facts.large)) for tensor in graph.initializer})
     stored = {**facts.stored, **{tensor.name: tensor for tensor in graph.initializer}}
-    inside = _Facts(facts.model, facts.large, depth=facts.depth + 1)
+    inside = _ValueNumbers(facts.model, facts.large, depth=facts.depth + 1)
     inside.stored, inside.numbers = stored, seen
     for node in graph.node:
         _number(node, inside, numbers)
     return tuple(inside.numbers.get(value.name, -1) for value in graph.output)
 
 
-# --- what is said of a difference -----------------------------------------------------------------------------------
+# --- description of a difference ------------------------------------------------------------------------------------
 
 
-def _difference(node: NodeProto, output: str, theirs: _Facts, ours: _Facts, sites: Mapping[str, str]) -> Difference:
+def _describe_difference(
+    node: NodeProto, output: str, theirs: _ValueNumbers, ours: _ValueNumbers, sites: Mapping[str, str]
+) -> NodeDifference:
     site = metadata(node).get("qsdk.site") or next((sites[name] for name in node.output if name in sites), "")
     name = node.name or node.output[0]
     other = ours.makers.get(output)
     if other is None:
-        return Difference(name, site, "the simulation stores this tensor", altered=False)
+        return NodeDifference(name, site, "the simulation stores this tensor", altered=False)
     if node.op_type != other.op_type:
         read = [[facts.numbers.get(n) for n in maker.input] for facts, maker in ((theirs, node), (ours, other))]
         altered = _repeats(node) or read[0] == read[1] or set(read[0]) == set(read[1])
-        return Difference(name, site, f"it is {node.op_type} where the simulation has {other.op_type}", altered)
+        return NodeDifference(name, site, f"it is {node.op_type} where the simulation has {other.op_type}", altered)
     changed = _changed_attributes(node, other, theirs, ours)
     if changed:
-        return Difference(name, site, changed, altered=True)
+        return NodeDifference(name, site, changed, altered=True)
     return _changed_inputs(name, site, (node, other), (theirs, ours))
 
 
-def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _Facts, ours: _Facts) -> str:
+def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _ValueNumbers, ours: _ValueNumbers) -> str:
     mine, wanted = dict(_attributes(node, theirs.opset)), dict(_attributes(other, ours.opset))
     if node.op_type in _PAIR:
         mine.pop("output_dtype", None), wanted.pop("output_dtype", None)
@@ -289,18 +293,18 @@ def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _Facts, ours:
 
 
 def _changed_inputs(
-    name: str, site: str, nodes: tuple[NodeProto, NodeProto], facts: tuple[_Facts, _Facts]
-) -> Difference:
+    name: str, site: str, nodes: tuple[NodeProto, NodeProto], facts: tuple[_ValueNumbers, _ValueNumbers]
+) -> NodeDifference:
     node, other = nodes
     theirs, ours = facts
     if len(node.input) != len(other.input):
-        return Difference(name, site, f"it has {len(node.input)} inputs, the simulation's {len(other.input)}", True)
+        return NodeDifference(name, site, f"it has {len(node.input)} inputs, the simulation's {len(other.input)}", True)
     for mine, wanted in zip(node.input, other.input, strict=True):
         if theirs.numbers.get(mine) == ours.numbers.get(wanted):
             continue
         held = mine in theirs.stored, wanted in ours.stored
         if held == (True, True):
-            return Difference(name, site, f"its stored {mine!r} holds other numbers than the simulation's", True)
+            return NodeDifference(name, site, f"its stored {mine!r} holds other numbers than the simulation's", True)
         problem = f"it reads {mine!r} where the simulation reads {wanted!r}"
-        return Difference(name, site, problem, altered=held[0] == held[1])
-    return Difference(name, site, "its body computes something else than the simulation's", altered=True)
+        return NodeDifference(name, site, problem, altered=held[0] == held[1])
+    return NodeDifference(name, site, "its body computes something else than the simulation's", altered=True)

@@ -1,4 +1,4 @@
-"""The encodings and the stored tensors of a Q/DQ model against those of its simulation, number by number."""
+"""Compare the encodings and the stored tensors of a Q/DQ model with those of its simulation, number by number."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from onnx_backend.parity.tally import Tally, lsb
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import rows_of
 from onnx_backend.proto.nodes import metadata
-from onnx_backend.qdq.read import Place, stored_tensors
+from onnx_backend.qdq.read import QdqPair, stored_tensors
 from qsdk.core.numerics.encoding import Encoding
 
 Array = npt.NDArray[Any]
 
 
-def compare_encodings(found: Iterable[Place], encodings: Mapping[str, Encoding], tallies: dict[str, Tally]) -> None:
-    """Fail every site whose scale, zero point or dtype is another one than the simulation's, or that one side lacks."""
+def compare_encodings(found: Iterable[QdqPair], encodings: Mapping[str, Encoding], tallies: dict[str, Tally]) -> None:
+    """Fail every site whose scale, zero point or dtype differs from the simulation's, or that one side lacks."""
     seen = set()
     for place in found:
         seen.add(place.site)
@@ -33,7 +33,7 @@ def compare_encodings(found: Iterable[Place], encodings: Mapping[str, Encoding],
 
 
 def compare_stored(
-    model: ModelProto, found: Iterable[Place], stored: Mapping[str, Array], tallies: dict[str, Tally]
+    model: ModelProto, found: Iterable[QdqPair], stored: Mapping[str, Array], tallies: dict[str, Tally]
 ) -> None:
     """Count the steps between the stored codes of a model and those of the simulation's values."""
     tensors, places = stored_tensors(model), list(found)
@@ -68,14 +68,14 @@ def compare_stored(
             tallies[site].fail("the model stores no tensor here")
 
 
-def _same_codes(place: Place, other: Place) -> bool:
-    """Whether two sites read one stored tensor in one way."""
+def _same_codes(place: QdqPair, other: QdqPair) -> bool:
+    """Return True if two sites read one stored tensor in one way."""
     facts = (place.stored, place.permutation, place.encoding)
     return facts == (other.stored, other.permutation, other.encoding)
 
 
 def _stored_casts(model: ModelProto, tensors: Mapping[str, TensorProto]) -> dict[str, tuple[str, Array]]:
-    """Site -> kind and value of every tensor stored as float16 or bfloat16."""
+    """Return site -> kind and value of every tensor stored as float16 or bfloat16."""
     found = {}
     for node in model.graph.node:
         facts = metadata(node)

@@ -1,4 +1,4 @@
-"""What parity counts at a site: steps of a grid, or units in the last place of floats; and the noise of outputs."""
+"""Count differences at a site, in steps of a grid or units in the last place of floats; and the noise of outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,29 +25,29 @@ class Tally:
     note: str = ""
 
     def add(self, difference: Array) -> None:
-        """Take in the distances of some elements."""
+        """Add the distances of some elements."""
         self.largest = max(self.largest, float(difference.max(initial=0)))
         self.total += float(difference.sum())
         self.elements += difference.size
 
     def fail(self, note: str) -> None:
-        """Count the site as wrong whatever its numbers say; the first reason stays."""
+        """Count the site as wrong whatever its numbers are; the first reason stays."""
         self.largest, self.note = float("inf"), self.note or note
 
     def row(self, site: str) -> dict[str, Any]:
-        """The site's row of the report."""
+        """Return the site's row of the report."""
         mean = self.total / self.elements if self.elements else float("inf" if self.note else 0)
         found = {"site": site, "kind": self.kind, "max_lsb": self.largest, "mean_lsb": mean, "elements": self.elements}
         return {**found, "note": self.note} if self.note else found
 
 
 def lsb(left: Array, right: Array) -> Array:
-    """The distance of two arrays of codes in steps of their grid."""
+    """Return the distance of two arrays of codes in steps of their grid."""
     return np.asarray(np.abs(_ordered(left) - _ordered(right)))
 
 
 def float_lsb(left: Array, right: Array) -> Array:
-    """The distance of two arrays of computed floats in units of the last place.
+    """Return the distance of two arrays of computed floats in units of the last place.
 
     Below 1/1024 of the tensor's largest value, more than one is counted in units of that size: an op that cancels,
     such as GELU far below zero, is no more exact in float32 either.
@@ -63,7 +63,7 @@ def float_lsb(left: Array, right: Array) -> Array:
 
 
 def _ordered(codes: Array) -> npt.NDArray[np.int64]:
-    """Codes as integers whose difference counts representable values."""
+    """Return codes as integers whose difference counts representable values."""
     if np.issubdtype(codes.dtype, np.integer) or codes.dtype.name in ("int4", "uint4", "int2", "uint2"):
         return codes.astype(np.int64)
     bits = codes.view(f"u{codes.dtype.itemsize}").astype(np.int64)
@@ -72,20 +72,20 @@ def _ordered(codes: Array) -> npt.NDArray[np.int64]:
 
 
 class Noise:
-    """Powers of a signal and of what differs from it."""
+    """The power of a signal, and of the difference from it."""
 
     def __init__(self) -> None:
         self.signal = self.difference = 0.0
 
     def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
-        """Take in the outputs of a batch, of the model and of the simulation."""
+        """Add the outputs of a batch, of the model and of the simulation."""
         for left, right in zip(got, wanted, strict=True):
             exact = np.asarray(right, np.float64)
             self.signal += float((exact**2).sum())
             self.difference += float(((np.asarray(left, np.float64) - exact) ** 2).sum())
 
     def decibels(self) -> float:
-        """The ratio of both powers; infinite where nothing differs."""
+        """Return the ratio of both powers in dB; infinite where nothing differs."""
         if self.difference == 0:
             return float("inf")
         return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")

@@ -13,7 +13,7 @@ from onnx_backend.proto.subgraphs import bodies, reads
 from qsdk.core.errors import ModelError
 
 
-def tidy(model: ModelProto) -> None:
+def canonicalize(model: ModelProto) -> None:
     """Sort nodes, make node names unique, and remove stored tensors from the inputs, in place.
 
     Raises:
@@ -34,7 +34,7 @@ def tidy(model: ModelProto) -> None:
     _name_once(graph)
 
 
-def named(node: NodeProto) -> str:
+def node_label(node: NodeProto) -> str:
     """Return a node's name for messages, else its first output's, else its type."""
     return node.name or next((name for name in node.output if name), node.op_type)
 
@@ -68,7 +68,7 @@ def _require_single_definitions(graph: GraphProto) -> None:
         for name in node.output:
             if name in seen:
                 raise ModelError(
-                    f"the node {named(node)!r} makes {name!r}, which exists already; export the model again"
+                    f"the node {node_label(node)!r} makes {name!r}, which exists already; export the model again"
                 )
             if name:
                 seen.add(name)
@@ -83,7 +83,9 @@ def _sort(graph: GraphProto, known: set[str]) -> None:
         wanted = [name for name in reads(node) if name not in known]
         missing = next((name for name in wanted if name not in made_by), None)
         if missing is not None:
-            raise ModelError(f"the node {named(node)!r} reads {missing!r}, which nothing makes; export the model again")
+            raise ModelError(
+                f"the node {node_label(node)!r} reads {missing!r}, which nothing makes; export the model again"
+            )
         needs.append({made_by[name] for name in wanted})
     if all(max(need, default=-1) < index for index, need in enumerate(needs)):
         return
@@ -108,7 +110,9 @@ def _order(needs: list[set[int]], nodes: list[NodeProto]) -> Iterator[int]:
                 heapq.heappush(ready, reader)
     if done < len(needs):
         stuck = next(index for index, count in enumerate(left) if count)
-        raise ModelError(f"the node {named(nodes[stuck])!r} is in a circle: it reads what follows from its own output")
+        raise ModelError(
+            f"the node {node_label(nodes[stuck])!r} is in a circle: it reads what follows from its own output"
+        )
 
 
 def _name_once(graph: GraphProto) -> None:

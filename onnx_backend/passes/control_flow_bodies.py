@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper
 
-from onnx_backend.passes.canonicalize import named
+from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.subgraphs import bodies, captured, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
 from qsdk.core.errors import ModelError
@@ -14,7 +14,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _CODES = {name: code for name, code in ((dtype_name(code), code) for code in range(1, 24)) if name}
 
 
-def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
+def decisions_in_bodies(model: ModelProto, types: Types) -> tuple[Decision, ...]:
     """Return a decision for every float tensor in a body: it stays float, and in which op.
 
     Args:
@@ -24,18 +24,18 @@ def decisions_inside(model: ModelProto, types: Types) -> tuple[Decision, ...]:
     return tuple(_inside(model, model.graph.node, types, ""))
 
 
-def captured_only(nodes: Iterable[NodeProto]) -> dict[str, str]:
+def read_only_in_bodies(nodes: Iterable[NodeProto]) -> dict[str, str]:
     """Return tensor -> why it stays float, for the tensors that are read only inside bodies."""
     found: dict[str, str] = {}
     direct: set[str] = set()
     for node in nodes:
         direct.update(node.input)
         for name in captured(node):
-            found.setdefault(name, stays_float(node.op_type, named(node)))
+            found.setdefault(name, float_reason(node.op_type, node_label(node)))
     return {name: where for name, where in found.items() if name not in direct}
 
 
-def stays_float(op_type: str, owner: str) -> str:
+def float_reason(op_type: str, owner: str) -> str:
     """Return the reason why tensors in the bodies of an op stay float, with the remedy where there is one."""
     remedy = "; where an input decides it, fix that: quantize(..., inputs={name: value})" if op_type == "If" else ""
     return f"{op_type} {owner!r}: bodies of control flow stay float{remedy}"
@@ -44,8 +44,8 @@ def stays_float(op_type: str, owner: str) -> str:
 def _inside(model: ModelProto, nodes: Iterable[NodeProto], types: Types, prefix: str) -> Iterator[Decision]:
     for node in nodes:
         for branch, graph in bodies(node):
-            where = f"{prefix}{named(node)}/{branch}"
-            reason = f"inside the {branch} of the {stays_float(node.op_type, named(node))}"
+            where = f"{prefix}{node_label(node)}/{branch}"
+            reason = f"inside the {branch} of the {float_reason(node.op_type, node_label(node))}"
             known = {**types, **_types_inside(model, graph, types)}
             for tensor in graph.initializer:
                 if dtype_name(tensor.data_type) in _FLOATS:

@@ -16,7 +16,7 @@ from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
 from onnx_backend.proto.opsets import LARGEST_OPSET, OPSET, opset_of, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
-from onnx_backend.proto.weightless import refilled, skeleton
+from onnx_backend.proto.weightless import refill, skeleton
 from onnx_backend.runtime.compare_runs import compare_runs, fits_one_message
 from qsdk.core.errors import ModelError
 
@@ -43,7 +43,7 @@ def require_known_opset(model: ModelProto) -> None:
         )
 
 
-def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[ModelProto, tuple[str, ...]]:
+def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[ModelProto, tuple[str, ...]]:
     """Return the model at opset 21 or above, changed in place, with remarks on how that was verified.
 
     Args:
@@ -76,7 +76,7 @@ def raised(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[Model
     names = [value.name for value in model.graph.output]
     if [value.name for value in light.graph.output] != names:
         raise ModelError(f"raising the model from opset {current} renamed its outputs; export it at opset {OPSET}")
-    model = refilled(light, model)
+    model = refill(light, model)
     if current < 11:
         _make_resizes_asymmetric(model.graph)
     for node in model.graph.node:

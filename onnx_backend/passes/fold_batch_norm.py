@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnx_backend.passes.canonicalize import named
+from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
@@ -47,7 +47,7 @@ def fold_batch_norms(model: ModelProto, types: Types, config: QuantConfig) -> Fo
     folding = _Folding(model, types)
     folded, unfolded = [], {}
     for norm in norms:
-        owner = named(norm)
+        owner = node_label(norm)
         reason = "a rule names it" if config.names(owner) else folding.fold(norm)
         if reason:
             unfolded[owner] = reason
@@ -98,14 +98,14 @@ class _Folding:
             reason = self._obstacle(before, norm, factor)
             if not reason:
                 self._into_before(before, norm, factor, shift)
-                self.norms[named(before.node)] = _folded_norm(bias, abs(scale))
+                self.norms[node_label(before.node)] = _folded_norm(bias, abs(scale))
                 return ""
         after = self._layer_after(norm)
         if after is not None:
             reason = self._obstacle_after(after, norm, factor)
             if not reason:
                 self._into_after(after, norm, factor, shift)
-                self.norms[named(after.node)] = _folded_norm(mean, np.sqrt(var), before=True)
+                self.norms[node_label(after.node)] = _folded_norm(mean, np.sqrt(var), before=True)
                 return ""
         return reason
 
@@ -140,12 +140,12 @@ class _Folding:
     def _obstacle(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
         """Return why a BatchNorm cannot be folded into the layer before it, or ""."""
         if self._read_elsewhere(norm.input[0]):
-            return f"the result of {named(layer.node)} is also read elsewhere"
+            return f"the result of {node_label(layer.node)} is also read elsewhere"
         return self._weight_obstacle(layer, factor, norm.input[0])
 
     def _obstacle_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array) -> str:
         if self._read_elsewhere(norm.output[0]):
-            return f"its result is also read elsewhere than by {named(layer.node)}"
+            return f"its result is also read elsewhere than by {node_label(layer.node)}"
         facts = attributes(layer.node)
         if layer.node.op_type == "ConvTranspose":
             return "a transposed convolution after it adds its taps unevenly at the borders"
@@ -154,7 +154,7 @@ class _Folding:
         if layer.node.op_type == "MatMul":
             return "a MatMul after it has no bias that could take its shift"
         if layer.node.op_type == "Gemm" and facts.get("transA", 0):
-            return f"its channels are not those of {named(layer.node)}"
+            return f"its channels are not those of {node_label(layer.node)}"
         return self._weight_obstacle(layer, factor, norm.output[0], before=True)
 
     def _weight_obstacle(self, layer: _LinearLayer, factor: Array, between: str, *, before: bool = False) -> str:
@@ -164,25 +164,25 @@ class _Folding:
         if layer.add is not None:
             parameters.append(next(n for n in layer.add.input if n in self.stored))
         if any(name not in self.stored for name in parameters):
-            return f"the weight of {named(node)} is computed"
+            return f"the weight of {node_label(node)} is computed"
         if self._read_elsewhere(weight):
-            others = [named(reader) for reader in self.readers.get(weight, []) if reader is not node]
-            return f"{named(node)} shares its weight with {others[0] if others else 'an output'}"
+            others = [node_label(reader) for reader in self.readers.get(weight, []) if reader is not node]
+            return f"{node_label(node)} shares its weight with {others[0] if others else 'an output'}"
         if any(dtype != TensorProto.FLOAT for dtype in (self.stored[name].data_type for name in parameters)):
-            return f"the weight of {named(node)} is not float32"
+            return f"the weight of {node_label(node)} is not float32"
         shape = list(self.stored[weight].dims)
         if node.op_type in ("Gemm", "MatMul"):
             known = self.types.get(between, ("", None))[1]
             # BatchNorm counts channels on axis 1, a MatMul on its last one
             if node.op_type == "MatMul" and (known is None or len(known) != 2):
-                return f"its channels are not those of {named(node)}"
+                return f"its channels are not those of {node_label(node)}"
             if len(shape) != 2 or float(attributes(node).get("beta", 1.0)) != 1.0:
-                return f"the weight of {named(node)} has a form that cannot be folded"
+                return f"the weight of {node_label(node)} has a form that cannot be folded"
         channels = _channels(node, shape, inputs=before)
         biases = [list(self.stored[name].dims) for name in parameters[1:]]
         wanted = _channels(node, shape, inputs=False)
         if channels != factor.size or any(dims != [wanted] for dims in biases):
-            return f"its channels are not those of {named(node)}"
+            return f"its channels are not those of {node_label(node)}"
         return ""
 
     # --- the fold itself --------------------------------------------------------------------------------------
@@ -228,9 +228,9 @@ class _Folding:
             layer.add.input[position] = self._store(bias, layer.add.input[position], layer.add)
         elif node.op_type == "MatMul":
             node.op_type = "Gemm"
-            node.input.append(self._store(bias, f"{named(node)}.bias", node))
+            node.input.append(self._store(bias, f"{node_label(node)}.bias", node))
         else:
-            name = node.input[2] if len(node.input) > 2 and node.input[2] else f"{named(node)}.bias"
+            name = node.input[2] if len(node.input) > 2 and node.input[2] else f"{node_label(node)}.bias"
             del node.input[2:]
             node.input.append(self._store(bias, name, node))
 

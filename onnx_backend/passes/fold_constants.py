@@ -47,10 +47,10 @@ def fold(
         return None
     if weights_stay and node.op_type in _MOVES and any(_is_weight(small[name]) for name in node.input if name in small):
         return None
-    return evaluated(node, small, opsets, limit=limit)
+    return evaluate(node, small, opsets, limit=limit)
 
 
-def evaluated(
+def evaluate(
     node: NodeProto, known: Mapping[str, Array], opsets: Mapping[str, int], *, limit: int
 ) -> dict[str, Array] | None:
     """Return the values of a deterministic node of any operator, or None.

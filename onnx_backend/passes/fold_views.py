@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 _REARRANGING = frozenset({"Slice", "Split", "Concat", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 
 
-def rearranged(
+def fold_rearranged(
     node: NodeProto, stored: Mapping[str, TensorProto], opsets: Mapping[str, int], weights: Mapping[str, Array]
 ) -> dict[str, Array] | None:
     """Return the results of a node that only moves stored values, whatever their size, or None.
@@ -29,7 +29,7 @@ def rearranged(
     return fold(node, values, opsets, weights_stay=False, limit=size)
 
 
-def takes_all(node: NodeProto, small: Mapping[str, Array]) -> bool:
+def is_full_slice(node: NodeProto, small: Mapping[str, Array]) -> bool:
     """Return True if a Slice keeps everything (`x[:, 0]` is traced with one)."""
     if (
         node.op_type != "Slice"

@@ -16,7 +16,7 @@ from onnx_backend.proto.nodes import constant_tensor, is_constant, replace_nodes
 from onnx_backend.proto.subgraphs import bodies, rename_reads
 
 
-def decide_inside(
+def inline_decided_branches(
     node: NodeProto, small: Mapping[str, npt.NDArray[Any]], opsets: Mapping[str, int], taken: set[str]
 ) -> None:
     """Inline decided Ifs in the bodies of a node, in place: onnxruntime 1.31 crashes on one in another's branch.
@@ -33,7 +33,7 @@ def decide_inside(
         while pending:
             inner = pending.popleft()
             if inner.op_type == "If" and inner.input[0] in known:
-                nodes, stored = taken_branch(inner, bool(np.any(known[inner.input[0]])), taken)
+                nodes, stored = chosen_branch(inner, bool(np.any(known[inner.input[0]])), taken)
                 graph.initializer.extend(stored)
                 known.update(_small(stored))
                 pending.extendleft(reversed(nodes))
@@ -42,12 +42,12 @@ def decide_inside(
                 known.update(_small([constant_tensor(inner)]))
             else:
                 known.update(fold(inner, known, opsets, weights_stay=True) or {})
-                decide_inside(inner, known, opsets, taken)
+                inline_decided_branches(inner, known, opsets, taken)
             kept.append(inner)
         replace_nodes(graph, kept)
 
 
-def taken_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[list[NodeProto], list[TensorProto]]:
+def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[list[NodeProto], list[TensorProto]]:
     """Return the nodes and stored tensors of the chosen branch, its outputs under the names of the If's.
 
     Args:

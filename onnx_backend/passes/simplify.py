@@ -15,10 +15,10 @@ import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.passes.fold_constants import LARGEST, fold, is_view
-from onnx_backend.passes.fold_views import rearranged, takes_all
-from onnx_backend.passes.inline_branches import decide_inside, taken_branch
+from onnx_backend.passes.fold_views import fold_rearranged, is_full_slice
+from onnx_backend.passes.inline_branches import chosen_branch, inline_decided_branches
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, read_at_last
+from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
     attributes,
@@ -73,7 +73,7 @@ def simplify(
     kept = (
         _without_last_identities(simplifier.kept, simplifier)
         if types is None
-        else read_at_last(simplifier.kept, simplifier.outputs)
+        else nodes_reaching(simplifier.kept, simplifier.outputs)
     )
     replace_nodes(graph, kept)
     join_splits(graph)
@@ -118,7 +118,7 @@ class _Simplifier:
         """Return the nodes of the branch that an If with a constant condition chooses, else None."""
         if node.op_type != "If" or not node.input or node.input[0] not in self.small:
             return None
-        nodes, stored = taken_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
+        nodes, stored = chosen_branch(node, bool(self.small[node.input[0]].reshape(-1)[:1].any()), self._taken())
         for tensor in stored:
             self._store(tensor)
         return nodes
@@ -133,7 +133,7 @@ class _Simplifier:
         """Fold a node, drop it, or keep it."""
         if is_mark(node) or has_bodies(node):
             if not is_mark(node):
-                decide_inside(node, self.small, self.opsets, self._taken())
+                inline_decided_branches(node, self.small, self.opsets, self._taken())
             self.kept.append(node)
             return
         if node.op_type == "CastLike":
@@ -143,14 +143,16 @@ class _Simplifier:
         folded = self._static_shape(node) or (None if self.computed_sites.intersection(node.output) else computed)
         if folded is None:
             folded = (
-                self._view_of_weight(node) if self.own else rearranged(node, self.stored, self.opsets, self.weights)
+                self._view_of_weight(node)
+                if self.own
+                else fold_rearranged(node, self.stored, self.opsets, self.weights)
             )
         if folded is not None:
             for name, value in folded.items():
                 self._store_value(name, value, apart=any(part in self.weights for part in node.input))
             return
         _drop_bias_of_zeros(node, self.small)
-        if self._changes_nothing(node) or (takes_all(node, self.small) and node.output[0] not in self.outputs):
+        if self._changes_nothing(node) or (is_full_slice(node, self.small) and node.output[0] not in self.outputs):
             self.bypassed[node.output[0]] = node.input[0]
         else:
             self.kept.append(node)

@@ -54,7 +54,7 @@ def unique(name: str, taken: set[str]) -> str:
     return fresh
 
 
-def read_at_last(nodes: Sequence[NodeProto], outputs: Collection[str]) -> list[NodeProto]:
+def nodes_reaching(nodes: Sequence[NodeProto], outputs: Collection[str]) -> list[NodeProto]:
     """Return the nodes whose results reach an output, in their order.
 
     Args:

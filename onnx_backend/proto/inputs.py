@@ -15,7 +15,7 @@ from qsdk.core.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Input:
+class ModelInput:
     """An input that a caller feeds.
 
     Attributes:
@@ -29,7 +29,7 @@ class Input:
     shape: tuple[int | str, ...] | None
 
 
-def inputs_of(model: ModelProto) -> list[Input]:
+def inputs_of(model: ModelProto) -> list[ModelInput]:
     """Return the inputs that a caller feeds, in graph order.
 
     Raises:
@@ -46,7 +46,7 @@ def inputs_of(model: ModelProto) -> list[Input]:
             raise ModelError(f"the input {value.name!r} is no numeric tensor; feed the model from Python") from None
         dims = tensor.shape.dim
         sizes = tuple(int(d.dim_value) if d.HasField("dim_value") else str(d.dim_param) for d in dims)
-        found.append(Input(value.name, dtype, sizes if tensor.HasField("shape") else None))
+        found.append(ModelInput(value.name, dtype, sizes if tensor.HasField("shape") else None))
     return found
 
 

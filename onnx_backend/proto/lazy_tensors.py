@@ -23,7 +23,7 @@ _INITIALIZER = GraphProto.DESCRIPTOR.fields_by_name["initializer"].number
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredModel:
     """A model with Q/DQ whose large stored tensors are yet to be made.
 
     Attributes:

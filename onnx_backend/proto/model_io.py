@@ -92,10 +92,10 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written.
         ModelError: the model is larger than one protobuf message can be.
     """
-    write_bytes(path, serialized(model))
+    write_bytes(path, serialize(model))
 
 
-def serialized(model: ModelProto) -> bytes:
+def serialize(model: ModelProto) -> bytes:
     """Return a model's bytes; weights that lie in files are read into them.
 
     Raises:

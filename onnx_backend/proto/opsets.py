@@ -4,7 +4,7 @@ import onnx
 from onnx import ModelProto, helper
 
 from onnx_backend.proto.model_io import load
-from onnx_backend.proto.weightless import checkable, refilled, skeleton
+from onnx_backend.proto.weightless import checkable, refill, skeleton
 from qsdk.core.errors import ModelError
 
 OPSET = 21
@@ -46,7 +46,7 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
         except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error
         _carry_metadata(model, converted)
-        model, current = refilled(converted, load(model)), least
+        model, current = refill(converted, load(model)), least
     stamp(model, current)
     return model
 

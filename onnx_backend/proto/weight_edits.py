@@ -14,23 +14,23 @@ from onnx_backend.proto.graph_queries import initializers
 from qsdk.core.errors import ModelError
 
 
-class HeldWeights:
+class WeightSnapshot:
     """The stored tensors of a model at one moment: those that were changed since, copied just before."""
 
     def __init__(self) -> None:
         self.before: dict[str, TensorProto] = {}
 
 
-class ChangedWeights:
+class WeightEdits:
     """The stored tensors of one sim's model and the changes to them; the user's file stays as it is."""
 
     def __init__(self, model: ModelProto) -> None:
         self._model = model
-        self._held: weakref.WeakSet[HeldWeights] = weakref.WeakSet()
+        self._held: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
 
-    def hold(self) -> HeldWeights:
+    def hold(self) -> WeightSnapshot:
         """Return a snapshot for `put_back`; it copies a tensor only just before that is replaced."""
-        held = HeldWeights()
+        held = WeightSnapshot()
         self._held.add(held)
         return held
 
@@ -44,7 +44,7 @@ class ChangedWeights:
         written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
         self._replace(stored, written)
 
-    def put_back(self, held: HeldWeights) -> None:
+    def put_back(self, held: WeightSnapshot) -> None:
         """Restore the stored tensors of a snapshot.
 
         Raises:

@@ -55,7 +55,7 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
     return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
 
 
-def refilled(light: ModelProto, model: ModelProto) -> ModelProto:
+def refill(light: ModelProto, model: ModelProto) -> ModelProto:
     """Put the nodes and small weights of a changed skeleton back into its model, in place; large weights stay."""
     kept = [index for index, tensor in enumerate(model.graph.initializer) if not is_large(tensor.dims)]
     for index in reversed(kept):

@@ -88,13 +88,13 @@ def write_data(file: IO[bytes], tensors: Mapping[str, LargeTensor]) -> None:
             raise ExportError(f"the stored tensor {name!r} has {end - start} bytes, not {length}: a defect of qsdk")
 
 
-def spooled(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> ModelProto:
+def spool_large_tensors(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> ModelProto:
     """Write a model's large tensors to `path`, unless they lie in files already; return a copy that refers to them.
 
     Raises:
         ExportError: the file cannot be written.
     """
-    light, outside = apart(model, large)
+    light, outside = split_large_tensors(model, large)
     try:
         with path.open("wb") as file:
             write_data(file, outside)
@@ -104,7 +104,9 @@ def spooled(model: ModelProto, large: Mapping[str, LargeTensor], path: Path) -> 
     return light
 
 
-def apart(model: ModelProto, large: Mapping[str, LargeTensor]) -> tuple[ModelProto, dict[str, LargeTensor]]:
+def split_large_tensors(
+    model: ModelProto, large: Mapping[str, LargeTensor]
+) -> tuple[ModelProto, dict[str, LargeTensor]]:
     """Return a copy of a model with stubs for its large tensors, and these by name, except those in files already."""
     light, outside = without_large(model), outside_of(model, large)
     return light, {tensor.name: outside[tensor.name] for tensor in light.graph.initializer if is_stub(tensor)}

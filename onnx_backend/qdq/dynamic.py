@@ -9,7 +9,7 @@ from onnx_backend.proto.nodes import metadata
 
 
 @dataclass(frozen=True)
-class DynamicPlace:
+class DynamicPair:
     """A dynamically quantized site.
 
     Attributes:
@@ -25,16 +25,16 @@ class DynamicPlace:
     dequantize: NodeProto
 
 
-def dynamic_places(model: ModelProto) -> list[DynamicPlace]:
+def dynamic_pairs(model: ModelProto) -> list[DynamicPair]:
     """List the dynamically quantized sites of a model in graph order, the first DequantizeLinear of each."""
     made_by = producers(model.graph.node)
-    found: dict[str, DynamicPlace] = {}
+    found: dict[str, DynamicPair] = {}
     for node in model.graph.node:
         quantize = made_by.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if quantize is None or quantize.op_type != "DynamicQuantizeLinear" or node.input[:] != quantize.output[:]:
             continue
         facts = metadata(node)
-        place = DynamicPlace(
+        place = DynamicPair(
             facts.get("qsdk.site") or quantize.input[0], facts.get("qsdk.kind") or "activation", quantize, node
         )
         found.setdefault(place.site, place)

@@ -38,7 +38,7 @@ _BROADCAST = frozenset({"Add", "Mul"})
 _LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
-def keep_apart(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
+def insert_barriers(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
     """Insert a Sum wherever the runtime's default level would go wrong without it, in place.
 
     Args:
@@ -58,7 +58,7 @@ class _BarrierInserter:
         self.outputs = {value.name for value in model.graph.output}
         self.unsized = of_data_dependent_size(model.graph)
 
-    def run(self) -> None:
+    def insert(self) -> None:
         nodes: list[NodeProto] = []
         for node in self.graph.node:
             drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)

@@ -24,7 +24,7 @@ from qsdk.core.numerics.encoding import Encoding
 Array = npt.NDArray[Any]
 
 
-class Lowering:
+class GraphEditor:
     """The editor of a marked model.
 
     Attributes:
@@ -160,7 +160,7 @@ class Lowering:
         self.rows.append({"site": site, "dtype": dtype, "form": form, "zero_point_bytes_saved": saved})
 
 
-def say_site(dequantize: NodeProto, site: str, encoding: Encoding, kind: str) -> None:
+def write_site(dequantize: NodeProto, site: str, encoding: Encoding, kind: str) -> None:
     """Write a site into the metadata of its DequantizeLinear; what its codes imply (their dtype) is left out."""
     set_metadata(dequantize, site=site)
     if encoding.dtype.name != encoding.dtype.container:

@@ -8,11 +8,11 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.graph_queries import unique
-from onnx_backend.proto.lazy_tensors import Lowered, as_given, as_stored_in, narrowed, with_large, without_large
+from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrowed, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset
-from onnx_backend.qdq.fusion_barriers import keep_apart
-from onnx_backend.qdq.graph_editor import Lowering, say_site
+from onnx_backend.qdq.fusion_barriers import insert_barriers
+from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.runtime_table import Dialect, form_of
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
@@ -63,7 +63,7 @@ def lower(
     opset: int = OPSET,
     dialect: Dialect = "onnxruntime",
     weights: Mapping[str, Array] | None = None,
-) -> Lowered:
+) -> LoweredModel:
     """Replace the marks as `insert` does, but compute large stored tensors only when they are written.
 
     Args:
@@ -81,7 +81,7 @@ def lower(
     lift_constants(model)
     containers = {encoding.dtype.container for encoding in encodings.values()}
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
-    lowering = Lowering(model, dialect, large)
+    lowering = GraphEditor(model, dialect, large)
     lowering.merge_marks()
     for node in list(model.graph.node):
         if is_mark(node):
@@ -91,12 +91,12 @@ def lower(
             lowering.nodes.append(node)
     lowering.finish()
     if dialect == "onnxruntime":
-        keep_apart(model, large)
-    return Lowered(model, large, lowering.rows)
+        insert_barriers(model, large)
+    return LoweredModel(model, large, lowering.rows)
 
 
 def _lower(
-    at: Lowering, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
+    at: GraphEditor, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
 ) -> None:
     """Replace a mark by what was decided."""
     source, output = mark.input[0], mark.output[0]
@@ -118,7 +118,7 @@ def _lower(
         _quantize(at, decision, encodings[site], source, output)
 
 
-def _cast(at: Lowering, site: str, kind: Kind, dtype: DType, source: str, output: str) -> None:
+def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, output: str) -> None:
     code = _CAST_CODES[dtype.name]
     if source in at.stored:
         narrow = narrowed(at.values(source), code)
@@ -133,7 +133,7 @@ def _cast(at: Lowering, site: str, kind: Kind, dtype: DType, source: str, output
     at.row(site, dtype.name, "cast")
 
 
-def _quantize(at: Lowering, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
+def _quantize(at: GraphEditor, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
     site, kind = decision.site, decision.kind
     form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
     # values of a pass-through op are in the grid already, and the runtime wants no node between MaxPool and an int8 Q
@@ -150,14 +150,14 @@ def _quantize(at: Lowering, decision: Decision, encoding: Encoding, source: str,
     at.add("QuantizeLinear", [source, *inputs], codes, f"{site}/quantize", **options, **attribute)
     name = at.target(site, output, "dequantized")
     dequantize = at.add("DequantizeLinear", [codes, *inputs], name, f"{site}/dequantize", **options)
-    say_site(dequantize, site, encoding, "" if kind == "activation" else kind)
+    write_site(dequantize, site, encoding, "" if kind == "activation" else kind)
     text = {"output_dtype": "QDQ output_dtype", "zero_point": "QDQ zero point"}.get(
         form, "QDQ output_dtype and zero point"
     )
     at.row(site, encoding.dtype.name, text, zero_point_bytes(encoding) if form == "output_dtype" else 0)
 
 
-def _clipped(at: Lowering, site: str, encoding: Encoding, source: str) -> str:
+def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str:
     """Clip the values to the grid before they are rounded; return the new tensor."""
     if encoding.axis is not None:
         raise ExportError(
@@ -171,7 +171,7 @@ def _clipped(at: Lowering, site: str, encoding: Encoding, source: str) -> str:
     return clipped
 
 
-def _quantize_dynamically(at: Lowering, decision: Decision, source: str, output: str) -> None:
+def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str) -> None:
     site = decision.site
     made = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
     quantize = helper.make_node("DynamicQuantizeLinear", [source], made, f"{site}/quantize")

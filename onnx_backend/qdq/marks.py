@@ -20,9 +20,9 @@ from onnx_backend.proto.nodes import (
     rename_inputs,
     replace_nodes,
 )
-from onnx_backend.qdq.dynamic import dynamic_places
+from onnx_backend.qdq.dynamic import dynamic_pairs
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from onnx_backend.qdq.read import Place, places
+from onnx_backend.qdq.read import QdqPair, qdq_pairs
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -63,7 +63,7 @@ def mark_node(site: str, source: str, output: str) -> NodeProto:
 
 
 @dataclass(frozen=True)
-class Opened:
+class UnpackedQdq:
     """A Q/DQ model turned back: marked, with float weights, and what its nodes record.
 
     Attributes:
@@ -81,7 +81,7 @@ class Opened:
     dynamic: frozenset[str] = frozenset()
 
 
-def open_qdq(model: ModelProto) -> Opened:
+def open_qdq(model: ModelProto) -> UnpackedQdq:
     """Turn every Q/DQ pair, integer initializer and pair of casts back into a mark: the inverse of `qdq.insert`.
 
     Raises:
@@ -89,7 +89,7 @@ def open_qdq(model: ModelProto) -> Opened:
     """
     opened = load(model)
     lift_constants(opened)
-    found = places(opened)
+    found = qdq_pairs(opened)
     taken = names_in(opened.graph)
     casts, kinds = _casts(opened, taken)
     outputs = {value.name for value in opened.graph.output}
@@ -99,7 +99,7 @@ def open_qdq(model: ModelProto) -> Opened:
         marks = _stored_mark(opened, place, taken) if place.quantize is None else _activation_mark(opened, place)
         replaced[output] = marks
         kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
-    dynamic = dynamic_places(opened)
+    dynamic = dynamic_pairs(opened)
     for at in dynamic:
         replaced[at.dequantize.output[0]] = [mark_node(at.site, at.quantize.input[0], at.dequantize.output[0])]
         kinds[at.site] = at.kind
@@ -119,7 +119,7 @@ def open_qdq(model: ModelProto) -> Opened:
     opened.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     encodings = {place.site: place.encoding for place in found}
     as_casts = {site: dtype for site, (dtype, *_) in casts.items()}
-    return Opened(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic))
+    return UnpackedQdq(opened, encodings, kinds, as_casts, frozenset(at.site for at in dynamic))
 
 
 def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
@@ -175,7 +175,7 @@ def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.
     return values
 
 
-def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeProto]:
+def _stored_mark(model: ModelProto, place: QdqPair, taken: set[str]) -> list[NodeProto]:
     assert place.stored is not None
     stored = initializers(model.graph)
     output, name = place.dequantize.output[0], unique(place.stored.removesuffix("_quantized") or place.site, taken)
@@ -191,7 +191,7 @@ def _stored_mark(model: ModelProto, place: Place, taken: set[str]) -> list[NodeP
     return [mark_node(place.site, name, marked), transpose]
 
 
-def _activation_mark(model: ModelProto, place: Place) -> list[NodeProto]:
+def _activation_mark(model: ModelProto, place: QdqPair) -> list[NodeProto]:
     assert place.quantize is not None
     source = place.quantize.input[0]
     # a Clip that holds values inside a narrow grid belongs to the encoding, not to the model

@@ -24,7 +24,7 @@ _CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for d
 
 
 @dataclass(frozen=True)
-class Place:
+class QdqPair:
     """A DequantizeLinear and what belongs to it.
 
     Attributes:
@@ -53,7 +53,7 @@ def read(model: ModelProto) -> dict[str, Encoding]:
         FileFormatError: a scale or zero point is computed, of a type that cannot be read, or not positive; names the
             node.
     """
-    return {place.site: place.encoding for place in places(model)}
+    return {place.site: place.encoding for place in qdq_pairs(model)}
 
 
 def read_casts(model: ModelProto) -> dict[str, str]:
@@ -62,19 +62,19 @@ def read_casts(model: ModelProto) -> dict[str, str]:
     return {fact["qsdk.site"]: fact["qsdk.dtype"] for fact in facts if "qsdk.site" in fact}
 
 
-def places(model: ModelProto) -> list[Place]:
+def qdq_pairs(model: ModelProto) -> list[QdqPair]:
     """Return the DequantizeLinear of every quantized site in graph order, the first of each site.
 
     Raises:
         FileFormatError: see `read`.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, QdqPair] = {}
     for place in _places(model):
         found.setdefault(place.site, place)
     return list(found.values())
 
 
-def _places(model: ModelProto) -> Iterator[Place]:
+def _places(model: ModelProto) -> Iterator[QdqPair]:
     stored: Mapping[str, TensorProto] = stored_tensors(model)
     made_by = producers(model.graph.node)
     scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
@@ -92,7 +92,7 @@ def _places(model: ModelProto) -> Iterator[Place]:
         encoding = encoding_of_pair(node, quantize, stored, made_by)
         site = facts.get("qsdk.site") or (source if quantize is None else quantize.input[0])
         held = source if quantize is None else None
-        yield Place(site, facts.get("qsdk.kind", ""), node, quantize, held, encoding, permutation)
+        yield QdqPair(site, facts.get("qsdk.kind", ""), node, quantize, held, encoding, permutation)
 
 
 def encoding_of_pair(

@@ -12,7 +12,7 @@ from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantized
 from onnx_backend.proto.nodes import attributes, set_metadata
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.qdq.graph_editor import Lowering, say_site
+from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
 from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, float8e8m0
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
-def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
+def store(at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
     """Replace a mark that yields `output` by the stored tensor `source`, quantized, and a DequantizeLinear.
 
     What every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only a
@@ -50,7 +50,7 @@ def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, 
     name = at.target(site, output, "dequantized")
     options |= where(encoding, axis)
     dequantize = at.add("DequantizeLinear", [stored, *parameters], name, f"{site}/dequantize", **options)
-    say_site(dequantize, site, encoding, "" if kind == "weight" else kind)
+    write_site(dequantize, site, encoding, "" if kind == "weight" else kind)
     if permutation is not None:
         set_metadata(dequantize, perm=",".join(str(i) for i in permutation))
     at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if encoding.symmetric else 0)
@@ -59,7 +59,7 @@ def store(at: Lowering, site: str, kind: Kind, encoding: Encoding, source: str, 
 # --- the layout ---------------------------------------------------------------------------------------------------
 
 
-def _foldable(at: Lowering, output: str, rank: int) -> list[int] | None:
+def _foldable(at: GraphEditor, output: str, rank: int) -> list[int] | None:
     """Return the permutation that every reader of a stored tensor applies, or None if they differ or apply none."""
     readers = at.readers.get(output, [])
     if rank < 2 or not readers or output in at.outputs:
@@ -69,7 +69,7 @@ def _foldable(at: Lowering, output: str, rank: int) -> list[int] | None:
     return None if found or permutation is None else list(permutation)
 
 
-def _permutation(at: Lowering, reader: NodeProto, tensor: str, rank: int) -> tuple[int, ...] | None:
+def _permutation(at: GraphEditor, reader: NodeProto, tensor: str, rank: int) -> tuple[int, ...] | None:
     options = attributes(reader)
     if reader.op_type == "Transpose" and reader.output[0] not in at.outputs:
         return tuple(options.get("perm") or reversed(range(rank)))
@@ -82,7 +82,7 @@ def _transposes(reader: NodeProto) -> bool:
     return reader.op_type == "Gemm" and bool(attributes(reader).get("transB", 0))
 
 
-def _fold(at: Lowering, output: str) -> str:
+def _fold(at: GraphEditor, output: str) -> str:
     """Remove the permutation from every reader of `output`; return the tensor that they read from now on."""
     transposes = [str(node.output[0]) for node in at.readers[output] if node.op_type == "Transpose"]
     for node in filter(_transposes, at.readers[output]):
@@ -100,7 +100,7 @@ def _fold(at: Lowering, output: str) -> str:
 
 
 def _parameters(
-    at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array
+    at: GraphEditor, site: str, encoding: Encoding, scale: Array, zero_point: Array
 ) -> tuple[list[str], dict[str, int]]:
     """Return the inputs of a DequantizeLinear after its codes, and the attributes that these need.
 
@@ -126,7 +126,7 @@ def _parameters(
 
 
 def parameters(
-    at: Lowering, site: str, encoding: Encoding, scale: Array, zero_point: Array, with_zero_point: bool
+    at: GraphEditor, site: str, encoding: Encoding, scale: Array, zero_point: Array, with_zero_point: bool
 ) -> list[str]:
     """Store a scale and, if wanted, a zero point; return their names."""
     shape = () if encoding.axis is None else scale.shape

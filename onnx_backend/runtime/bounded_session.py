@@ -1,4 +1,4 @@
-"""Sessions of models whose large tensors are still to be made: in memory if they fit, else from a temporary file."""
+"""Sessions of models whose large tensors are yet to be computed: in memory if they fit, else from a temporary file."""
 
 import tempfile
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.proto.lazy_tensors import LargeTensor, with_large
-from onnx_backend.proto.write_file import spooled
+from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.runtime.session import simulation_session
 
 
@@ -30,4 +30,6 @@ def bounded_session(
     if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
         return simulation_session(with_large(model, large), shares_memory=shares_memory)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
-        return simulation_session(spooled(model, large, Path(folder) / "weights"), shares_memory=shares_memory)
+        return simulation_session(
+            spool_large_tensors(model, large, Path(folder) / "weights"), shares_memory=shares_memory
+        )

@@ -41,11 +41,11 @@ def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, obje
     if any(node.op_type in RANDOM_OPS for node in all_nodes(before.graph.node)):
         return "not compared by running, because the model draws random numbers"
     try:
-        old = session(before)
+        old = float_session(before)
     except Exception as error:  # the runtime's own exception types are private
-        raise FileFormatError(unloadable("the model", error)) from error
+        raise FileFormatError(unloadable_message("the model", error)) from error
     try:
-        new = session(after)
+        new = float_session(after)
     except Exception as error:  # as above
         raise ModelError(f"{change} gives a model that the runtime cannot load: {error}; export it newer") from error
     tried = [feeds] if feeds is not None else random_feeds(before)
@@ -68,7 +68,7 @@ def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, obje
     return f"not compared by running: the original does not run on {where} ({reason}); pass an example that it takes"
 
 
-def unloadable(where: str, error: Exception) -> str:
+def unloadable_message(where: str, error: Exception) -> str:
     """Return the message for a model that the runtime refuses."""
     return (
         f"the runtime cannot load {where}: {error}; the file is damaged or uses what the runtime does not have, export "
@@ -76,7 +76,7 @@ def unloadable(where: str, error: Exception) -> str:
     )
 
 
-def session(model: ModelProto) -> ort.InferenceSession:
+def float_session(model: ModelProto) -> ort.InferenceSession:
     """Open a session that runs a float model as it is written."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -112,7 +112,7 @@ def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[st
     made = {name for node in after.graph.node for name in node.output}
     names = [name for node in before.graph.node for name in node.output if name and name in made]
     try:
-        runs = [session(_with_outputs(model, names)).run(names, dict(feeds)) for model in (before, after)]
+        runs = [float_session(_with_outputs(model, names)).run(names, dict(feeds)) for model in (before, after)]
     except Exception:  # the runtime's own exception types are private; the place is a courtesy
         return f"{what}; {remedy}"
     first = next((n for n, left, right in zip(names, *runs, strict=True) if not _equal(left, right)), "")

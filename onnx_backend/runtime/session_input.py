@@ -7,7 +7,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto
 
 from onnx_backend.proto.external_data import reference
-from onnx_backend.proto.write_file import SINGLE, spooled
+from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -30,7 +30,7 @@ def session_of(
     if model.ByteSize() <= most:
         return _session(model, options, disabled)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
-        return _session(spooled(model, {}, Path(folder) / "weights"), options, disabled)
+        return _session(spool_large_tensors(model, {}, Path(folder) / "weights"), options, disabled)
 
 
 def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...]) -> ort.InferenceSession:

@@ -8,7 +8,7 @@ from onnx_backend.proto.graph_queries import consumers, initializers
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.weightless import skeleton
-from onnx_backend.qdq.fusion_barriers import COPY_KEY, keep_apart
+from onnx_backend.qdq.fusion_barriers import COPY_KEY, insert_barriers
 from onnx_backend.validation.finding import Finding, warning
 from onnx_backend.validation.scope import is_quantizer
 
@@ -19,7 +19,7 @@ def default_session(model: ModelProto) -> Iterator[Finding]:
         return  # the table was measured from there on
     light = _headers(model)
     before = {name for node in light.graph.node for name in node.output}
-    keep_apart(light)
+    insert_barriers(light)
     readers = consumers(light.graph.node)
     for node in light.graph.node:
         if COPY_KEY not in metadata(node) or node.output[0] in before:

@@ -1,4 +1,4 @@
-"""Re-estimating the statistics of BatchNormalization nodes on what they meet in the simulation."""
+"""Re-estimate the statistics of BatchNormalization nodes from their inputs in the simulation."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.passes.canonicalize import named
+from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source
@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]
 
 
 def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progress: bool = True) -> tuple[Rows, float]:
-    """Give every BatchNormalization the mean and variance of its input in the simulation, each after those before it.
+    """Set the mean and variance of every BatchNormalization to those of its simulated input, one after the other.
 
     One simulated pass over the data, in sections that end at the BatchNormalizations; tensors that are read later on
     are kept in between.
@@ -36,7 +36,7 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     Args:
         sim: calibrated.
         data: batches as `OnnxSim.run` takes them.
-        together: puts together what all ranks have found.
+        together: merges the statistics of all ranks.
         progress: show a bar while the data is read.
 
     Returns:
@@ -59,13 +59,13 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
             continue
         nodes.append(node)
         now |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
-    stream = Stream(model, {}, {name: partial(_as_it_is, now, name) for name in now})
-    run = _Run(stream, [n.input[0] for n in nodes], sim.in_memory)
+    stream = Stream(model, {}, {name: partial(_current_value, now, name) for name in now})
+    run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory)
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
         start = time.perf_counter()
-        found = together(named(node), merged([_statistics(x) for x in run.reach(step)]))
-        variance = found.variance(named(node))
+        found = together(node_label(node), merged([_statistics(x) for x in run.reach(step)]))
+        variance = found.variance(node_label(node))
         mean_name, variance_name = node.input[3:5]
         old = now[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
         error = deviation(found, now[mean_name].astype(np.float64), old)
@@ -75,7 +75,7 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     return rows, float_seconds
 
 
-class _Run:
+class _TargetRun:
     """A model that is run for every batch, up to one tensor after the other."""
 
     def __init__(self, stream: Stream, targets: Sequence[str], in_memory: int) -> None:
@@ -84,7 +84,7 @@ class _Run:
         self._live: list[dict[str, Array]] = []
 
     def start(self, data: Iterable[Any], progress: bool) -> int:
-        """Take in the batches; gives their number."""
+        """Read the batches; return their number."""
         inputs = [DeclaredInput(value) for value in self._stream.given.values()]
         for number, batch in batches_of(data, "BatchNorm", progress):
             feeds = as_feeds(batch, inputs, f"batch {number}")
@@ -96,7 +96,7 @@ class _Run:
         return len(self._live)
 
     def reach(self, step: int) -> list[Array]:
-        """What every batch has at the target of a step; it is run up to there with the stored tensors as they are."""
+        """Run every batch up to the target of a step, with the current stored tensors; return the target's values."""
         target = self._targets[step]
         section = self._stream.section([target])
         self._stream.finish(section)
@@ -115,7 +115,7 @@ class _Run:
         return found
 
     def _info(self, name: str) -> ValueInfoProto:
-        """Type and shape of what a section reads; sizes are fixed where all batches agree."""
+        """Return type and shape of an input of a section; sizes are fixed where all batches agree."""
         info: ValueInfoProto
         if name in self._stream.given:
             info = self._stream.given[name]
@@ -127,12 +127,12 @@ class _Run:
         return info
 
 
-def _as_it_is(now: Mapping[str, Array], name: str) -> LargeTensor:
+def _current_value(now: Mapping[str, Array], name: str) -> LargeTensor:
     return from_source(partial(now.__getitem__, name), now[name].shape)
 
 
 def _reason(node: NodeProto, stored: Mapping[str, TensorProto], taken: Collection[str]) -> str:
-    """Why the statistics of a node cannot be estimated, or nothing."""
+    """Return why the statistics of a node cannot be estimated, or ""."""
     if attributes(node).get("training_mode", 0):
         return "it is in training mode"
     names = list(node.input[3:5])
@@ -144,14 +144,14 @@ def _reason(node: NodeProto, stored: Mapping[str, TensorProto], taken: Collectio
 
 
 def _statistics(x: Array) -> ChannelStatistics:
-    """Of [N, C, ...]."""
+    """Return the statistics of each channel of an array [N, C, ...]."""
     values = np.moveaxis(x.astype(np.float64), 1, 0).reshape(x.shape[1], -1)
     mean = values.mean(1) if values.shape[1] else np.zeros(len(values))
     return ChannelStatistics(values.shape[1], mean, np.square(values - mean[:, None]).sum(1))
 
 
 def _seconds_in_float(sim: OnnxSim, feeds: Mapping[str, Array]) -> float:
-    """What one batch takes in float."""
+    """Return the seconds that one batch takes in float."""
     lowered = lower(sim.traced().model, Plan({}, ()), {})
     session = bounded_session(lowered.model, lowered.large, sim.in_memory)
     start = time.perf_counter()
@@ -161,4 +161,4 @@ def _seconds_in_float(sim: OnnxSim, feeds: Mapping[str, Array]) -> float:
 
 def _row(node: NodeProto, error: float | None = None, seconds: float | None = None, note: str = "") -> dict[str, Any]:
     after = None if error is None else 0.0
-    return {"site": named(node), "error_before": error, "error_after": after, "seconds": seconds, "note": note}
+    return {"site": node_label(node), "error_before": error, "error_after": after, "seconds": seconds, "note": note}

@@ -1,4 +1,4 @@
-"""Walking an ONNX sim layer by layer: the float and the quantized model, each run once, in sections between layers."""
+"""Walk through an ONNX sim layer by layer; the float and the quantized model each run once, in sections."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from onnx_backend.runtime.session_memory import shared_memory
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.live_tensors import LiveTensors
 from onnx_backend.walk.models import WalkWeights, streams_of, tags_of
-from onnx_backend.walk.run import FLOAT, QUANTIZED, Run
-from onnx_backend.walk.steps import Call, Place, places_of
+from onnx_backend.walk.run import FLOAT, QUANTIZED, PairedRun
+from onnx_backend.walk.steps import LayerCall, LayerGroup, layer_groups
 from qsdk.core.errors import ModelError
 from qsdk.core.layers.layer_walk import Layer
 from qsdk.core.numerics.encoding import Encoding
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 def walk_layers(
     sim: OnnxSim, data: Iterable[Any], *, max_memory: int | None = None, progress: bool = True
 ) -> Iterator["OnnxWalk"]:
-    """Walk through the layers of a calibrated sim; what is written comes into the sim when the block ends.
+    """Walk through the layers of a calibrated sim; changes are committed to the sim when the block ends.
 
     Each batch runs once through the float and once through the quantized model. Both stop at the inputs of layers,
     where the tensors that are read later on are kept. A layer whose input depends on itself (a weight that is used
@@ -37,7 +37,7 @@ def walk_layers(
     Args:
         sim: calibrated. If the block fails, it stays as it was.
         data: batches as `OnnxSim.run` takes them; read once.
-        max_memory: bytes of kept tensors; what is beyond goes to a temporary file. None for no bound.
+        max_memory: bytes of kept tensors; beyond them, tensors go to a temporary file. None for no bound.
         progress: show a bar while the data is read.
 
     Raises:
@@ -58,16 +58,16 @@ def walk_layers(
 class OnnxStep:
     """Layers that read one input; see `qsdk.core.layers.layer_walk.Step`."""
 
-    place: Place
-    run: Run
+    place: LayerGroup
+    run: PairedRun
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers that read this input."""
+        """Return the layers that read this input."""
         return self.place.layers
 
     def inputs(self) -> Iterator[tuple[Array, Array]]:
-        """The float and the quantized input of every call, batch by batch, until the walk goes on."""
+        """Yield the float and the quantized input of every call, batch by batch, until the walk goes on."""
         for batch in range(self.run.batches):
             for call in self.place.calls:
                 exact, rounded = (self._read(call, number, batch) for number in (FLOAT, QUANTIZED))
@@ -75,7 +75,7 @@ class OnnxStep:
                 same = all(one is other for one, other in zip(exact, rounded, strict=True))
                 yield rows, rows if same else call.reading.rows(*rounded)
 
-    def _read(self, call: Call, number: int, batch: int) -> tuple[Array, Array | None]:
+    def _read(self, call: LayerCall, number: int, batch: int) -> tuple[Array, Array | None]:
         stream, live = self.run.streams[number], self.run.live
 
         def value(name: str) -> Array:
@@ -97,51 +97,51 @@ class OnnxWalk:
         marked, state, encodings = sim.traced().model, sim.snapshot(), sim.encodings
         frozen = [site for site, encoding in state.own.items() if encoding.frozen]
         self._sim = sim
-        self._places, self._left = places_of(graph_as_it_runs(sim), sim.plan, frozen, tags_of(marked))
+        self._places, self._left = layer_groups(graph_as_it_runs(sim), sim.plan, frozen, tags_of(marked))
         self._layers = {layer.site: layer for place in self._places for layer in place.layers}
         self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names(), float_biases(sim))
         streams = streams_of(marked, self._weights, encodings)
-        self.run = Run(streams, self._places, LiveTensors(max_memory), sim.in_memory)
+        self.run = PairedRun(streams, self._places, LiveTensors(max_memory), sim.in_memory)
         self._steps = iter(range(len(self._places)))
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """All layers, in order."""
+        """Return all layers, in order."""
         return list(self._layers.values())
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Weight sites that cannot be solved, and why."""
+        """Return weight site -> why it cannot be solved."""
         return self._left
 
     @property
     def batches(self) -> int:
-        """How many batches the data has."""
+        """Return the number of batches."""
         return self.run.batches
 
     @property
     def float_seconds(self) -> float:
-        """Seconds spent in the float model so far."""
+        """Return the seconds spent in the float model so far."""
         return self.run.float_seconds
 
     def __iter__(self) -> Iterator[OnnxStep]:
-        """The steps; each once, since a walk does not go back."""
+        """Yield the steps; each once, since a walk does not go back."""
         for step in self._steps:
             self.run.reach(step)
             yield OnnxStep(self._places[step], self.run)
         self.run.finish()
 
     def weight(self, site: str) -> Array:
-        """The stored weight in the float model, float32, of its stored shape."""
+        """Return the stored weight in the float model, float32, in its stored shape."""
         return np.array(self._weights.before[self._weights.names[self._layer(site).site]])
 
     def bias(self, site: str) -> Array | None:
-        """The stored bias of a layer in the float model, float32; None where it has none."""
+        """Return the stored bias of a layer in the float model, float32; None where it has none."""
         bias = self._layer(site).bias
         return np.array(self._weights.before[self._weights.names[bias]], np.float32) if bias else None
 
     def encoding(self, site: str) -> Encoding:
-        """The encoding that a weight has now."""
+        """Return the current encoding of a weight."""
         return self._weights.own[self._layer(site).site]
 
     def write(
@@ -161,7 +161,7 @@ class OnnxWalk:
         weights.write(site, encoding, None if weight is None else np.asarray(weight))
 
     def commit(self) -> None:
-        """Change the sim as was written."""
+        """Write the changes into the sim."""
         changed, own = self._weights.changed, self._weights.own
         if not changed and own == self._sim.snapshot().own:
             return

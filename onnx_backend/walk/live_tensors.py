@@ -38,10 +38,10 @@ class LiveTensors:
             self.held += value.nbytes
             self._arrays[key] = value
         else:
-            self._arrays[key] = self._spilled(value)
+            self._arrays[key] = self._write_to_file(value)
 
     def get(self, key: Key) -> Array:
-        """An array; one in a file is read from there."""
+        """Return an array; one in the file is read from there."""
         value = self._arrays[key]
         if not isinstance(value, np.memmap):
             return value
@@ -50,17 +50,17 @@ class LiveTensors:
         return found
 
     def facts(self, key: Key) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Type and shape of an array."""
+        """Return type and shape of an array."""
         return self._arrays[key].dtype, self._arrays[key].shape
 
     def drop(self, key: Key) -> None:
-        """Forget an array."""
+        """Drop an array."""
         value = self._arrays.pop(key, None)
         if value is not None and not isinstance(value, np.memmap):
             self.held -= value.nbytes
 
     def keep(self, wanted: Callable[[Key], bool]) -> None:
-        """Forget all that is not wanted, and begin a new file: an old one ends with the last of its arrays."""
+        """Drop all arrays that are not wanted, and begin a new file; the old one ends with its last array."""
         for key in [key for key in self._arrays if not wanted(key)]:
             self.drop(key)
         if self._file is not None:
@@ -68,10 +68,10 @@ class LiveTensors:
             self._file = None
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all arrays."""
         self.keep(lambda _: False)
 
-    def _spilled(self, value: Array) -> Array:
+    def _write_to_file(self, value: Array) -> Array:
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="qsdk-")  # noqa: SIM115  # lives as long as its arrays
         file = self._file

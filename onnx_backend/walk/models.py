@@ -1,4 +1,4 @@
-"""The float and the quantized model of a sim as streams whose nodes belong together, and the weights that both read."""
+"""The float and the quantized model of a sim as streams with matching nodes, and the weights that both read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ _NARROW = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
 class WalkWeights:
-    """The stored tensors and encodings of a sim while it is walked through: as they were, and as they are by now.
+    """The stored tensors and encodings of a sim during a walk: their original and their current values.
 
     Attributes:
         own: site -> encoding, of the sites that have one of their own.
@@ -44,7 +44,7 @@ class WalkWeights:
         names: Mapping[str, str],
         floats: Mapping[str, Array],
     ) -> None:
-        """At `floats`, by site, the float model has other values than those that are stored."""
+        """Take `floats`, by site, as the float model's values in place of those that are stored."""
         stored = initializers(model.graph)
         self.plan, self.own, self.names = plan, dict(own), names
         self.other = {names[site]: value for site, value in floats.items()}
@@ -55,7 +55,7 @@ class WalkWeights:
         self._dims = {name: tuple(tensor.dims) for name, tensor in stored.items()}
 
     def now(self, name: str) -> Array:
-        """The value of a stored tensor in the quantized model, before it is quantized."""
+        """Return the value of a stored tensor in the quantized model, before it is quantized."""
         return self.changed[name] if name in self.changed else self.before[name]
 
     def write(self, site: str, encoding: Encoding | None, weight: Array | None) -> None:
@@ -77,18 +77,18 @@ class WalkWeights:
         self.changed[name] = np.ascontiguousarray(value, np.float32)
 
     def source(self, name: str) -> LargeTensor:
-        """A stored float tensor as it is when it is asked for."""
+        """Return a stored float tensor whose current value is read on demand."""
         return from_source(partial(self.now, name), self._dims[name])
 
     def fake_quantized(self, site: str, permutation: list[int] | None) -> LargeTensor:
-        """The values that the simulation reads at a stored site."""
+        """Return the values that the simulation reads at a stored site."""
         encoding = encoding_of(self.plan.decisions[site], self.own)
         assert encoding is not None
         return on_grid(encoding, self.source(self.names[site]), permutation)
 
 
 def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str, Encoding]) -> tuple[Stream, Stream]:
-    """The float and the quantized model; what a site stores is made of `weights` for every section.
+    """Return the float and the quantized model; stored values are computed from `weights` for every section.
 
     Args:
         marked: the float model with marks; it is not changed.
@@ -108,13 +108,13 @@ def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str,
     graph = rounded.model.graph
     stored = initializers(graph)
     made |= {name: partial(weights.source, name) for name in weights.names.values() if name in stored}
-    replace_nodes(graph, [node for node in graph.node if not _takes_over(node, stored, weights, made)])
+    replace_nodes(graph, [node for node in graph.node if not _replaces_node(node, stored, weights, made)])
     drop_unused_initializers(graph)
     return Stream(exact.model, exact.large, {}), Stream(rounded.model, rounded.large, made)
 
 
 def tags_of(marked: ModelProto) -> dict[str, str]:
-    """Tensor name -> tag of the node that makes it, be it the name before or behind the tensor's mark."""
+    """Return tensor name -> tag of the node that computes it, for the names before and behind the tensor's mark."""
     found: dict[str, str] = {}
     for number, node in enumerate(marked.graph.node):
         if not is_mark(node):
@@ -124,13 +124,13 @@ def tags_of(marked: ModelProto) -> dict[str, str]:
     return found
 
 
-def _takes_over(
+def _replaces_node(
     node: NodeProto,
     stored: Mapping[str, TensorProto],
     weights: WalkWeights,
     made: dict[str, Callable[[], LargeTensor]],
 ) -> bool:
-    """Make what a DequantizeLinear or a Cast of a stored site gives; whether the node itself is superfluous then."""
+    """Compute the value of a DequantizeLinear or Cast at a stored site; return True if the node can go."""
     facts = metadata(node)
     site = facts.get("qsdk.site", "")
     if site not in weights.names or not node.input or node.input[0] not in stored:

@@ -1,4 +1,4 @@
-"""From the tensor that an op multiplies with a layer's weight to the rows or images that its solver reads."""
+"""Turn the tensor that an op multiplies with a layer's weight into the rows or images that its solver reads."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _LENGTHS = 4
 
 @dataclass(frozen=True)
 class Reading:
-    """How one op reads a layer's input.
+    """The way in which one op reads a layer's input.
 
     Attributes:
         source: position of the tensor among the op's inputs; the hidden states of a recurrent op are its output 0.
-        states: whether these are what is multiplied.
-        swapped: the last two axes are swapped first.
+        states: True if these hidden states are multiplied.
+        swapped: True if the last two axes are swapped first.
         directions: of a recurrent op; each multiplies the whole input.
         reverse: which directions run backwards.
         lead: the pads of a convolution by `auto_pad`: kernel extents, strides, and whether the odd one comes first.
@@ -39,7 +39,7 @@ class Reading:
     lead: tuple[tuple[int, ...], tuple[int, ...], bool] | None = None
 
     def rows(self, value: Array, first: Array | None = None) -> Array:
-        """What the layer multiplies.
+        """Return the values that the layer multiplies.
 
         Args:
             value: the op's input, or its output where `states`.
@@ -58,7 +58,7 @@ class Reading:
         return value if self.lead is None else _padded(value, *self.lead)
 
     def _hidden(self, outputs: Array, first: Array | None) -> Array:
-        """The states before each step, of the states after each: [length, directions, N, hidden]."""
+        """Return the states before each step, from the states after each: [length, directions, N, hidden]."""
         begin = np.zeros_like(outputs[:1]) if first is None else first[None]
         parts = []
         for direction, backwards in enumerate(self.reverse):
@@ -68,7 +68,7 @@ class Reading:
 
 
 def readings(op: Op, found: GraphLayer, position: int) -> tuple[Reading, PatchGeometry | None] | str:
-    """How an op reads the input of a layer, and the geometry of its patches; or why a solver cannot work on it.
+    """Return how an op reads the input of a layer, and the geometry of its patches; or why no solver can use it.
 
     Args:
         op: one of `found.ops`.

@@ -1,4 +1,4 @@
-"""Running the float and the quantized model side by side, from the inputs of one step to those of the next."""
+"""Run the float and the quantized model side by side, from the inputs of one step to those of the next."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,30 +13,32 @@ from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.walk.live_tensors import LiveTensors
 from onnx_backend.walk.sections import Section, Stream
-from onnx_backend.walk.steps import Place
+from onnx_backend.walk.steps import LayerGroup
 
 Array = npt.NDArray[Any]
 FLOAT, QUANTIZED = 0, 1
 
 
-class Run:
-    """Both models, as far as they have been run.
+class PairedRun:
+    """Both models and how far they have been run.
 
     Attributes:
         streams: the float and the quantized model.
-        live: what was computed and is read later on.
-        batches: how many there are.
+        live: tensors that were computed and are read later on.
+        batches: their number.
         float_seconds: spent in the float model.
     """
 
-    def __init__(self, streams: Sequence[Stream], places: Sequence[Place], live: LiveTensors, in_memory: int) -> None:
-        """Find what each step needs.
+    def __init__(
+        self, streams: Sequence[Stream], places: Sequence[LayerGroup], live: LiveTensors, in_memory: int
+    ) -> None:
+        """Find the tensors that each step needs.
 
         Args:
             streams: the float and the quantized model.
             places: the steps.
             live: empty.
-            in_memory: bytes of stored tensors that a section may hold before they are handed over in a file.
+            in_memory: the most bytes of stored tensors that a section holds; more are written to a file.
         """
         self.streams, self.live = streams, live
         self.batches, self.float_seconds = 0, 0.0
@@ -68,7 +70,7 @@ class Run:
             self.batches += 1
 
     def reach(self, step: int) -> None:
-        """Run every batch up to the inputs of a step, and forget what no later step needs."""
+        """Run every batch up to the inputs of a step, and drop tensors that no later step needs."""
         missing = [self._missing(number, step, step + 1) for number in (FLOAT, QUANTIZED)]
         clean = [[name for name in names if self._depths[n].get(name, -1) < step] for n, names in enumerate(missing)]
         if any(clean):
@@ -77,23 +79,23 @@ class Run:
         else:
             kept = [self._needed(number, step) for number in (FLOAT, QUANTIZED)]
         self.live.keep(lambda key: key[2] in kept[key[0]])
-        # an input that depends on the step itself: by the model as it is now, and not for good
+        # an input that depends on the step itself is computed by the current model, and again later
         ahead = [self._missing(number, step, step + 1) for number in (FLOAT, QUANTIZED)]
         self._run_all([stream.section(names) for stream, names in zip(self.streams, ahead, strict=True)])
 
     def finish(self) -> None:
-        """Count what the float model takes behind the last step, as one batch tells, and forget everything."""
+        """Measure the float time behind the last step on one batch, and drop everything."""
         outputs = self._missing(FLOAT, len(self._targets[FLOAT]) - 1)
         section = self.streams[FLOAT].section(outputs)
         session = self._session(FLOAT, section)
-        self._run(FLOAT, 0, section, session)  # the first run is no measure of the others
+        self._run(FLOAT, 0, section, session)  # warm up: the first run takes longer
         before = self.float_seconds
         self._run(FLOAT, 0, section, session)
         self.float_seconds += (self.float_seconds - before) * (self.batches - 1)
         self.live.clear()
 
     def _sections(self, step: int) -> tuple[list[Section], list[set[str]]]:
-        """What to run for this step and for later ones whose inputs depend on none from here on; what to keep then."""
+        """Return what to run now for this and later independent steps, and the tensors to keep then."""
         sections, kept = [], []
         for number, stream in enumerate(self.streams):
             wanted = [name for name in self._missing(number, step) if self._depths[number].get(name, -1) < step]
@@ -110,7 +112,7 @@ class Run:
         return [name for names in self._targets[number][step:] for name in names]
 
     def _needed(self, number: int, step: int) -> set[str]:
-        """What has to be there for this step and all later ones."""
+        """Return the tensors that this step and all later ones need."""
         return set(self.streams[number].section(self._remaining(number, step)).inputs)
 
     def _missing(self, number: int, step: int, end: int | None = None) -> list[str]:
@@ -147,14 +149,14 @@ class Run:
             self.live.put((number, batch, name), value)
 
     def _session(self, number: int, section: Section) -> ort.InferenceSession | None:
-        """A session for a section, in the settings of the simulation; None where there is nothing to run."""
+        """Return a session for a section, in the settings of the simulation; None where there is nothing to run."""
         if not section.wanted:
             return None
         model, large = self.streams[number].model(section, [self._info(number, name) for name in section.inputs])
         return bounded_session(model, large, self._in_memory, shares_memory=True)
 
     def _info(self, number: int, name: str) -> ValueInfoProto:
-        """Type and shape of what a section reads; sizes are fixed where all batches agree."""
+        """Return type and shape of an input of a section; sizes are fixed where all batches agree."""
         given = self.streams[number].given
         if name in given:
             found: ValueInfoProto = given[name]
@@ -169,5 +171,5 @@ class Run:
 
 
 def _writable(value: Array) -> Array:
-    """An array that its reader may make a tensor of: those of read-only memory are copied."""
+    """Return an array whose memory can become a tensor: read-only ones are copied."""
     return value if value.flags.writeable else np.array(value)

@@ -1,4 +1,4 @@
-"""A graph that is run section by section: which nodes lead to the tensors wanted next, and the model of these nodes."""
+"""Run a graph section by section: the nodes that lead to the tensors wanted next, and the model of these nodes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large
 from onnx_backend.walk.readings import RECURRENT
 
-#: metadata that tells the nodes of two versions of a graph which belong together
+#: metadata that matches the nodes of two versions of a graph
 TAG = "qsdk.walk"
-#: ops that give sequences or optionals, which no caller can hold
+#: ops that return sequences or optionals, which no caller can hold
 _NO_TENSORS = frozenset(
     {
         "SplitToSequence",
@@ -38,8 +38,8 @@ class Section:
 
     Attributes:
         nodes: indices, in order.
-        inputs: tensors that are there already, or that the caller feeds.
-        wanted: tensors that it gives.
+        inputs: tensors that exist already, or that the caller feeds.
+        wanted: its outputs.
     """
 
     nodes: Sequence[int]
@@ -52,7 +52,7 @@ class Stream:
 
     Attributes:
         nodes: of the graph, sorted.
-        given: name -> what the caller feeds.
+        given: name -> an input that the caller feeds.
         at: tag -> index of a node.
         outputs: of the graph.
         done: indices of the nodes that have been run.
@@ -65,8 +65,8 @@ class Stream:
 
         Args:
             model: may have stubs in the places of stored tensors.
-            large: what the stubs stand for.
-            made: stored tensors that are made anew for every section, by name; they replace the model's own.
+            large: the tensors that the stubs stand for.
+            made: stored tensors that are computed anew for every section, by name; they replace the model's own.
         """
         self._model, self._large, self._made = model, large, made
         self._stored = initializers(model.graph)
@@ -85,7 +85,7 @@ class Stream:
         self._again = self._made_of_stored() | no_tensors
 
     def depths(self, steps: Mapping[int, int]) -> Mapping[str, int]:
-        """Tensor -> the last step that it depends on, where it depends on one; `steps` says which node is in which."""
+        """Return tensor -> the last step that it depends on, if any; `steps` maps a node to its step."""
         found: dict[str, int] = {}
         for index, node in enumerate(self.nodes):
             own = max([steps.get(index, -1), *(found.get(name, -1) for name in self._reads[index])])
@@ -94,7 +94,7 @@ class Stream:
         return found
 
     def section(self, wanted: Iterable[str]) -> Section:
-        """What is to be run for these tensors; those that are there already stand among the inputs."""
+        """Return the section to run for these tensors; those that exist already are among its inputs."""
         wanted = list(dict.fromkeys(wanted))
         nodes: set[int] = set()
         inputs: dict[str, None] = {}
@@ -118,31 +118,31 @@ class Stream:
         return Section(sorted(nodes), sorted(inputs), made)
 
     def sizes_in(self, section: Section, later: Section) -> list[str]:
-        """What takes the shape of a tensor of a section and is wanted later: taken now, the tensor need not be kept."""
+        """Return shapes of the section's tensors that are wanted later, so that the tensors need not be kept."""
         known = {*section.inputs, *self.made_in(section)}
         shapes = (self.nodes[index] for index in later.nodes if self.nodes[index].op_type in ("Shape", "Size"))
         return [node.output[0] for node in shapes if node.input[0] in known]
 
     def made_in(self, section: Section) -> set[str]:
-        """Every tensor that the nodes of a section make."""
+        """Return every tensor that the nodes of a section compute."""
         return {name for index in section.nodes for name in self.nodes[index].output if name}
 
     def is_stored(self, name: str) -> bool:
-        """Whether a tensor is stored in the model."""
+        """Return True if a tensor is stored in the model."""
         return name in self._stored or name in self._made
 
     def stored(self, name: str) -> npt.NDArray[Any]:
-        """The value of a stored tensor."""
+        """Return the value of a stored tensor."""
         if name in self._made:
             return self._made[name]().value()
         return self._large[name].value() if name in self._large else array(self._stored[name])
 
     def finish(self, section: Section) -> None:
-        """Note that a section was run; what is made of stored tensors alone is made in every section that reads it."""
+        """Record that a section was run; nodes over stored tensors alone run again in every section that reads them."""
         self.done.update(set(section.nodes) - self._again)
 
     def model(self, section: Section, inputs: Sequence[ValueInfoProto]) -> tuple[ModelProto, Mapping[str, LargeTensor]]:
-        """The model of a section with stubs for its large stored tensors, and these by name."""
+        """Return the model of a section with stubs for its large stored tensors, and these by name."""
         found = ModelProto(ir_version=self._model.ir_version)
         found.opset_import.extend(self._model.opset_import)
         graph = found.graph
@@ -160,7 +160,7 @@ class Stream:
         return found, large
 
     def _made_of_stored(self) -> frozenset[int]:
-        """The nodes that read nothing but stored tensors, and what is made of such."""
+        """Return the nodes that read nothing but stored tensors, directly or through one another."""
         known = {*self._stored, *self._made}
         found = set()
         for index, node in enumerate(self.nodes):
@@ -179,9 +179,9 @@ def _add(model: ModelProto, name: str, values: LargeTensor, large: dict[str, Lar
 
 
 def _keep(
-    model: ModelProto, tensor: TensorProto, there: Mapping[str, LargeTensor], large: dict[str, LargeTensor]
+    model: ModelProto, tensor: TensorProto, source: Mapping[str, LargeTensor], large: dict[str, LargeTensor]
 ) -> None:
-    """Add a stored tensor as it is; what a file holds stays there."""
+    """Add a stored tensor as it is; one in a file stays there."""
     if is_stub(tensor):
-        large[tensor.name] = there[tensor.name]
+        large[tensor.name] = source[tensor.name]
     model.graph.initializer.append(tensor)

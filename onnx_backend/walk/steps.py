@@ -1,4 +1,4 @@
-"""The steps of a walk: which layers read one input, and what that input is called in each stream."""
+"""The steps of a walk: the layers that share an input, and the name of that input in each stream."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,31 +13,31 @@ from qsdk.core.planning.plan import Plan
 
 
 @dataclass(frozen=True)
-class Call:
-    """An op that multiplies an input with the layers of a step.
+class LayerCall:
+    """An op that multiplies an input with the weights of a step's layers.
 
     Attributes:
         tag: of the op.
-        reading: how.
+        reading: how it reads its input.
     """
 
     tag: str
     reading: Reading
 
     def value(self, stream: Stream) -> str:
-        """The tensor that is multiplied."""
+        """Return the tensor that is multiplied."""
         node = stream.nodes[stream.at[self.tag]]
         return str(node.output[0] if self.reading.states else node.input[self.reading.source])
 
     def first(self, stream: Stream) -> str:
-        """The hidden state that a recurrent op begins with; `""` for zeros, and where it plays no part."""
+        """Return the first hidden state of a recurrent op; `""` for zeros, and for other ops."""
         inputs = stream.nodes[stream.at[self.tag]].input if self.reading.states else ()
         return str(inputs[self.reading.source]) if len(inputs) > self.reading.source else ""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Layers that read one input.
+class LayerGroup:
+    """The layers that read one input.
 
     Attributes:
         layers: at least one.
@@ -45,18 +45,18 @@ class Place:
     """
 
     layers: Sequence[Layer]
-    calls: Sequence[Call]
+    calls: Sequence[LayerCall]
 
     def tensors(self, stream: Stream) -> list[str]:
-        """What has to be there for the step."""
+        """Return the tensors that the step needs."""
         found = [name for call in self.calls for name in (call.value(stream), call.first(stream))]
         return [name for name in dict.fromkeys(found) if name]
 
 
-def places_of(
+def layer_groups(
     graph: Graph, plan: Plan, frozen: Iterable[str], tags: Mapping[str, str]
-) -> tuple[list[Place], dict[str, str]]:
-    """The steps in the order of the graph, and why the other weights are in none.
+) -> tuple[list[LayerGroup], dict[str, str]]:
+    """Return the steps in the order of the graph, and why the other weights are in none.
 
     Args:
         graph: of the sim.
@@ -65,7 +65,7 @@ def places_of(
         tags: tensor name -> tag of the node that makes it.
     """
     found, left = graph_layers(graph, plan, frozenset(frozen))
-    read: list[tuple[Layer, tuple[tuple[int, ...], tuple[Call, ...]]]] = []
+    read: list[tuple[Layer, tuple[tuple[int, ...], tuple[LayerCall, ...]]]] = []
     for item in found:
         calls = _calls(graph, item, tags)
         if isinstance(calls, str):
@@ -74,17 +74,19 @@ def places_of(
             layer, made = calls
             read.append((layer, (item.inputs, made)))
     groups = groupby(read, key=lambda pair: (pair[1][0], tuple(call.reading for call in pair[1][1])))
-    return [Place([layer for layer, _ in group], group[0][1][1]) for _, items in groups if (group := list(items))], left
+    return [
+        LayerGroup([layer for layer, _ in group], group[0][1][1]) for _, items in groups if (group := list(items))
+    ], left
 
 
-def _calls(graph: Graph, found: GraphLayer, tags: Mapping[str, str]) -> tuple[Layer, tuple[Call, ...]] | str:
+def _calls(graph: Graph, found: GraphLayer, tags: Mapping[str, str]) -> tuple[Layer, tuple[LayerCall, ...]] | str:
     calls, geometries = [], []
     for index, weight in zip(found.ops, found.weights, strict=True):
         op = graph.ops[index]
         read = readings(op, found, op.inputs.index(weight))
         if isinstance(read, str):
             return read
-        calls.append(Call(tags[graph.tensors[op.outputs[0]].name], read[0]))
+        calls.append(LayerCall(tags[graph.tensors[op.outputs[0]].name], read[0]))
         geometries.append(read[1])
     if any(geometry != geometries[0] for geometry in geometries):
         return "several convolutions with different pads read it"

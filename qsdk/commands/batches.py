@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_backend.proto.inputs import Input
+from onnx_backend.proto.inputs import ModelInput
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 Array = npt.NDArray[Any]
@@ -32,7 +32,7 @@ class FileBatches:
         batch_size: samples per batch, where the model leaves that open.
     """
 
-    inputs: Sequence[Input]
+    inputs: Sequence[ModelInput]
     paths: Sequence[Path]
     batch_size: int
 
@@ -41,14 +41,14 @@ class FileBatches:
             yield from _cut(_read(path, self.inputs), self.inputs, self.batch_size, path)
 
 
-def chosen(options: Namespace, inputs: Sequence[Input]) -> FileBatches | list[Batch]:
+def chosen(options: Namespace, inputs: Sequence[ModelInput]) -> FileBatches | list[Batch]:
     """Return the batches that the options `--data` or `--random` ask for."""
     if options.data:
         return from_files(inputs, options.data, options.batch_size)
     return random_batches(inputs, options.random, dict(options.shape), options.seed)
 
 
-def from_files(inputs: Sequence[Input], given: Sequence[str], batch_size: int) -> FileBatches:
+def from_files(inputs: Sequence[ModelInput], given: Sequence[str], batch_size: int) -> FileBatches:
     """Batches from files, and from all .npy and .npz files of folders, by name.
 
     Raises:
@@ -69,7 +69,7 @@ def from_files(inputs: Sequence[Input], given: Sequence[str], batch_size: int) -
 
 
 def random_batches(
-    inputs: Sequence[Input], count: int, shapes: Mapping[str, tuple[int, ...]], seed: int
+    inputs: Sequence[ModelInput], count: int, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> list[Batch]:
     """Random inputs: normal floats, integers 0 and 1. They show that a model runs, and nothing about its ranges.
 
@@ -93,7 +93,7 @@ def random_batches(
     return [{item.name: _random(rng, item.dtype, sizes[item.name]) for item in inputs} for _ in range(count)]
 
 
-def _closed(item: Input) -> tuple[int, ...]:
+def _closed(item: ModelInput) -> tuple[int, ...]:
     shape = item.shape
     if shape is None or any(isinstance(size, str) for size in shape[1:]):
         said = "undeclared" if shape is None else str([size or "?" for size in shape])
@@ -109,7 +109,7 @@ def _random(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ..
     return rng.normal(size=shape).astype(dtype)
 
 
-def _read(path: Path, inputs: Sequence[Input]) -> Batch:
+def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
     """Return the arrays of a file by input name."""
     names = [item.name for item in inputs]
     try:
@@ -145,7 +145,7 @@ def _keys(held: Sequence[str], names: Sequence[str], path: Path) -> dict[str, st
     return {name: name for name in names}
 
 
-def _cut(arrays: Batch, inputs: Sequence[Input], batch_size: int, path: Path) -> Iterator[Batch]:
+def _cut(arrays: Batch, inputs: Sequence[ModelInput], batch_size: int, path: Path) -> Iterator[Batch]:
     declared = {item.name: item.shape for item in inputs}
     above = {array.ndim - len(shape) for n, array in arrays.items() if (shape := declared[n]) is not None} or {0}
     lengths = {len(array) for array in arrays.values() if array.ndim}

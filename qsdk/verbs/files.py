@@ -265,7 +265,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
     if file.door == "onnx":
         if model is not None:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
-        loaded = saved_onnx.restored(file, where)
+        loaded = saved_onnx.restore_sim(file, where)
         onnx_given.take(loaded, file.facts.get("given", []), file.parts, where)
         return _with_facts(loaded, file, where)
     if file.door != "torch":

@@ -5,7 +5,7 @@ import os
 from onnx import ModelProto
 
 from onnx_backend.export import require_companion
-from onnx_backend.opening.normalize_qdq import normalised
+from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.passes.canonicalize import densify
 from onnx_backend.proto import model_io
 from onnx_backend.proto.external_data import require_no_external_data
@@ -58,4 +58,4 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
         require_companion(opened, source)
     densify(opened.graph)
     validation.require_valid(opened, where)
-    return normalised(opened)
+    return normalize_qdq(opened)

@@ -12,10 +12,10 @@ from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
 from onnx_backend.opening.from_trace import TracedModel, open_traced
-from onnx_backend.opening.plan_of_qdq import provenance_kept
+from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.parity import parity
-from onnx_backend.parity.expected_model import expected_of
+from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
@@ -219,7 +219,7 @@ def export(
         path,
         opset=opset,
         dialect=dialect,
-        provenance=provenance if sim.config is not None else provenance_kept(provenance, traced.model),
+        provenance=provenance if sim.config is not None else merge_provenance(provenance, traced.model),
         tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
         external_data=external_data,
         weights=traced.weights,
@@ -275,7 +275,7 @@ def check_parity(
             yield outputs.pop(0)
 
     encodings = sim.encodings
-    expected = expected_of(_traced(sim), sim.plan, encodings, opened)
+    expected = expected_model(_traced(sim), sim.plan, encodings, opened)
     return parity.check(opened, values(), stored_values(sim), encodings, reference(), expected)
 
 

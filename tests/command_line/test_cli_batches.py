@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_backend.proto.inputs import Input, inputs_of
+from onnx_backend.proto.inputs import ModelInput, inputs_of
 from qsdk.commands.batches import from_files, random_batches
 from qsdk.core.errors import ConfigError, DataError, FileFormatError, ModelError
 
 FLOAT, LONG = np.dtype(np.float32), np.dtype(np.int64)
-OPEN = Input("x", FLOAT, ("n", 3))
-FIXED = Input("x", FLOAT, (4, 3))
-STATE = Input("state", FLOAT, (2, 1, 8))
-RATE = Input("rate", LONG, ())
+OPEN = ModelInput("x", FLOAT, ("n", 3))
+FIXED = ModelInput("x", FLOAT, (4, 3))
+STATE = ModelInput("state", FLOAT, (2, 1, 8))
+RATE = ModelInput("rate", LONG, ())
 
 
-def shapes(inputs: list[Input], path: Path, batch_size: int = 4) -> list[dict[str, tuple[int, ...]]]:
+def shapes(inputs: list[ModelInput], path: Path, batch_size: int = 4) -> list[dict[str, tuple[int, ...]]]:
     batches = from_files(inputs, [str(path)], batch_size)
     found = [{name: array.shape for name, array in batch.items()} for batch in batches]
     assert found == [{name: array.shape for name, array in batch.items()} for batch in batches]  # again
@@ -83,8 +83,8 @@ def test_truncated_files_are_named(tmp_path: Path, suffix: str, cut: int):
 
 
 def test_random_inputs_have_the_types_and_shapes_of_the_model():
-    ids = Input("ids", LONG, ("batch", "sequence"))
-    flag = Input("flag", np.dtype(bool), ())
+    ids = ModelInput("ids", LONG, ("batch", "sequence"))
+    flag = ModelInput("flag", np.dtype(bool), ())
     first, second = random_batches([OPEN, ids, flag], 2, {"ids": (2, 16)}, 0)
     assert {name: (array.shape, array.dtype) for name, array in first.items()} == {
         "x": ((1, 3), FLOAT),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
-from onnx_backend.passes.fold_constants import evaluated
+from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
@@ -78,4 +78,4 @@ def _decided(
         return None
     if any(name and name not in known for name in node.input):
         return None
-    return evaluated(node, known, opsets, limit=_LARGEST)
+    return evaluate(node, known, opsets, limit=_LARGEST)

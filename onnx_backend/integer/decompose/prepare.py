@@ -14,7 +14,7 @@ from onnx_backend.integer.decompose.unit_rows import unit_rows
 from onnx_backend.integer.fixed_shapes import inferred, static_sizes
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.simplify import simplify
-from onnx_backend.proto.graph_queries import names_in, read_at_last
+from onnx_backend.proto.graph_queries import names_in, nodes_reaching
 from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import declared_types
@@ -62,7 +62,7 @@ def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
     whole = [node if _matches(node, allow_float) else quotients.get(node.output[0], node) for node in model.graph.node]
     nodes: list[NodeProto] = []
     outputs = [value.name for value in model.graph.output]
-    for node in read_at_last(whole, outputs):
+    for node in nodes_reaching(whole, outputs):
         written = norms.get(node.output[0])
         if node.domain in ("", "ai.onnx") and not _matches(node, allow_float):
             if node.op_type == "CastLike":
@@ -73,7 +73,7 @@ def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
                 written = reduction(node, taken)
         nodes += [node] if written is None else written.nodes
         model.graph.initializer.extend([] if written is None else written.stored)
-    replace_nodes(model.graph, read_at_last(nodes, outputs))
+    replace_nodes(model.graph, nodes_reaching(nodes, outputs))
 
 
 def _matches(node: NodeProto, patterns: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from onnx_backend.integer.lowering.float_islands import Islands, floated
 from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
 from onnx_backend.integer.lowering.registry import LOWERINGS, copied
 from onnx_backend.integer.lowering.unsupported import no_form, require_no_bodies
-from onnx_backend.passes.fold_constants import evaluated, fold
+from onnx_backend.passes.fold_constants import evaluate, fold
 from onnx_backend.proto.subgraphs import reads
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -137,7 +137,7 @@ def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, last: bo
         return None  # a rule that keeps a layer in another float type; saying so helps more than its float weight
     small = {name: array for name, array in known.items() if array is not None}
     if last:
-        found = evaluated(node, small, {"": ctx.opset}, limit=_LARGEST_FOLDED)
+        found = evaluate(node, small, {"": ctx.opset}, limit=_LARGEST_FOLDED)
     else:
         found = fold(node, small, {"": ctx.opset}, weights_stay=False, limit=_LARGEST_FOLDED)
     if found is None:

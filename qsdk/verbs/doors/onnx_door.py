@@ -86,11 +86,11 @@ class OnnxDoor:
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
         """Look for other ops that read the same bound."""
-        return relu6.of_calls(self.sim, clips, wanted)
+        return relu6.shared_bound_reasons(self.sim, clips, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
         """Store infinity as the bound."""
-        relu6.unbind(self.sim, clips_at_six(self.sim.graph), sites)
+        relu6.remove_bounds(self.sim, clips_at_six(self.sim.graph), sites)
 
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool

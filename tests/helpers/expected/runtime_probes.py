@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.runtime_table import Form
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
@@ -116,7 +116,7 @@ class Probe:
         opset, ir = (25, 13) if two_bits else (21, 10)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
         if separated:
-            keep_apart(model)
+            insert_barriers(model)
         return model
 
     @property

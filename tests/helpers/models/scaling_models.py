@@ -8,7 +8,7 @@ from qdq_models import make_model
 from torch import Tensor, nn
 from torch_models import seeded
 
-from onnx_backend.data_passes.visit_sites import exposed
+from onnx_backend.data_passes.visit_sites import with_sites_as_outputs
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import QuantConfig
 from qsdk.verbs.quantize import quantize
@@ -142,7 +142,7 @@ def in_float(sim, x: Tensor) -> np.ndarray:
     if hasattr(sim, "model"):
         with sim.float_phase() as model, torch.no_grad():
             return model(x).numpy()
-    model, tensors = exposed(sim.traced().model)
+    model, tensors = with_sites_as_outputs(sim.traced().model)
     last = next(name for name, site in tensors.items() if site == final_site(sim))
     return simulation_session(model).run([last], {"x": x.numpy()})[0]
 

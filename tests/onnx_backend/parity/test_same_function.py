@@ -6,7 +6,7 @@ from onnx import ModelProto, helper
 from qdq_models import make_model
 
 from onnx_backend.parity.same_function import differences
-from onnx_backend.proto.lazy_tensors import Lowered
+from onnx_backend.proto.lazy_tensors import LoweredModel
 
 node = helper.make_node
 
@@ -19,7 +19,7 @@ def channels(**options: int) -> ModelProto:
 
 
 def different(model: ModelProto, wanted: ModelProto) -> list[str]:
-    return [found.node for found in differences(model, Lowered(wanted, {}, []), {})]
+    return [found.node for found in differences(model, LoweredModel(wanted, {}, []), {})]
 
 
 def test_an_axis_that_is_left_out_is_the_second() -> None:

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph
-from onnx_backend.passes.fold_views import rearranged, takes_all
+from onnx_backend.passes.fold_views import fold_rearranged, is_full_slice
 from qsdk.core.config.config import w8a8
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.no_grid.shape_arithmetic import steering_tensors
@@ -18,11 +18,11 @@ def test_parts_of_a_large_tensor_are_computed_and_others_are_not():
     packed = numpy_helper.from_array(np.arange(6000, dtype=np.float32).reshape(60, 100), "w")
     bounds = {n: numpy_helper.from_array(np.array([v]), n) for n, v in (("a", 20), ("b", 40), ("axis", 0))}
     stored = {"w": packed, **bounds}
-    found = rearranged(helper.make_node("Slice", ["w", "a", "b", "axis"], ["part"]), stored, OPSETS, {})
+    found = fold_rearranged(helper.make_node("Slice", ["w", "a", "b", "axis"], ["part"]), stored, OPSETS, {})
     assert found is not None
     assert np.array_equal(found["part"], np.arange(2000, 4000).reshape(20, 100))
-    assert rearranged(helper.make_node("Mul", ["w", "w"], ["y"]), stored, OPSETS, {}) is None
-    assert rearranged(helper.make_node("Concat", ["w", "x"], ["y"], axis=0), stored, OPSETS, {}) is None
+    assert fold_rearranged(helper.make_node("Mul", ["w", "w"], ["y"]), stored, OPSETS, {}) is None
+    assert fold_rearranged(helper.make_node("Concat", ["w", "x"], ["y"], axis=0), stored, OPSETS, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_parts_of_a_large_tensor_are_computed_and_others_are_not():
 )
 def test_only_a_slice_of_everything_is_idle(start: int, end: int, step: int, all_of_it: bool):
     small = {"s": np.array([start]), "e": np.array([end]), "a": np.array([0]), "t": np.array([step])}
-    assert takes_all(helper.make_node("Slice", ["x", "s", "e", "a", "t"], ["y"]), small) is all_of_it
-    assert not takes_all(helper.make_node("Slice", ["x", "s", "computed"], ["y"]), small)
+    assert is_full_slice(helper.make_node("Slice", ["x", "s", "e", "a", "t"], ["y"]), small) is all_of_it
+    assert not is_full_slice(helper.make_node("Slice", ["x", "s", "computed"], ["y"]), small)
 
 
 def planned(nodes: list, inputs: dict[str, list], **stored: np.ndarray) -> Plan:

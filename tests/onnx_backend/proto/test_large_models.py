@@ -18,7 +18,7 @@ from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.data_file import DATA_KEY, facts_of
 from onnx_backend.proto.external_data import INLINE, array
 from onnx_backend.proto.lazy_tensors import LargeTensor, quantized, with_large
-from onnx_backend.proto.model_io import load, serialized
+from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.insert import lower
 from onnx_backend.sim import OnnxSim
@@ -403,5 +403,5 @@ def calibrated_wide(path, width):
 def test_weights_in_files_are_read_into_a_model_that_must_hold_them(exported):
     outside, inside = load(exported, inline=1000), load(exported)
     assert outside.ByteSize() < 10**5 < inside.ByteSize()
-    assert serialized(outside) == serialized(inside)
+    assert serialize(outside) == serialize(inside)
     assert outside.ByteSize() < 10**5

@@ -12,7 +12,7 @@ from torch import nn
 
 import qsdk
 from onnx_backend.proto.model_io import load
-from onnx_backend.qdq.dynamic import dynamic_places
+from onnx_backend.qdq.dynamic import dynamic_pairs
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics import affine
@@ -85,7 +85,7 @@ def test_a_dynamic_file_comes_back_and_goes_out_the_same(tmp_path):
     qsdk.export(sim, paths[0])
     for before, after in pairwise(paths):
         again = qsdk.quantize(before, None, None)
-        assert [place.site for place in dynamic_places(load(before))] == ["relu:output"]
+        assert [place.site for place in dynamic_pairs(load(before))] == ["relu:output"]
         assert again.plan.decisions["relu:output"].spec == sim.plan.decisions["relu:output"].spec
         assert again.encodings == sim.encodings
         for got, wanted in zip(again.run(IMAGES), sim.run(IMAGES), strict=True):

@@ -14,7 +14,7 @@ from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.insert import insert, lower
-from onnx_backend.qdq.read import places, read
+from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig, w4a16, w8a16, weight_only
@@ -57,7 +57,7 @@ def test_linear_weights_come_out_in_the_form_that_the_runtime_fuses(dtype: str, 
     marked, _, plan, encodings = prepared(linears(), weight_only(dtype, block_size=block))
     model, _ = insert(marked, plan, encodings)
     assert optimized(model, tmp_path).count("MatMulNBits") == 2
-    for place in places(model):
+    for place in qdq_pairs(model):
         assert (place.encoding.axis, place.encoding.block_size) == (1, block)  # of the weight as torch has it
         assert {a.name: a.i for a in place.dequantize.attribute} == {"axis": 0, "block_size": block}
     assert read(model) == encodings
@@ -126,7 +126,7 @@ def test_four_bit_blocks_have_no_zero_points():
     for config in (weight_only("int4", block_size=32), w4a16(block_size=32, symmetric_activations=True)):
         marked, _, plan, encodings = prepared(linears(), config)
         model, rows = insert(marked, plan, encodings)
-        read_weights = [place.dequantize for place in places(model) if place.site.endswith(":weight")]
+        read_weights = [place.dequantize for place in qdq_pairs(model) if place.site.endswith(":weight")]
         assert [len(found.input) for found in read_weights] == [2, 2]
         saved = {row["site"]: row["zero_point_bytes_saved"] for row in rows if row["site"].endswith(":weight")}
         assert saved == {"first:weight": 256 * 8 // 2, "second:weight": 64 * 8 // 2}
@@ -144,7 +144,7 @@ def test_formats_are_read_back_and_onnx_computes_their_values(name: str, opset: 
     onnx.checker.check_model(model, full_check=True)
     assert read(model) == encodings
     stored = {t.name: array(t) for t in linears(96, 24).graph.initializer}
-    for place in places(model):
+    for place in qdq_pairs(model):
         value = helper.make_empty_tensor_value_info(place.dequantize.output[0])
         probe = onnx.ModelProto()
         probe.CopyFrom(model)

@@ -18,7 +18,7 @@ from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
 from onnx_backend.qdq.marks import mark_node, open_qdq
-from onnx_backend.qdq.read import places, read, read_casts
+from onnx_backend.qdq.read import qdq_pairs, read, read_casts
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError, ModelError
@@ -79,7 +79,7 @@ def test_a_round_trip_and_the_runtime_agree_with_the_formula(config):
     assert back == encodings
     x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
     stored = initializers(model.graph)
-    for place in places(model):
+    for place in qdq_pairs(model):
         if place.stored is not None:
             original = array(initializers(mlp().graph)[graph.tensors[graph.sites[place.site]].name])
             np.testing.assert_array_equal(array(stored[place.stored]), encodings[place.site].quantize(original))
@@ -224,7 +224,7 @@ def test_reading_inverts_inserting(data, layout, dialect, scale_dtype, opset):
     again, _ = insert(opened.model, plan, opened.encodings, opset=opset, dialect=dialect)
     assert read(again) == found
     wanted = weight.fake_quantize(array(model.graph.initializer[0]))
-    held = next(p for p in places(again) if p.site == "fc:weight")
+    held = next(p for p in qdq_pairs(again) if p.site == "fc:weight")
     codes = array(initializers(again.graph)[held.stored])
     codes = codes.transpose(np.argsort(held.permutation)) if held.permutation else codes
     np.testing.assert_array_equal(weight.dequantize(codes), wanted)

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, mlp, run, weights
 
 from onnx_backend.calibration import observe as observing
-from onnx_backend.calibration.statistics_graph import observing_graph
+from onnx_backend.calibration.statistics_graph import statistics_graph
 from onnx_backend.proto.nodes import is_mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import w4a8, w8a8
@@ -155,13 +155,13 @@ def test_nan_that_an_op_makes_is_named_where_it_is_made():
 
 def test_only_what_may_make_nan_is_checked_for_it():
     sim = sim_of(convnet())
-    _, watched = observing_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
+    _, watched = statistics_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
     assert [item.site for item in watched if item.check] == ["x:input"]
 
 
 def test_a_positive_op_is_reduced_once_and_beside_a_convolution_in_its_layout():
     sim = sim_of(convnet())
-    model, watched = observing_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
+    model, watched = statistics_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
     relus = [item for item in watched if item.site.startswith("relu")]
     assert relus
     assert not any(item.low for item in relus)

@@ -5,7 +5,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_backend.qdq.fusion_barriers import keep_apart
+from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.runtime.session_options import EXACT_MATMUL, needed_options
 from qsdk.core.numerics.dtypes import dtype_named
 from qsdk.core.numerics.encoding import storage_type
@@ -84,6 +84,6 @@ def test_a_weight_only_matmul_is_exact_with_the_option_and_only_with_it(facts):
 @pytest.mark.parametrize("facts", LEFT_ALONE, ids=str)
 def test_what_the_runtime_leaves_alone_needs_no_option(facts):
     built = model(**facts)
-    keep_apart(built)
+    insert_barriers(built)
     assert needed_options(built, "onnxruntime") == {}
     assert error(built, {}) < 1e-5
