@@ -18,7 +18,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["hugging_face_trainer", "lightning_module"])
+@pytest.mark.parametrize("name", [pytest.param("hugging_face_trainer", marks=pytest.mark.slow), "lightning_module"])
 # Lightning reads its trees through a check that torch has deprecated, and advises more workers for its DataLoaders
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")

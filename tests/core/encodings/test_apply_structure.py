@@ -23,8 +23,12 @@ from qsdk.core.graph.graph_json import graph_from_plain, graph_from_text, graph_
 from qsdk.demo.model import load_pretrained
 from qsdk.verbs.quantize import calibrate, export, quantize
 
-QUICK = ("mobile", "encoder")
-NETS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in (*ZOO, "demo")]
+IN_CI, NIGHTLY = ("encoder",), [name for name in (*ZOO, "demo") if name not in ("mobile", "encoder")]
+NETS = [
+    "mobile",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in IN_CI),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY),
+]
 #: written by the exporter with lists of tensors or slices of weights where its optimizer leaves one op
 RAW_ONLY = ("gpt", "lstm", "gru")
 

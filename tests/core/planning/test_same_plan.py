@@ -39,7 +39,7 @@ def marked(names: Iterable[Any], *, slow: Iterable[Any] = (), nightly: Iterable[
     return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
-EVERY = marked(ZOO, slow=["gpt"], nightly=["encoder", "gru", "llama", "vit", "audio", "unet", "mobile"])
+EVERY = marked(ZOO, slow=["gpt", "lstm"], nightly=["encoder", "gru", "llama", "vit", "audio", "unet", "mobile"])
 
 
 @functools.cache

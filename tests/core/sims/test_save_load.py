@@ -116,7 +116,7 @@ np.save(out, outputs(sim))
 """
 
 
-@both
+@pytest.mark.parametrize("door", [pytest.param("torch", marks=pytest.mark.slow), "onnx"])
 def test_a_fresh_process_gives_identical_outputs_without_custom_ops(door, tmp_path):
     sim = rich(door)
     save(sim, tmp_path / "sim.qsdk")

@@ -100,7 +100,7 @@ def test_every_code_is_off_by_exactly_what_the_row_says(encoding, out):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) on the PATH")
-@pytest.mark.parametrize("encoding", ["int16", "positive"])
+@pytest.mark.parametrize("encoding", [pytest.param("int16", marks=pytest.mark.slow), "positive"])
 def test_archive_and_c_give_the_references_bytes(encoding, tmp_path):
     model, feeds = functions(INPUTS[encoding])
     result = convert(model, tables="interpolated")

@@ -17,6 +17,7 @@ from strategies import INTEGERS, Case, cases
 from torch import Tensor, nn
 from torch_models import EncoderModel, calibrated, randomized, seeded
 
+import torch_bridge.sim
 from qsdk.core.config.config import w4a8, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics import affine
@@ -324,7 +325,8 @@ def test_compiled_kernels_are_bit_identical_forward_and_as_exact_backward(
         torch.testing.assert_close(found[2], wanted[2], rtol=1e-3, atol=1e-3)
 
 
-def test_a_model_trains_with_compiled_kernels_as_without(kernels: CompiledKernels):
+def test_a_model_trains_with_compiled_kernels_as_without(kernels: CompiledKernels, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_bridge.sim, "compiled_kernels", lambda: kernels)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(4))
     model(seeded(32, 3, 24, 24))
     sim = calibrated(model, seeded(32, 3, 24, 24))
