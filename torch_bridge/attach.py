@@ -42,10 +42,10 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
 
 
 def _required_quantizer(runtime: Runtime, site: str) -> Quantizer:
-    found = runtime.quantizers.get(site)
-    if found is None:
+    quantizer = runtime.quantizers.get(site)
+    if quantizer is None:
         raise ModelError(f"the plan points at {site}, which has no quantizer")
-    return found
+    return quantizer
 
 
 def _quantizer(modules: Mapping[str, nn.Module], decision: Decision) -> Quantizer:

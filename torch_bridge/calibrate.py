@@ -55,15 +55,15 @@ def calibrate(
     frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
     known = {site for site, quantizer in quantizers.items() if quantizer.calibrated}
     activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=known)
-    found = {
+    encodings = {
         **_weight_encodings(sim, for_weights),
         **{site: (quantizers[site], encoding) for site, encoding in activations.items()},
     }
-    _make_room_for_biases(sim, found)
-    for quantizer, encoding in found.values():
+    _make_room_for_biases(sim, encodings)
+    for quantizer, encoding in encodings.values():
         quantizer.set_encoding(encoding)
     sim.methods = Methods(method, weight_method, percentile)
-    rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in found.items()]
+    rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in encodings.items()]
     report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
     report = sim.leave_coarse_float(report, statistics.ranges)
     return with_notes(report, sim.bias_remarks())
@@ -91,7 +91,7 @@ def calibrate_weights(sim: QuantSim) -> None:
 
 
 def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
-    found = {}
+    encodings = {}
     weights = {
         site: (quantizer, quantizer.decision.spec)
         for site, quantizer in sim.quantizers.items()
@@ -106,8 +106,8 @@ def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quant
         if not np.isfinite(values).all():
             raise DataError(f"NaN or inf in the stored tensor at {site}; load a checkpoint that is finite")
         estimate = range_of_stored(values, spec, chosen)
-        found[site] = quantizer, encoding_from_range(estimate, spec)
-    return found
+        encodings[site] = quantizer, encoding_from_range(estimate, spec)
+    return encodings
 
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
@@ -118,24 +118,24 @@ def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
         for site, q in quantizers.items()
         if q.decision.kind == "weight" and q.owns_encoding and not q.frozen
     }
-    found = {**weights, **{site: (quantizers[site], encoding) for site, encoding in activations.items()}}
-    _make_room_for_biases(sim, found)
-    for quantizer, encoding in found.values():
+    encodings = {**weights, **{site: (quantizers[site], encoding) for site, encoding in activations.items()}}
+    _make_room_for_biases(sim, encodings)
+    for quantizer, encoding in encodings.values():
         quantizer.replace_encoding(encoding)
 
 
-def _make_room_for_biases(sim: QuantSim, found: dict[str, tuple[Quantizer, Encoding]]) -> None:
+def _make_room_for_biases(sim: QuantSim, encodings: dict[str, tuple[Quantizer, Encoding]]) -> None:
     """Widen the weight scales under which a bias would not fit int32."""
     for site, quantizer in sim.quantizers.items():
         if quantizer.factors is None:
             continue
         source, weight = (factor.site for factor in quantizer.factors)
-        if weight in found:
-            known = found[source][1] if source in found else quantizer.factors[0].encoding()
+        if weight in encodings:
+            known = encodings[source][1] if source in encodings else quantizer.factors[0].encoding()
             bias = raw_value(sim, site).detach().float().cpu().numpy()
-            holder, encoding = found[weight]
+            holder, encoding = encodings[weight]
             spec = holder.decision.spec
-            found[weight] = holder, with_room_for(bias, known, encoding, None if spec is None else spec.scale_bits)
+            encodings[weight] = holder, with_room_for(bias, known, encoding, None if spec is None else spec.scale_bits)
 
 
 def raw_value(sim: QuantSim, site: str) -> Tensor:

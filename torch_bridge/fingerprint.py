@@ -19,14 +19,14 @@ _OWN = frozenset({STATE, "_modules", "_parameters", "_buffers", "training"})
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-class _Same:
+class _Identity:
     """A value that equals itself alone; it keeps the object alive, so that no other object takes its identity."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
+        return isinstance(other, _Identity) and self.held is other.held
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -40,10 +40,10 @@ def fingerprint(model: nn.Module) -> Any:
     """
     seen = {id(module) for module in model.modules()}
     modules = [
-        (path, _Same(_own_class(module)), [(name, _described(x, seen)) for name, x in _attributes(module).items()])
+        (path, _Identity(_user_class(module)), [(name, _describe(x, seen)) for name, x in _attributes(module).items()])
         for path, module in model.named_modules()
     ]
-    places = [(path, _Same(module)) for path, module in model.named_modules(remove_duplicate=False)]
+    places = [(path, _Identity(module)) for path, module in model.named_modules(remove_duplicate=False)]
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     own = [(name, x) for name, x in tensors if not name.rpartition(".")[2].startswith(PREFIX)]
@@ -51,7 +51,7 @@ def fingerprint(model: nn.Module) -> Any:
     return places, modules, state
 
 
-def _own_class(module: nn.Module) -> type:
+def _user_class(module: nn.Module) -> type:
     """Return the user's class: the one that a wrapped module derives from, and that pickle knows by name."""
     return type(module).__mro__[1] if is_wrapped(module) else type(module)
 
@@ -60,7 +60,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN}
 
 
-def _described(value: Any, seen: set[int]) -> Any:
+def _describe(value: Any, seen: set[int]) -> Any:
     """Return plain values for data and for what objects hold; never equal for what cannot be inspected.
 
     Each object is described once.
@@ -68,19 +68,19 @@ def _described(value: Any, seen: set[int]) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if isinstance(value, _BY_IDENTITY) or id(value) in seen:
-        return _Same(value)
+        return _Identity(value)
     seen.add(id(value))
     if isinstance(value, Tensor):
         small = value.tolist() if value.numel() <= LARGE else None  # a trace holds it as a constant of its own
-        return _Same(value), value._version, value.data_ptr(), repr(small)
+        return _Identity(value), value._version, value.data_ptr(), repr(small)
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()
     if isinstance(value, Mapping):
-        return type(value), [[_described(part, seen) for part in pair] for pair in value.items()]
+        return type(value), [[_describe(part, seen) for part in pair] for pair in value.items()]
     if isinstance(value, list | tuple):
-        return type(value), [_described(item, seen) for item in value]
+        return type(value), [_describe(item, seen) for item in value]
     if isinstance(value, Set):
         return type(value), sorted(map(repr, value))
     if hasattr(value, "__dict__"):
-        return _Same(value), [(name, _described(part, seen)) for name, part in vars(value).items()]
+        return _Identity(value), [(name, _describe(part, seen)) for name, part in vars(value).items()]
     return object()

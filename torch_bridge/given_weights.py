@@ -36,12 +36,12 @@ class GivenWeights:
     def before(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
         """Return the values given for these tensors (None: for all), to pass to `changed` after they are written."""
         wanted = None if tensors is None else {id(tensor) for tensor in tensors}
-        found = {}
+        result = {}
         for key, tensor in state_tensors(model):
             if (wanted is None or id(tensor) in wanted) and not tensor.is_meta:
                 given = self._given(key, tensor)
-                found[key] = _local(tensor).to("cpu", copy=True) if given is None else given
-        return found
+                result[key] = _local(tensor).to("cpu", copy=True) if given is None else given
+        return result
 
     def changed(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
         """Store the values of `before` for the tensors that have other values now."""
@@ -50,7 +50,7 @@ class GivenWeights:
             if key in there and there[key].is_meta:
                 continue  # a model without values: there is nothing to tell apart
             now = _local(there[key]).cpu() if key in there else given
-            if _alike(given, now):
+            if _are_equal(given, now):
                 self._values.pop(key, None)
             else:
                 self._values[key] = given, _digest(now)
@@ -75,8 +75,8 @@ class GivenWeights:
         """Return the given values of the tensors that have others now."""
         there = dict(state_tensors(model))
         known = self._values.keys() | self._writing.keys()
-        found = {key: self._given(key, there[key]) for key in known if key in there}
-        return {key: given for key, given in found.items() if given is not None}
+        values = {key: self._given(key, there[key]) for key in known if key in there}
+        return {key: given for key, given in values.items() if given is not None}
 
     def opened(self, model: nn.Module) -> dict[str, float]:
         """Return path -> own bound of each ReLU6 with another bound now."""
@@ -136,11 +136,11 @@ def _write(there: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
 
 def _local(tensor: Any) -> Tensor:
     """Return a tensor, or the part of it that this rank holds."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found.detach()
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and _digest(one) == _digest(other)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qsdk.core.site import owner_of
-from torch_bridge.prepare import PreparedModel, visit_sites
+from torch_bridge.prepare import PreparedModel, record_sites
 from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.source_lines import RecordedCall, source_line
 from torch_bridge.tracing.trace import Trace, trace_marked
@@ -61,9 +61,9 @@ def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
     if not shifted:
         return traced, prepared
     views, runtime.views = runtime.views, frozenset()  # their names are about to change
-    before, _ = visit_sites(prepared.model, runtime, prepared.example)
+    before, _ = record_sites(prepared.model, runtime, prepared.example)
     runtime.call_names, runtime.tracks_calls = NumbersByLine(shifted), True
-    sites, _ = visit_sites(prepared.model, runtime, prepared.example)
+    sites, _ = record_sites(prepared.model, runtime, prepared.example)
     moved = dict(zip(before, sites, strict=True))
     calls = {owner_of(one): owner_of(other) for one, other in moved.items()}
     runtime.views = frozenset(moved.get(site, site) for site in views)
@@ -79,18 +79,20 @@ def _group_of(call: str, *, op: bool) -> str:
 
 
 def _group_calls(calls: Sequence[RecordedCall]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for call in calls:
-        found.setdefault(_group_of(call.name, op=call.op), []).append(call.source_line)
-    return found
+        result.setdefault(_group_of(call.name, op=call.op), []).append(call.source_line)
+    return result
 
 
 def _groups_with_gaps(ran: Groups, traced: Groups) -> dict[str, Sequence[str]]:
-    """Return the groups of which the trace makes all calls that a run made, and others at other lines."""
-    found = {}
-    for group, places in traced.items():
-        made = ran.get(group, ())
-        fuller = 0 < len(made) < len(places) and all(made.count(where) <= places.count(where) for where in made)
-        if fuller and len(set(places)) > 1:
-            found[group] = places
-    return found
+    """Return the groups of which the trace makes all calls that a run ran_lines, and others at other lines."""
+    result = {}
+    for group, lines in traced.items():
+        ran_lines = ran.get(group, ())
+        has_gaps = 0 < len(ran_lines) < len(lines) and all(
+            ran_lines.count(where) <= lines.count(where) for where in ran_lines
+        )
+        if has_gaps and len(set(lines)) > 1:
+            result[group] = lines
+    return result

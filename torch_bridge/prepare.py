@@ -108,7 +108,7 @@ def prepare(
         computed = fold_computed_tensors(own, lambda: run_example(own, given), undo_steps)
         if not in_place:
             undo_steps.clear()  # the copy is the sim's own, so nothing needs to be undone
-        prepared = _wrap_and_fold(
+        prepared = _fold_and_wrap(
             own, given, config, fold_batch_norm, computed, undo_steps if in_place else None, undo, attributes
         )
         note = "left out: mixed precision is of the training, the sim computes in the types of the parameters"
@@ -121,7 +121,7 @@ def prepare(
         raise
 
 
-def _wrap_and_fold(
+def _fold_and_wrap(
     own: nn.Module,
     given: Example,
     config: QuantConfig,
@@ -198,14 +198,14 @@ def _learn_paths(
     with runtime.in_phase("float"):
         runtime.caches = find_caches(own, {**empty, **training.emptied}, lambda: run_example(own, given))
     runtime.recorded_calls = []
-    sites, outputs = visit_sites(own, runtime, given)
+    sites, outputs = record_sites(own, runtime, given)
     calls, runtime.recorded_calls = runtime.recorded_calls, None
     runtime.source_lines = lines_of_ambiguous_calls({call.name: call.source_line for call in calls})
     set_training_path(runtime, calls, dict.fromkeys(sites), training)
     return tuple(dict.fromkeys(sites)), outputs, tuple(calls), training.failed
 
 
-def visit_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[OutputForm]]:
+def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[list[str], Sequence[OutputForm]]:
     """Run a wrapped model on its example; return the sites that it reaches, in order, and the forms of its outputs."""
     sites: list[str] = []
 

@@ -110,29 +110,29 @@ def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
 def on_device_of(model: nn.Module, example: Example) -> Example:
     """Return the example on the device of the model's first tensor."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    args = tuple(_moved(value, device) for value in example.args)
-    kwargs = {name: _moved(value, device) for name, value in example.kwargs.items()}
+    args = tuple(_to_device(value, device) for value in example.args)
+    kwargs = {name: _to_device(value, device) for name, value in example.kwargs.items()}
     return replace(example, args=args, kwargs=kwargs)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_to_device(item, device) for item in value)
     if isinstance(value, dict):
-        return {name: _moved(item, device) for name, item in value.items()}
+        return {name: _to_device(item, device) for name, item in value.items()}
     return value
 
 
 def _encoding_keys(model: nn.Module) -> set[str]:
     """Return the keys of encodings, and of the parameters that are learned for them."""
-    found = {STEPS}
+    result = {STEPS}
     for path, module in model.named_modules(remove_duplicate=False):
         for quantizer in state_of(module).quantizers:
             names = (*quantizer.buffer_names, *quantizer.learned_names)
-            found.update(f"{path}.{name}" if path else name for name in names)
-    return found
+            result.update(f"{path}.{name}" if path else name for name in names)
+    return result
 
 
 def _require_plain(what: str, value: Any) -> None:

@@ -249,8 +249,8 @@ class QuantSim(StatefulSim):
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
         """Return site -> float values of the stored tensors at these sites, as far as they are stored."""
-        found = {site: find_stored(self.model, site) for site in sites}
-        return {site: x.detach().float().cpu().numpy() for site, x in found.items() if x is not None}
+        tensors = {site: find_stored(self.model, site) for site in sites}
+        return {site: x.detach().float().cpu().numpy() for site, x in tensors.items() if x is not None}
 
     @torch.no_grad()
     def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -259,19 +259,19 @@ class QuantSim(StatefulSim):
         Raises:
             ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
         """
-        found = {site: stored_tensor(self.model, site) for site in values}
+        tensors = {site: stored_tensor(self.model, site) for site in values}
         places = {t.untyped_storage().data_ptr(): t for t in (*self.model.parameters(), *self.model.buffers())}
         for site, value in values.items():
-            if found[site].untyped_storage().data_ptr() not in places:
+            if tensors[site].untyped_storage().data_ptr() not in places:
                 raise ModelError(f"{site} is put together from several parameters, and cannot be written as one")
-            if tuple(found[site].shape) != value.shape:
+            if tuple(tensors[site].shape) != value.shape:
                 raise ModelError(
-                    f"what is stored at {site} has the shape {tuple(found[site].shape)}, not {value.shape}"
+                    f"what is stored at {site} has the shape {tuple(tensors[site].shape)}, not {value.shape}"
                 )
-        written = [places[tensor.untyped_storage().data_ptr()] for tensor in found.values()]
+        written = [places[tensor.untyped_storage().data_ptr()] for tensor in tensors.values()]
         with self.given.changing(self.model, written):
             for site, value in values.items():
-                found[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+                tensors[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
     def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
         """Return the stored tensor of this name in the trace, or None."""
@@ -355,18 +355,18 @@ class QuantSim(StatefulSim):
     @contextmanager
     def captured(self) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """Capture fake-quantized values inside the block: every forward pass writes them into the yielded mapping."""
-        found: dict[str, npt.NDArray[Any]] = {}
+        captured: dict[str, npt.NDArray[Any]] = {}
         quantizers = self.runtime.quantizers
 
         def keep(site: str, x: Tensor) -> Tensor:
             quantizer = quantizers.get(site)
             result = x if quantizer is None else quantizer(x)
             if quantizer is not None and quantizer.decision.kind not in ("weight", "bias"):
-                found[site] = result.detach().cpu().numpy().copy()
+                captured[site] = result.detach().cpu().numpy().copy()
             return result
 
         with self.runtime.in_phase("visit", keep):
-            yield found
+            yield captured
 
     def unwrap(self) -> nn.Module:
         """Return the current float model: a copy in plain classes.

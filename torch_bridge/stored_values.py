@@ -22,8 +22,8 @@ def stored_values(sim: QuantSim) -> LazyArrays:
     def value(site: str) -> npt.NDArray[np.float32]:
         raw = constants[site] if site in constants else stored_tensor(sim.model, site).detach()
         with torch.no_grad():
-            found: npt.NDArray[np.float32] = sim.quantizers[site](raw).cpu().numpy()
-        return found
+            result: npt.NDArray[np.float32] = sim.quantizers[site](raw).cpu().numpy()
+        return result
 
     named = [site for site in of_kind if site in constants or find_stored(sim.model, site) is not None]
     return LazyArrays(named, value)
@@ -36,14 +36,14 @@ def constants_at(sim: QuantSim, sites: Iterable[str]) -> dict[str, Tensor]:
     the trace, and its value is found by a run on the sim's example.
     """
     wanted = {site for site in sites if find_stored(sim.model, site) is None}
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
 
     def visit(site: str, x: Tensor) -> Tensor:
         if site in wanted:
-            found[site] = x.detach().clone()
+            result[site] = x.detach().clone()
         return x
 
     if wanted:
         with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
             run_example(sim.model, sim.example)
-    return found
+    return result

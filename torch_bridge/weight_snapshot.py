@@ -32,9 +32,9 @@ def restore_tensors(model: nn.Module, held: Mapping[Key, Tensor]) -> None:
     for (path, name), value in held.items():
         now = there.get((path, name))
         if now is None or now.shape != value.shape or now.dtype != value.dtype:
-            found = "is gone" if now is None else f"has the shape {tuple(now.shape)} and type {now.dtype}"
+            difference = "is gone" if now is None else f"has the shape {tuple(now.shape)} and type {now.dtype}"
             raise ModelError(
-                f"{f'{path}.{name}'.lstrip('.')} {found}, where the snapshot holds {tuple(value.shape)} of "
+                f"{f'{path}.{name}'.lstrip('.')} {difference}, where the snapshot holds {tuple(value.shape)} of "
                 f"{value.dtype}; restore it in the model that it was taken of"
             )
     for key, value in held.items():

@@ -31,9 +31,9 @@ def captures(
     try:
         for number, batch in progress_over(data, "parity", progress, skip_empty=False):
             seen.clear()
-            with eval_mode(sim.model), sim.captured() as found, torch.no_grad():
+            with eval_mode(sim.model), sim.captured() as captured, torch.no_grad():
                 outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
-            yield {**seen, **found}, [_array(tensor) for tensor in tensors_of(outputs)]
+            yield {**seen, **captured}, [_array(tensor) for tensor in tensors_of(outputs)]
     finally:
         handle.remove()
 

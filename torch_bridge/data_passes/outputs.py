@@ -24,5 +24,5 @@ def outputs(
     """
     for number, batch in enumerate(batches):
         with eval_mode(sim.model), torch.no_grad(), sim.float_phase() if in_float else nullcontext():
-            found = floats_of(feed(sim.model, batch, sim.example, forward, f"batch {number}"))
-        yield [y.float().cpu().numpy() for y in found]
+            tensors = floats_of(feed(sim.model, batch, sim.example, forward, f"batch {number}"))
+        yield [y.float().cpu().numpy() for y in tensors]

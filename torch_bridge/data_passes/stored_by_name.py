@@ -39,6 +39,6 @@ def _tensors(sim: QuantSim) -> dict[str, Tensor]:
         )
         if path in set(paths.values()) and tensor.dtype == torch.float32
     }
-    found = {name: state[path] for name, path in paths.items() if path in state}
-    places = [tensor.data_ptr() for tensor in found.values()]
-    return {name: tensor for name, tensor in found.items() if places.count(tensor.data_ptr()) == 1}
+    by_name = {name: state[path] for name, path in paths.items() if path in state}
+    places = [tensor.data_ptr() for tensor in by_name.values()]
+    return {name: tensor for name, tensor in by_name.items() if places.count(tensor.data_ptr()) == 1}

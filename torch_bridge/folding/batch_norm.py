@@ -207,5 +207,5 @@ def fold_norm_in_checkpoint(model: nn.Module, state_dict: dict[str, Any], prefix
 def key_prefixes(model: nn.Module, prefix: str, path: str) -> list[str]:
     """Return the prefixes of a module's keys in a state_dict, one for each of its paths in the model."""
     module = model.get_submodule(path)
-    found = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]
-    return [f"{prefix}{other}." if other else prefix for other in (path, *(p for p in found if p != path))]
+    paths = [other for other, child in model.named_modules(remove_duplicate=False) if child is module]
+    return [f"{prefix}{other}." if other else prefix for other in (path, *(p for p in paths if p != path))]

@@ -76,20 +76,20 @@ def fold_computed_tensors(
         run: runs the model on its example; called where a layer may compute its weight in a forward of its own.
         undo_steps: gains the functions that restore the modules.
     """
-    found: list[ComputedTensor] = []
+    result: list[ComputedTensor] = []
     for path, module in list(model.named_modules()):
         computed = [*_parametrized_tensors(path, module), *_hooked_tensors(path, module)]
         if computed:
             undo_steps.append(_restore_function(module))
         for tensor in computed:
             _store(module, tensor)
-        found += computed
+        result += computed
     for path, module, source in computed_weights(model, run):
         undo_steps.append(_restore_function(module))
         kept = tuple(name for name in module._parameters if name == "bias")
-        found.append(ComputedTensor(path, "weight", type(module).__name__, "", source, kept))
-        _make_plain(module, found[-1])
-    return found
+        result.append(ComputedTensor(path, "weight", type(module).__name__, "", source, kept))
+        _make_plain(module, result[-1])
+    return result
 
 
 def _make_plain(layer: nn.Module, computed: ComputedTensor) -> None:

@@ -35,9 +35,9 @@ class ComputedWeight(nn.Module):
 
     def forward(self) -> Tensor:
         """Run the layer on zeros, and return the weight that its op gets."""
-        found = _linear_call(*self.inside)
-        assert found is not None
-        return found[0]
+        call = _linear_call(*self.inside)
+        assert call is not None
+        return call[0]
 
 
 class _LinearCallRecorder(TorchFunctionMode):
@@ -114,11 +114,11 @@ def computed_weights(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple
 
 @torch.no_grad()
 def _only_computes_weight(layer: nn.Module, x: Tensor) -> bool:
-    found = _linear_call(layer, x)
+    call = _linear_call(layer, x)
     stored = layer._parameters.get("weight")
-    if found is None or stored is None or found[0] is stored or found[0].shape != stored.shape:
+    if call is None or stored is None or call[0] is stored or call[0].shape != stored.shape:
         return False
-    weight, bias, expected = found
+    weight, bias, expected = call
     if bias is not layer._parameters.get("bias"):
         return False
     plain = copy.copy(layer)

@@ -129,8 +129,8 @@ class TrainableBatchNorm:
 
     def statistics(self) -> dict[str, Tensor | None]:
         """Return the statistics, gamma and beta of the BatchNorm."""
-        found = statistics_of(self.norm)
-        return {name: None if tensor is None else full_tensor_of(tensor) for name, tensor in found.items()}
+        tensors = statistics_of(self.norm)
+        return {name: None if tensor is None else full_tensor_of(tensor) for name, tensor in tensors.items()}
 
     def copy_variance(self) -> None:
         """Copy the running variance into the buffer that scales the layer's weight."""

@@ -36,7 +36,7 @@ class CompiledKernels:
 
     def forward(self, x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
         """Return x on the grid of levels low to high."""
-        return _shaped(self._forward(_flat(x, x), scale.detach().reshape(()), torch.tensor((low, high))), x)
+        return _unflatten(self._forward(_flatten(x, x), scale.detach().reshape(()), torch.tensor((low, high))), x)
 
     def backward(
         self,
@@ -52,8 +52,8 @@ class CompiledKernels:
         The sums: of `g * (y - x)` where it passes, of `g * y` where it does not, and of g from `ceiling` on.
         """
         ends = torch.tensor((*levels, *passing, ceiling))
-        passed, sums = self._backward(_flat(gradient, x), _flat(x, x), scale.detach().reshape(()), ends)
-        return _shaped(passed, x), sums.tolist()
+        passed, sums = self._backward(_flatten(gradient, x), _flatten(x, x), scale.detach().reshape(()), ends)
+        return _unflatten(passed, x), sums.tolist()
 
     def __deepcopy__(self, memo: object) -> "CompiledKernels":
         return self
@@ -83,13 +83,13 @@ def compiled_kernels() -> CompiledKernels | None:
     return kernels
 
 
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+def _flatten(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the elements of a tensor in the memory order of another one; a view where both have that order."""
     plain = tensor.detach()  # without the graph of gradients, which the compiler would follow
     return plain.permute(0, 2, 3, 1).reshape(-1) if _channels_last(like) else plain.reshape(-1)
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
     if _channels_last(like):
         n, c, h, w = like.shape
         return flat.view(n, h, w, c).permute(0, 3, 1, 2)

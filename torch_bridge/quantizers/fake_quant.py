@@ -124,7 +124,7 @@ def _bounds_as_numbers(x: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> tu
     return (grid.lo - least, grid.hi - least) if least == most else None
 
 
-class _Cast(torch.autograd.Function):
+class _CastStraightThrough(torch.autograd.Function):
     """Straight-through rounding to another float type and back."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Cast(torch.autograd.Function):
 
 def cast_straight_through(x: Tensor, dtype: DType) -> Tensor:
     """Return x as it is read back after being stored in a float dtype; the gradient passes straight through."""
-    return _Cast.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _CastStraightThrough.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def fake_quantize_minifloat(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:

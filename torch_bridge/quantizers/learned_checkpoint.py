@@ -36,9 +36,9 @@ def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix
 def float32_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
     """Return the tensors of a site that keep their dtype when their module changes its own, by name."""
     owner = quantizer.owner
-    found = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
-    found |= {name: owner._parameters[name] for name in quantizer.learned_names}
-    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+    tensors = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
+    tensors |= {name: owner._parameters[name] for name in quantizer.learned_names}
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
 
 def prepare_buffers(

@@ -30,18 +30,18 @@ def learned_scale(base: Tensor, log2: Tensor, spec: Spec) -> Tensor:
     """Return `base * 2**log2`, rounded to the number of significant binary digits of the spec's scales."""
     digits = spec.scale_bits if spec.scale_dtype is None else 1
     if torch.is_grad_enabled() and log2.requires_grad:
-        return _Power.apply(base, log2, digits)  # type: ignore[no-any-return, no-untyped-call]
-    return _power(base, log2, digits)
+        return _RoundedPowerOfTwo.apply(base, log2, digits)  # type: ignore[no-any-return, no-untyped-call]
+    return _rounded_power_of_two(base, log2, digits)
 
 
 def learned_zero_point(base: Tensor, shift: Tensor, lo: float, hi: float) -> Tensor:
     """Return the integer of the grid that is nearest to `base + shift * (hi - lo)`."""
     moved = (base + shift * (hi - lo)).clamp(lo, hi)
-    found: Tensor = _Rounded.apply(moved)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _RoundStraightThrough.apply(moved)  # type: ignore[no-untyped-call]
+    return result
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundStraightThrough(torch.autograd.Function):
     """Straight-through rounding."""
 
     @staticmethod
@@ -53,12 +53,12 @@ class _Rounded(torch.autograd.Function):
         return grads[0]
 
 
-class _Power(torch.autograd.Function):
+class _RoundedPowerOfTwo(torch.autograd.Function):
     """A power of two times a number, rounded to significant binary digits; as one operation it costs half as much."""
 
     @staticmethod
     def forward(ctx: Any, base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
-        scale = _power(base, log2, digits)
+        scale = _rounded_power_of_two(base, log2, digits)
         ctx.save_for_backward(log2, scale)
         return scale
 
@@ -70,7 +70,7 @@ class _Power(torch.autograd.Function):
         return None, inside.mul_(scale).mul_(math.log(2)), None
 
 
-def _power(base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
+def _rounded_power_of_two(base: Tensor, log2: Tensor, digits: int | None) -> Tensor:
     # the clamp keeps scales, and their product for a bias, positive and finite whatever the optimizer does
     scale = base * torch.exp2(log2.detach().clamp(*_LOG2_FACTORS))
     if digits is None:

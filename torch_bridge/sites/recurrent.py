@@ -50,9 +50,9 @@ def run_recurrent(module: nn.RNNBase, runtime: Runtime, input: Any, hx: Any = No
         count = len(direction_suffixes(module))
         own = [state[layer * count : (layer + 1) * count] for state in states]
         x, last = run(module, runtime, layer, x, own)
-        for found, state, kind in zip(finals, last, ("hidden", "cell"), strict=False):
+        for final, state, kind in zip(finals, last, ("hidden", "cell"), strict=False):
             several = module.num_layers > 1
-            found.append(_emit(runtime, f"{kind}_l{layer}", state) if several else state)
+            final.append(_emit(runtime, f"{kind}_l{layer}", state) if several else state)
     joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in finals]
     x = x.transpose(0, 1) if module.batch_first else x
     if not batched:
@@ -77,12 +77,12 @@ def _emit(runtime: Runtime, port: str, x: Tensor) -> Tensor:
 def _read_weights(module: nn.RNNBase, runtime: Runtime, layer: int) -> list[Tensor]:
     """Return W and R of a layer, read through their sites."""
     assert runtime.frame is not None
-    found = []
+    result = []
     for name in (f"weight_ih_l{layer}", f"weight_hh_l{layer}"):
         weight = onnx_weight(module, name)
         assert weight is not None
-        found.append(runtime.emit(site_name(runtime.frame.path, name), weight))
-    return found
+        result.append(runtime.emit(site_name(runtime.frame.path, name), weight))
+    return result
 
 
 def _eager_layer(
@@ -109,8 +109,8 @@ def _run_kernel(
             flat += [getattr(module, f"bias_{name}_l{layer}{suffix}") for name in ("ih", "hh")]
     given: Any = tuple(states) if module.mode == "LSTM" else states[0]
     options = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
-    found: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *options)
-    return found
+    result: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *options)
+    return result
 
 
 def hidden_weight_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ def _traced_layer(
         attributes["activations"] = [module.mode[4:].capitalize()] * count
     length, batch = x.shape[0], x.shape[1]
     shapes = [(length, count, batch, size), *[(count, batch, size)] * len(states)]
-    made = torch.onnx.ops.symbolic_multi_out(
+    outputs = torch.onnx.ops.symbolic_multi_out(
         _OPS[module.mode],
         (x, *weights, torch.stack(biases) if biases else None, None, *states),
         attributes,
@@ -159,8 +159,8 @@ def _traced_layer(
         shapes=shapes,
         version=14,
     )
-    result = _emit(runtime, f"output_l{layer}", made[0])
-    return result.permute(0, 2, 1, 3).reshape(length, batch, count * size), made[1:]
+    result = _emit(runtime, f"output_l{layer}", outputs[0])
+    return result.permute(0, 2, 1, 3).reshape(length, batch, count * size), outputs[1:]
 
 
 def _stack_biases(module: nn.RNNBase, suffix: str) -> Tensor:

@@ -109,8 +109,8 @@ class Runtime(RuntimeState):
                 return self.loss_inputs.add_result(
                     forward(*args, **kwargs), self.exported_site(site_name(frame.name, "output")), self.quantizers
                 )
-            if ceiling is not None and (made := self.quantize_relu(frame.name, ceiling, args)) is not None:
-                return made
+            if ceiling is not None and (relu_result := self.quantize_relu(frame.name, ceiling, args)) is not None:
+                return relu_result
             if parent is None:
                 with SiteMode(self):
                     result = forward(*args, **kwargs)
@@ -147,15 +147,16 @@ class Runtime(RuntimeState):
         """
         given = tuple(given)
 
-        def through(port: str, part: Tensor) -> Tensor:
+        def emit_part(port: str, part: Tensor) -> Tensor:
             site = site_name(owner, port)
             return self._emit_in_place(site, part) if any(part is x for x in given) else self.emit(site, part)
 
         if isinstance(result, Tensor):
-            return through("output", result)
+            return emit_part("output", result)
         if isinstance(result, tuple | list):
             parts = [
-                through(f"output{i or ''}", part) if isinstance(part, Tensor) else part for i, part in enumerate(result)
+                emit_part(f"output{i or ''}", part) if isinstance(part, Tensor) else part
+                for i, part in enumerate(result)
             ]
             named = hasattr(result, "_fields")
             return type(result)(*parts) if named else type(result)(parts)
@@ -231,10 +232,10 @@ class Runtime(RuntimeState):
             if frame is not None and frame.recording:
                 refuse_unreachable_site(frame.path, frame.hook, site)
             with torch._C.DisableTorchFunction():
-                made = quantizer.quantize_relu(args[0], ceiling)
-            if made is not None and self.site_observer is not None:
-                self.site_observer(site, made)
-            return made
+                result = quantizer.quantize_relu(args[0], ceiling)
+            if result is not None and self.site_observer is not None:
+                self.site_observer(site, result)
+            return result
         finally:
             self.frame = frame
 
@@ -247,15 +248,15 @@ class Runtime(RuntimeState):
         try:
             if self.recorder is not None:
                 return self.emit(site, self.recorder.after_write(site, x))
-            made = self.emit(site, x)
-            if site not in self.write_back or made is x:
-                return made
+            result = self.emit(site, x)
+            if site not in self.write_back or result is x:
+                return result
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ModelError(
                     f"the in-place op at {site} cannot be trained, because its tensor is read again by its old name; "
                     "write y = op(x) and read y, or use the op that is not in place"
                 )
-            return x.copy_(made)
+            return x.copy_(result)
         finally:
             self.frame = frame
 
@@ -274,10 +275,10 @@ class Runtime(RuntimeState):
                 f"that takes the same path through the model{has}"
             )
         quantizer = self.quantizers[site]
-        made = x if quantizer is None else quantizer(x)
+        result = x if quantizer is None else quantizer(x)
         if self.site_observer is not None:
-            self.site_observer(site, made)
-        return made
+            self.site_observer(site, result)
+        return result
 
 
 class SiteMode(TorchFunctionMode):
@@ -346,7 +347,7 @@ class SiteMode(TorchFunctionMode):
     def _quantize_relu(
         self, owner: str, func: Callable[..., Any], ceiling: float, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        made = self.runtime.quantize_relu(owner, ceiling, args)
-        if made is None:
-            made = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
-        return made
+        result = self.runtime.quantize_relu(owner, ceiling, args)
+        if result is None:
+            result = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
+        return result

@@ -50,8 +50,8 @@ def lines_of_ambiguous_calls(places: Mapping[str, str]) -> dict[str, str]:
     groups: dict[str, dict[str, str]] = {}
     for call, where in places.items():
         groups.setdefault(re.sub(r"(@\d+|\.\d+)$", "", call), {})[call] = where
-    found = [group for group in groups.values() if len(set(group.values())) > 1]
-    return {call: where for group in found for call, where in group.items()}
+    ambiguous = [group for group in groups.values() if len(set(group.values())) > 1]
+    return {call: where for group in ambiguous for call, where in group.items()}
 
 
 def require_same_line(call: str, known: str, *, recomputed: bool) -> None:

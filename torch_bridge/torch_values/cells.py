@@ -22,14 +22,14 @@ def run_cell(module: Any, input: Tensor, hx: Any = None) -> Any:
     hidden = F.linear(states[0], module.weight_hh, module.bias_hh)
     given = F.linear(x, module.weight_ih, module.bias_ih)
     if isinstance(module, nn.LSTMCell):
-        made = _lstm(hidden, given, states[1])
+        new_states = _lstm(hidden, given, states[1])
     elif isinstance(module, nn.GRUCell):
-        made = [_gru(hidden, given, states[0])]
+        new_states = [_gru(hidden, given, states[0])]
     else:
         summed = hidden + given
-        made = [torch.tanh(summed) if module.nonlinearity == "tanh" else F.relu(summed)]
-    made = made if batched else [state.squeeze(0) for state in made]
-    return tuple(made) if isinstance(module, nn.LSTMCell) else made[0]
+        new_states = [torch.tanh(summed) if module.nonlinearity == "tanh" else F.relu(summed)]
+    new_states = new_states if batched else [state.squeeze(0) for state in new_states]
+    return tuple(new_states) if isinstance(module, nn.LSTMCell) else new_states[0]
 
 
 def _states(module: Any, x: Tensor, hx: Any) -> list[Tensor]:

@@ -42,10 +42,10 @@ class ContainerSnapshot:
         """Return a new container with these contents."""
         if isinstance(self.original, list):
             return [rebuild(part) for part in self.parts]
-        made = copy.copy(self.original)
-        made.clear()
-        made.update({key: rebuild(part) for key, part in self.parts.items()})
-        return made
+        result = copy.copy(self.original)
+        result.clear()
+        result.update({key: rebuild(part) for key, part in self.parts.items()})
+        return result
 
 
 def snapshot_of(value: Any, above: frozenset[int] = frozenset()) -> Any:
@@ -207,7 +207,7 @@ def find_caches(model: nn.Module, empty: Attributes, run: Callable[[], Any]) -> 
     caches = [_cache(key, empty) for key in (*kept, *keys)]
     if caches:
         with torch.enable_grad(), without_caches(caches, OwnLock()):
-            after = attributes_of(model) if _runs(run) else {}
+            after = attributes_of(model) if _runs_without_error(run) else {}
             computed = {
                 c.module for c in caches if any(t.requires_grad for t in tensors_in(after.get((c.module, c.name))))
             }
@@ -230,11 +230,11 @@ def _keys_of(modules: set[nn.Module], filled: Attributes, empty: Attributes) -> 
     return [
         (module, name)
         for (module, name), image in filled.items()
-        if module in modules and not tensors_in(image) and not _alike(image, empty.get((module, name), _MISSING))
+        if module in modules and not tensors_in(image) and not _are_equal(image, empty.get((module, name), _MISSING))
     ]
 
 
-def _alike(image: Any, other: Any) -> bool:
+def _are_equal(image: Any, other: Any) -> bool:
     if isinstance(image, ContainerSnapshot) and isinstance(other, ContainerSnapshot):
         image, other = image.parts, other.parts
     try:
@@ -243,7 +243,7 @@ def _alike(image: Any, other: Any) -> bool:
         return False
 
 
-def _runs(run: Callable[[], Any]) -> bool:
+def _runs_without_error(run: Callable[[], Any]) -> bool:
     try:
         run()
     except ModelError:  # some modules cannot run without what they hold

@@ -18,10 +18,10 @@ def stored_tensor(model: nn.Module, site: str) -> Tensor:
     Raises:
         ModelError: the model stores nothing there.
     """
-    found = find_stored(model, site)
-    if found is None:
+    stored = find_stored(model, site)
+    if stored is None:
         raise ModelError(f"the model stores no tensor at {site}; quantize the model as it is now")
-    return found
+    return stored
 
 
 def find_stored(model: nn.Module, site: str) -> Tensor | None:
@@ -37,12 +37,12 @@ def find_stored(model: nn.Module, site: str) -> Tensor | None:
     state = module.__dict__.get(STATE)
     if state is not None and state.active_norm is not None and port in ("weight", "bias"):
         return state.active_norm.folded_parameter(module, port)  # type: ignore[no-any-return]
-    found = {**module._parameters, **module._buffers}.get(port)
-    if found is None and isinstance(module, nn.MultiheadAttention):
+    stored = {**module._parameters, **module._buffers}.get(port)
+    if stored is None and isinstance(module, nn.MultiheadAttention):
         name, _, part = port.rpartition("_")
         packed = module._parameters.get(name)
         return None if packed is None or part not in _THIRDS else packed_rows(packed, part)
-    return found
+    return stored
 
 
 def packed_rows(packed: Tensor, part: str) -> Tensor:

@@ -30,11 +30,11 @@ def map_leaves(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) ->
         parts = [map_leaves(item, each, (*path, key)) for key, item in zip(keys, value, strict=True)]
         return type(value)(parts) if fields is None else type(value)(*parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        result = copy.copy(value)
         for field in dataclasses.fields(value):
             part = map_leaves(getattr(value, field.name), each, (*path, field.name))
-            object.__setattr__(made, field.name, part)  # a frozen one too: the copy is ours
-        return made
+            object.__setattr__(result, field.name, part)  # a frozen one too: the copy is ours
+        return result
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return each(path, value)
@@ -44,22 +44,22 @@ def map_leaves(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) ->
 def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     if type(value) is dict or not isinstance(value, MutableMapping):
         return parts
-    made = copy.copy(value)
+    result = copy.copy(value)
     for key, part in parts.items():
-        made[key] = part
-    return made
+        result[key] = part
+    return result
 
 
 def leaves_of(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """Return the leaves of a value in order, each with its path."""
-    found: list[tuple[Path, Any]] = []
+    result: list[tuple[Path, Any]] = []
 
     def note(at: Path, leaf: Any) -> Any:
-        found.append((at, leaf))
+        result.append((at, leaf))
         return leaf
 
     map_leaves(value, note, path)
-    return found
+    return result
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -69,14 +69,14 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def name_leaves(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -> dict[str, T]:
     """Return leaves by their names in the exported file: `pair_0`, `nested_a`; a taken name gets a number."""
-    found: dict[str, T] = {}
+    result: dict[str, T] = {}
     for path, leaf in pairs:
         name = wanted = "_".join(path)
         number = 1
-        while name in found or name in taken:
+        while name in result or name in taken:
             name, number = f"{wanted}_{number}", number + 1
-        found[name] = leaf
-    return found
+        result[name] = leaf
+    return result
 
 
 def input_names(forward: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:

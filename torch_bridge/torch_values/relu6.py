@@ -49,12 +49,12 @@ def of_calls(model: nn.Module, owners: Mapping[str, str], wanted: Collection[str
     """
     known = bounds(model)
     kept = {path for site, path in owners.items() if site not in wanted}
-    found = {}
+    result = {}
     for site in wanted:
         path = owners[site]
-        found[site] = ""
+        result[site] = ""
         if path not in known:
-            found[site] = "its ReLU6 is no module, but a function that the model's code calls"
+            result[site] = "its ReLU6 is no module, but a function that the model's code calls"
         elif path in kept:
-            found[site] = "its ReLU6 is used at another place, too, where it has to stay"
-    return found
+            result[site] = "its ReLU6 is used at another place, too, where it has to stay"
+    return result

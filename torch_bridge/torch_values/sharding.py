@@ -18,8 +18,8 @@ def full_tensor_of(parameter: Tensor) -> Tensor:
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter
-    found: Tensor = _GatherShards.apply(parameter)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _GatherShards.apply(parameter)  # type: ignore[no-untyped-call]
+    return result
 
 
 def write_full_tensor(parameter: Tensor, value: Tensor) -> None:
@@ -50,16 +50,16 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: Any) -> Tensor:
         ctx.kind, ctx.mesh, ctx.placements = type(sharded), sharded.device_mesh, sharded.placements
-        found: Tensor = sharded.full_tensor()
-        return found
+        result: Tensor = sharded.full_tensor()
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         total = grads[0] / ctx.mesh.size()
         for group in ctx.mesh.get_all_groups():
             torch.distributed.all_reduce(total, group=group)
-        found: Tensor = ctx.kind.from_local(total, ctx.mesh, run_check=False).redistribute(placements=ctx.placements)
-        return found
+        result: Tensor = ctx.kind.from_local(total, ctx.mesh, run_check=False).redistribute(placements=ctx.placements)
+        return result
 
 
 def is_fsdp_hook(hook: Callable[..., Any]) -> bool:

@@ -29,7 +29,7 @@ def require_traceable_writes(runtime: Runtime, run: Callable[[], list[Tensor]], 
 
     want = results(same)
     # two passes of a model that draws random numbers differ anyway
-    if _alike(want, results(another)) or not _alike(want, results(same)):
+    if _are_close(want, results(another)) or not _are_close(want, results(same)):
         return
     raise ModelError(
         f"a tensor that is written in place ({'; '.join(dict.fromkeys(places))}) is read through another name in a way "
@@ -38,7 +38,7 @@ def require_traceable_writes(runtime: Runtime, run: Callable[[], list[Tensor]], 
     )
 
 
-def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+def _are_close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Return whether results are equal, but for the rounding of other kernels."""
     for a, b in zip(one, other, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:

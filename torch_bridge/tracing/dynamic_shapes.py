@@ -69,7 +69,7 @@ def _axes_of(tensor: Tensor, wanted: Any, path: Path) -> Axes:
     pairs = wanted.items() if isinstance(wanted, Mapping) else enumerate(wanted) if _is_row(wanted) else None
     if pairs is None:
         raise ConfigError(f"{where} is {wanted!r}; give {{axis: name}}, such as {{0: 'batch'}}")
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for axis, name in pairs:
         if not isinstance(axis, int) or not -tensor.ndim <= axis < tensor.ndim:
             raise ConfigError(f"{where} names the axis {axis!r}; it has the axes 0 to {tensor.ndim - 1}")
@@ -78,8 +78,8 @@ def _axes_of(tensor: Tensor, wanted: Any, path: Path) -> Axes:
         if name is not None:
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"{where} calls axis {axis} {name!r}; give it a name, such as 'batch', or None")
-            found[axis % tensor.ndim] = name
-    return found
+            result[axis % tensor.ndim] = name
+    return result
 
 
 def _is_row(wanted: Any) -> bool:

@@ -95,10 +95,10 @@ def fixed_axis_error(called: str, axis: int, name: str) -> ExportError:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Return the causes of an error, the first one first."""
-    found = [error]
-    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
-        found.append(cause)
-    return found[::-1]
+    result = [error]
+    while (cause := result[-1].__cause__ or result[-1].__context__) is not None and cause not in result:
+        result.append(cause)
+    return result[::-1]
 
 
 def _users_line(chain: Sequence[BaseException]) -> str:

@@ -121,7 +121,7 @@ def _export(
     flat = _TensorsOnly(model, example, outputs.extend)
     runtime.marked = []
     try:
-        with runtime.in_phase("mark"), _quiet(), torch.no_grad():
+        with runtime.in_phase("mark"), _silenced_exporter(), torch.no_grad():
             captured = _capture(flat, [tensor for _, tensor in given], shapes)
             if eager is not None:
                 require_same_outputs(eager, output_forms(outputs))
@@ -136,8 +136,8 @@ def _export(
         raise export_error(error, dict(zip(inputs, shapes, strict=True))) from error
     assert program is not None
     notes = _notes(leaves, outputs, conditions)
-    _name(program, inputs, _output_names(outputs, inputs))
-    _drop_traces(program)
+    _name_tensors(program, inputs, _output_names(outputs, inputs))
+    _drop_metadata(program)
     if any(shapes):
         sizes = {name: leaf.shape for name, (_, leaf) in zip(inputs, given, strict=True)}
         program.model.metadata_props[EXAMPLE] = example_text(sizes)
@@ -154,16 +154,16 @@ def _capture(flat: _TensorsOnly, tensors: Sequence[Tensor], shapes: Sequence[Axe
 
 def _notes(leaves: Leaves, outputs: Leaves, conditions: Sequence[str]) -> dict[str, str]:
     """Return what the exported file lacks of the module."""
-    found = {}
+    result = {}
     for path, leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
-            found[f"argument {'.'.join(path)}"] = f"fixed at {leaf!r} in the exported file"
+            result[f"argument {'.'.join(path)}"] = f"fixed at {leaf!r} in the exported file"
     for path, leaf in outputs:
         if leaf is not None and not isinstance(leaf, Tensor):
-            found[f"output {'.'.join(path)}"] = f"a {type(leaf).__name__}, no tensor: not in the exported file"
+            result[f"output {'.'.join(path)}"] = f"a {type(leaf).__name__}, no tensor: not in the exported file"
     if conditions:
-        found["lengths"] = f"traced for {' and '.join(conditions)}; for others the module may take another path"
-    return found
+        result["lengths"] = f"traced for {' and '.join(conditions)}; for others the module may take another path"
+    return result
 
 
 def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequence[Axes]) -> list[str]:
@@ -172,7 +172,7 @@ def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequen
     Raises:
         ExportError: a dynamic axis has only one length.
     """
-    found = []
+    result = []
     size = re.compile(_SIZE)
     for guard in getattr(captured, "_guards_code", None) or ():
         pinned = re.fullmatch(rf"{_SIZE} == \d+", guard)
@@ -183,8 +183,8 @@ def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequen
         left, _, right = named.partition(" == ")
         # a guard on two axes is arithmetic that holds for any lengths the module takes
         if len({place[0] for place in size.finditer(guard)}) == 1 and left != right:
-            found.append(named)
-    return list(dict.fromkeys(found))
+            result.append(named)
+    return list(dict.fromkeys(result))
 
 
 def _output_names(outputs: Leaves, inputs: Sequence[str]) -> list[str]:
@@ -195,7 +195,7 @@ def _output_names(outputs: Leaves, inputs: Sequence[str]) -> list[str]:
     return list(name_leaves(((path, None) for path in free), inputs))
 
 
-def _name(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _name_tensors(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Name inputs and outputs, and the stored tensors as in the model's state_dict; inner names give way."""
     graph = program.model.graph
     edges = {*inputs, *outputs}
@@ -215,7 +215,7 @@ def _name(program: torch.onnx.ONNXProgram, inputs: Sequence[str], outputs: Seque
         value.name = name
 
 
-def _drop_traces(program: torch.onnx.ONNXProgram) -> None:
+def _drop_metadata(program: torch.onnx.ONNXProgram) -> None:
     """Drop torch's notes at every node: stack traces reveal this machine's paths, and outweigh the nodes."""
     program.model.graph.metadata_props.clear()
     for nodes in (program.model.graph, *program.model.functions.values()):
@@ -224,7 +224,7 @@ def _drop_traces(program: torch.onnx.ONNXProgram) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silenced_exporter() -> Iterator[None]:
     """Silence the exporter inside the block: it logs packages that are not installed and warns about itself."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level

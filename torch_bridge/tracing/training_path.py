@@ -43,7 +43,7 @@ def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], A
     BatchNorms stay in eval mode: they compute the same ops, and accept no batch of one in train mode.
     """
     before = attributes_of(model)
-    gone: Attributes = {}
+    emptied: Attributes = {}
     runtime.recorded_calls = []
     try:
         with restoring_state(model), warnings.catch_warnings():
@@ -53,13 +53,13 @@ def record_training_path(model: nn.Module, runtime: Runtime, run: Callable[[], A
                 if isinstance(module, nn.modules.batchnorm._NormBase):
                     module.eval()
             dataflow = record_dataflow(model, runtime, run)
-            gone = emptied_attributes(before, attributes_of(model))
-        found = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), frozenset(dataflow.overwritten), gone)
+            emptied = emptied_attributes(before, attributes_of(model))
+        result = TrainingPath(runtime.recorded_calls, tuple(dataflow.sites), frozenset(dataflow.overwritten), emptied)
     except Exception as error:  # the user's code may raise anything, for missing labels for example
-        found = TrainingPath(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        result = TrainingPath(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     finally:
         runtime.recorded_calls = None
-    return found
+    return result
 
 
 def set_training_path(
@@ -113,10 +113,10 @@ class _CallMatching:
         parent = calls[0].parent
         start = self._name_of.get(parent, parent)
         own = start + group[len(parent) :]
-        there = known.get(own, ())
-        names = _match_names(there, calls)
-        number = len(there)
-        told_apart = len({call.source_line for call in (*calls, *there)}) > 1
+        known_calls = known.get(own, ())
+        names = _match_names(known_calls, calls)
+        number = len(known_calls)
+        told_apart = len({call.source_line for call in (*calls, *known_calls)}) > 1
         for call, paired in zip(calls, names, strict=True):
             name = paired
             if name is None:
@@ -133,23 +133,23 @@ class _CallMatching:
 
 def _groups(calls: Sequence[RecordedCall]) -> dict[str, list[RecordedCall]]:
     """Return the calls of the same op or module in one call of a module, in order."""
-    found: dict[str, list[RecordedCall]] = {}
+    result: dict[str, list[RecordedCall]] = {}
     for call in calls:
-        found.setdefault(re.sub(r"\.\d+$" if call.op else r"@\d+$", "", call.name), []).append(call)
-    return found
+        result.setdefault(re.sub(r"\.\d+$" if call.op else r"@\d+$", "", call.name), []).append(call)
+    return result
 
 
-def _match_names(there: Sequence[RecordedCall], calls: Sequence[RecordedCall]) -> list[str | None]:
+def _match_names(known_calls: Sequence[RecordedCall], calls: Sequence[RecordedCall]) -> list[str | None]:
     """Return, for each call in training, the name of the matching call of the example, or None."""
-    left = list(there)
-    found: list[str | None] = []
+    left = list(known_calls)
+    result: list[str | None] = []
     for call in calls:
         same = next((one for one in left if one.source_line == call.source_line), None)
-        found.append(None if same is None else same.name)
+        result.append(None if same is None else same.name)
         if same is not None:
             left.remove(same)
-    missing = [i for i, name in enumerate(found) if name is None]
+    missing = [i for i, name in enumerate(result) if name is None]
     if not calls[0].op or len(missing) == len(left):
         for i, one in zip(missing, left, strict=False):
-            found[i] = one.name
-    return found
+            result[i] = one.name
+    return result

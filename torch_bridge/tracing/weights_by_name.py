@@ -45,8 +45,8 @@ class WeightsByName:
             return self.constants[name]
         owner, _, leaf = self.state[name].rpartition(".")
         module = model.get_submodule(owner)
-        found = module._parameters.get(leaf)
-        tensor = found if found is not None else module._buffers[leaf]
+        parameter = module._parameters.get(leaf)
+        tensor = parameter if parameter is not None else module._buffers[leaf]
         assert tensor is not None, name
         return tensor
 

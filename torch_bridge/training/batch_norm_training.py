@@ -41,12 +41,12 @@ def require_folded(model: nn.Module) -> None:
 def reasons_to_stay_folded(model: nn.Module) -> dict[str, str]:
     """Return path -> reason, for every folded BatchNorm that cannot be trained."""
     root = state_of(model)
-    found = {fold.norm: f"it stands before {fold.layer}" for fold in root.folds if fold.before}
+    result = {fold.norm: f"it stands before {fold.layer}" for fold in root.folds if fold.before}
     for trainable in root.trainable_norms:
         reason = _reason_to_stay_folded(model, trainable)
         if reason:
-            found[trainable.fold.norm] = reason
-    return found
+            result[trainable.fold.norm] = reason
+    return result
 
 
 def _reason_to_stay_folded(model: nn.Module, trainable: TrainableBatchNorm) -> str:
@@ -177,13 +177,13 @@ def temporarily_folded(model: nn.Module, *, changes: bool = False) -> Iterator[N
 
 
 def _stored_tensors(model: nn.Module, live: list[TrainableBatchNorm]) -> Mapping[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for trainable in live:
         for module in (trainable.norm, model.get_submodule(trainable.fold.layer)):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    found[f"{state_of(module).path}.{name}"] = tensor
-    return found
+                    result[f"{state_of(module).path}.{name}"] = tensor
+    return result
 
 
 def _insert_norm(model: nn.Module, trainable: TrainableBatchNorm) -> None:

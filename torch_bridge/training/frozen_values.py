@@ -24,11 +24,11 @@ def holding_values(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
     untrained = [parameter for parameter in model.parameters() if id(parameter) in whole and parameter.requires_grad]
 
     @torch.no_grad()
-    def put_back(*_: Any) -> None:
+    def restore_values(*_: Any) -> None:
         for tensor, value in held:
             tensor.detach().copy_(value)
 
-    handle = register_optimizer_step_post_hook(put_back) if held else None
+    handle = register_optimizer_step_post_hook(restore_values) if held else None
     for parameter in untrained:
         parameter.requires_grad_(False)
     try:
@@ -36,21 +36,21 @@ def holding_values(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
-        put_back()
+        restore_values()
         for parameter in untrained:
             parameter.requires_grad_(True)
 
 
 def _tensors(model: nn.Module, sites: Collection[str]) -> list[Tensor]:
     """Return the stored tensors at sites; of a recurrent layer all its parameters, since sites read them rearranged."""
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     for site in sorted(sites):
         owner = site.rpartition(":")[0]
         module = model if owner == "self" else _module_at(model, owner)
         stored = find_stored(model, site)
         tensors = module.parameters(recurse=False) if module is not None and is_recurrent(module) else [stored]
-        found |= {id(tensor): tensor for tensor in tensors if tensor is not None}
-    return list(found.values())
+        result |= {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return list(result.values())
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

@@ -70,14 +70,14 @@ def training(
         model.train()
         try:
             with counting_steps(model, schedules):
-                found = {q: q.scale_and_zero_point() for q in learned}  # names the site that has none
+                encodings = {q: q.scale_and_zero_point() for q in learned}  # names the site that has none
                 for quantizer in scales:
                     quantizer.owner.register_parameter(
-                        quantizer.log_scale_name, nn.Parameter(torch.zeros_like(found[quantizer][0]))
+                        quantizer.log_scale_name, nn.Parameter(torch.zeros_like(encodings[quantizer][0]))
                     )
                 for quantizer in shifted:
                     quantizer.owner.register_parameter(
-                        quantizer.shift_name, nn.Parameter(torch.zeros_like(found[quantizer][1]))
+                        quantizer.shift_name, nn.Parameter(torch.zeros_like(encodings[quantizer][1]))
                     )
                 for quantizer in learned:
                     quantizer.clipped_only = learning.clipped_only
@@ -88,7 +88,7 @@ def training(
         finally:
             reshard_parameters(model)
             for quantizer in quantizers:
-                _fix(quantizer)
+                _end_learning(quantizer)
             model.eval()
 
 
@@ -97,7 +97,7 @@ def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
     runtime = state_of(model).runtime
     if isinstance(runtime.schedule_state, ScheduleState):
         for quantizer in quantizers:
-            _fix(quantizer)
+            _end_learning(quantizer)
         runtime.schedule_state.close()
         runtime.schedule_state = None
         model._buffers.pop(STEPS, None)
@@ -105,7 +105,7 @@ def leave_training(model: nn.Module, quantizers: Sequence[Quantizer]) -> None:
         model.eval()
 
 
-def _fix(quantizer: Quantizer) -> None:
+def _end_learning(quantizer: Quantizer) -> None:
     """Write what was learned into the encoding."""
     if quantizer.learned_names:
         encoding = quantizer.scale_and_zero_point()

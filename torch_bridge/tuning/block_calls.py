@@ -44,9 +44,9 @@ class Piece:
             other = in_float.get(path)
             if not isinstance(other, Tensor) or not other.is_floating_point() or other.shape != leaf.shape:
                 return self._select(path, leaf)
-            found, instead = self._select(path, leaf), self._select(path, other)
-            chosen = torch.rand(found.shape, generator=generator).to(found.device) < drop
-            return torch.where(chosen, instead, found)
+            quantized, float_value = self._select(path, leaf), self._select(path, other)
+            chosen = torch.rand(quantized.shape, generator=generator).to(quantized.device) < drop
+            return torch.where(chosen, float_value, quantized)
 
         return _map_arguments(self.call.quantized, mixed)
 
@@ -56,8 +56,8 @@ class Piece:
 
     def outputs(self) -> list[Tensor]:
         """Return the float model's outputs for these samples."""
-        found = floats_of(self.call.result)
-        return [y if self.rows is None else y.index_select(0, self.rows.to(y.device)) for y in found]
+        tensors = floats_of(self.call.result)
+        return [y if self.rows is None else y.index_select(0, self.rows.to(y.device)) for y in tensors]
 
     def chunks(self, size: int, generator: torch.Generator) -> list["Piece"]:
         """Return the samples in random order, at most `size` in each piece."""

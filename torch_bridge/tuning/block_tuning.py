@@ -133,23 +133,23 @@ class BlockRun:
 
     def error(self, pieces: Sequence[Piece]) -> float:
         """Return the output's squared error, relative to the float output's energy."""
-        missed = energy = 0.0
+        squared_error = energy = 0.0
         with torch.no_grad():
             for piece in pieces:
                 for y, wanted in zip(self.run_quantized(piece.quantized_arguments()), piece.outputs(), strict=True):
-                    missed += float((y.double() - wanted.double()).square().sum())
+                    squared_error += float((y.double() - wanted.double()).square().sum())
                     energy += float(wanted.double().square().sum())
-        return missed / energy if energy else 0.0
+        return squared_error / energy if energy else 0.0
 
     def _visit(self, site: str, x: Tensor) -> Tensor:
         learned = self.learned.get(site)
         if learned is not None:
             return learned(x)
-        found = self.sim.runtime.quantize(site, x)
+        result = self.sim.runtime.quantize(site, x)
         quantizer = self.sim.runtime.quantizers[site]
         if quantizer is not None:
             self.visited[site] = quantizer
-        return found
+        return result
 
 
 def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
@@ -172,17 +172,17 @@ def pieces_of(run: BlockRun, calls: Sequence[ModuleCall]) -> list[Piece]:
 
 
 def _repeats_result(run: BlockRun, piece: Piece) -> bool:
-    """Return whether the block repeats its result in the model, twice (it may count its calls)."""
+    """Return whether the block repeats its outputs in the model, twice (it may count its calls)."""
     wanted = piece.outputs()
     for _ in range(2):
         try:
             with torch.no_grad():
-                found = run.run_float(piece.float_arguments())
+                outputs = run.run_float(piece.float_arguments())
         except (RuntimeError, ValueError, IndexError):
             return False
-        if [y.shape for y in found] != [y.shape for y in wanted]:
+        if [y.shape for y in outputs] != [y.shape for y in wanted]:
             return False
-        pairs = zip(found, wanted, strict=True)
+        pairs = zip(outputs, wanted, strict=True)
         if any(float((y - t).double().norm()) > REPEAT_TOLERANCE * float(t.double().norm()) for y, t in pairs):
             return False
     return True
@@ -275,10 +275,10 @@ def _gradients(
     sums = [torch.zeros_like(parameter) for parameter in parameters]
     for piece, outputs in zip(batch, wanted, strict=True):
         with torch.enable_grad():
-            found = run.run_quantized(piece.quantized_arguments(drop=options.drop, generator=generator))
-            missed = [(y.float() - t.float()).square().sum() for y, t in zip(found, outputs, strict=True)]
+            simulated = run.run_quantized(piece.quantized_arguments(drop=options.drop, generator=generator))
+            squared_error = [(y.float() - t.float()).square().sum() for y, t in zip(simulated, outputs, strict=True)]
             # not backward(), which would write the gradients of the caller's parameters
-            parts = torch.autograd.grad(torch.stack(missed).sum() / energy, parameters, allow_unused=True)
+            parts = torch.autograd.grad(torch.stack(squared_error).sum() / energy, parameters, allow_unused=True)
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
                 total += part

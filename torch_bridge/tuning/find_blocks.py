@@ -62,13 +62,13 @@ def find_blocks(sim: QuantSim, patterns: Sequence[str] | None) -> ModuleBlocks:
 
 def _owners(sim: QuantSim, modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     """Return path of a module with quantized weights -> whether it multiplies by a matrix of them."""
-    found: dict[str, bool] = {}
+    result: dict[str, bool] = {}
     for decision in sim.plan.decisions.values():
         owner = without_calls(owner_of(decision.site)).partition("/")[0]
         path = "" if owner == "self" else owner
         if decision.kind == "weight" and decision.quantized and path in modules:
-            found[path] = found.get(path, False) or decision.op_type in _MULTIPLY
-    return found
+            result[path] = result.get(path, False) or decision.op_type in _MULTIPLY
+    return result
 
 
 def _reason_left_out(owner: str, matrices: Sequence[str]) -> str:
@@ -78,7 +78,7 @@ def _reason_left_out(owner: str, matrices: Sequence[str]) -> str:
 
 
 def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]) -> Iterator[str]:
-    classes = {path: _own_class(module) for path, module in modules.items()}
+    classes = {path: _user_class(module) for path, module in modules.items()}
     composite = {
         path
         for path, cls in classes.items()
@@ -106,10 +106,10 @@ def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]
     yield from visit("")
 
 
-def _own_class(module: nn.Module) -> type[nn.Module]:
+def _user_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a wrapped module before it was wrapped."""
-    found: type[nn.Module] = type(module).__mro__[2]
-    return found
+    result: type[nn.Module] = type(module).__mro__[2]
+    return result
 
 
 def _is_wide(module: nn.Module) -> bool:

@@ -141,7 +141,7 @@ class RangeObserver:
         self._largest(together)
         self.forget()
         seen, before = together.cpu().numpy(), average.cpu().numpy()
-        found, start, first = {}, 0, {}
+        encodings, start, first = {}, 0, {}
         for site, one in self.ranges.items():
             part = slice(start, start := start + one.seen.shape[1])
             new, old = seen[:, part], before[:, part]
@@ -156,9 +156,9 @@ class RangeObserver:
                 encoding = one.quantizer.encoding() if one.has_range else None
                 old = new if encoding is None else np.stack([-encoding.low, encoding.high])
             before[:, part] = moved = old + self.momentum * (new - old)
-            found[site] = one.set_range(Range(-moved[0], moved[1]))
+            encodings[site] = one.set_range(Range(-moved[0], moved[1]))
             if not one.has_range:
-                one.has_range, first[site] = True, found[site]
+                one.has_range, first[site] = True, encodings[site]
         average.copy_(torch.from_numpy(before))
         if first:
             install(sim, first)
@@ -214,13 +214,13 @@ def _observers(
     quantizers: Mapping[str, Quantizer], ranges: Mapping[str, ObservedRange]
 ) -> list[tuple[Quantizer, ObservedRange | BiasObserver]]:
     """Return quantizers and their observers: members of a tie share a range, biases wait for that of their input."""
-    found: list[tuple[Quantizer, ObservedRange | BiasObserver]] = []
+    result: list[tuple[Quantizer, ObservedRange | BiasObserver]] = []
     for quantizer in quantizers.values():
         decision = quantizer.decision
         if decision.bias_of is not None:
             source = quantizers[decision.bias_of[0]].decision.encoding_site
             if source in ranges:
-                found.append((quantizer, BiasObserver(ranges[source])))
+                result.append((quantizer, BiasObserver(ranges[source])))
         elif decision.quantized and decision.encoding_site in ranges and not decision.passes_through:
-            found.append((quantizer, ranges[decision.encoding_site]))
-    return found
+            result.append((quantizer, ranges[decision.encoding_site]))
+    return result

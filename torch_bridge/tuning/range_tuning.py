@@ -86,10 +86,10 @@ class RangeTuner:
     def error(self, batch: Any, wanted: Sequence[Tensor], where: str) -> Tensor:
         """Return the squared error of the outputs, relative to their energy, with the present ranges."""
         with self.sim.runtime.in_phase("visit", self._visit):
-            found = _floats(feed(self.sim.model, batch, self.sim.example, self.forward, where))
+            outputs = _floats(feed(self.sim.model, batch, self.sim.example, self.forward, where))
         errors = [
             (x - y).float().square().sum() / y.float().square().sum().clamp(min=torch.finfo(torch.float32).tiny)
-            for x, y in zip(found, wanted, strict=True)
+            for x, y in zip(outputs, wanted, strict=True)
         ]
         return torch.stack(errors).mean()
 

@@ -62,8 +62,8 @@ def reestimate(
             ),
         ):
             rows = [*walk.run(together), *rows]
-    found = {row["site"] for row in rows}
-    rows += [_row(path, note="no batch reaches it") for path in norms.values() if path not in found]
+    reached = {row["site"] for row in rows}
+    rows += [_row(path, note="no batch reaches it") for path in norms.values() if path not in reached]
     return rows, walk.float_seconds
 
 
@@ -111,14 +111,14 @@ class _NormWalk:
         try:
             for one in self._passes:
                 self._scheduler.resume(one)
-            while standing := [one for one in self._passes if not one.finished]:
-                path = standing[0].at[0]
-                there, start = [one for one in standing if one.at[0] == path], time.perf_counter()
+            while paused := [one for one in self._passes if not one.finished]:
+                path = paused[0].at[0]
+                there, start = [one for one in paused if one.at[0] == path], time.perf_counter()
                 try:
                     parts = [_statistics(one.at[1]) for one in there]
                     before = [seen[path]] if path in seen else []
-                    found = seen[path] = merged([*before, together(path, merged(parts))])
-                    error, note = _write(self._sim, path, found)
+                    statistics = seen[path] = merged([*before, together(path, merged(parts))])
+                    error, note = _write(self._sim, path, statistics)
                 except DataError as failed:
                     raise DataError(f"{failed} (batches {', '.join(str(one.number) for one in there)})") from failed
                 for one in there:
@@ -149,7 +149,7 @@ def _statistics(x: Tensor) -> ChannelStatistics:
     return ChannelStatistics(values.shape[1], mean.cpu().numpy(), squares.cpu().numpy())
 
 
-def _write(sim: QuantSim, path: str, found: ChannelStatistics) -> tuple[float, str]:
+def _write(sim: QuantSim, path: str, new_statistics: ChannelStatistics) -> tuple[float, str]:
     """Write statistics into a BatchNorm; return the deviation of the old ones, and a note on what did not follow."""
     norm = sim.model.get_submodule(path)
     trainable = next((one for one in active_norms(sim.model) if one.norm is norm), None)
@@ -158,12 +158,12 @@ def _write(sim: QuantSim, path: str, found: ChannelStatistics) -> tuple[float, s
     assert mean is not None
     assert var is not None
     eps: Any = norm.eps
-    new = found.variance(path)
+    new = new_statistics.variance(path)
     old = [buffer.detach().double().cpu().numpy() for buffer in (mean, var)]
-    mean.copy_(torch.from_numpy(found.mean))
+    mean.copy_(torch.from_numpy(new_statistics.mean))
     var.copy_(torch.from_numpy(new))
     note = "" if trainable is None or before is None else _rescale_weight(sim, trainable, before)
-    return deviation(found, old[0], np.asarray(old[1] + eps)), note
+    return deviation(new_statistics, old[0], np.asarray(old[1] + eps)), note
 
 
 def _rescale_weight(sim: QuantSim, trainable: TrainableBatchNorm, before: Tensor) -> str:

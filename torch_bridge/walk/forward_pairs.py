@@ -34,8 +34,8 @@ class ForwardPairs:
         self.batches = 0
         self.float_seconds = 0.0
         self._sim, self._forward = sim, forward
-        self._numbered = progress_over(data, "layers", progress=False)
-        self._first = next(self._numbered)
+        self._batches = progress_over(data, "layers", progress=False)
+        self._first = next(self._batches)
         self._scheduler = Scheduler(sim.runtime)
         self._offloader = None if max_memory is None else Offloader(max_memory)
 
@@ -73,7 +73,7 @@ class ForwardPairs:
         try:
             self.weights.set_floats(float_biases(self._sim))
             try:
-                for number, batch in chain([self._first], self._numbered):
+                for number, batch in chain([self._first], self._batches):
                     self.batches += 1
                     for quantized in (False, True):
                         forwards.append(self.add_forward(number, batch, quantized=quantized, modes=modes))
@@ -136,7 +136,7 @@ class ForwardPairs:
             self._offloader.after_pause(one, self.weights.cached_tensors())
 
     @contextmanager
-    def present(self, *forwards: PausedForward) -> Iterator[None]:
+    def in_memory(self, *forwards: PausedForward) -> Iterator[None]:
         """Keep the tensors of these forwards in memory inside the block; copy what is to last longer."""
         if self._offloader is None:
             yield

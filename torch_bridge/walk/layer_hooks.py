@@ -120,16 +120,16 @@ def find_hooked_layers(sim: QuantSim) -> HookedLayers:
     layers, left = graph_layers(graph_as_it_runs(sim.model, sim.graph), sim.plan, frozen)
     modules = dict(sim.model.named_modules())
     by_site, functions = {}, set()
-    for found in layers:
-        site = found.layer.site
+    for graph_layer in layers:
+        site = graph_layer.layer.site
         owner = modules.get("" if owner_of(site) == "self" else owner_of(site))
         if isinstance(owner, nn.RNNBase) and is_recurrent(owner):
-            by_site[site] = HookedLayer(found.layer, None, len(found.ops) > 1, recurrent=True)
+            by_site[site] = HookedLayer(graph_layer.layer, None, len(graph_layer.ops) > 1, recurrent=True)
         elif owner is not None and port_of(site) == "weight" and _is_plain_layer(owner):
-            layer = replace(found.layer, geometry=_geometry(owner))
-            by_site[site] = HookedLayer(layer, owner, len(found.ops) > 1)
+            layer = replace(graph_layer.layer, geometry=_geometry(owner))
+            by_site[site] = HookedLayer(layer, owner, len(graph_layer.ops) > 1)
         else:
-            by_site[site] = HookedLayer(found.layer, None, len(found.ops) > 1)
+            by_site[site] = HookedLayer(graph_layer.layer, None, len(graph_layer.ops) > 1)
             functions.add(site)
     return HookedLayers(by_site, left, functions)
 

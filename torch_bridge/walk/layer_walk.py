@@ -137,9 +137,9 @@ class LayerWalk:
         if one is None:
             return
         if one in self._collecting:
-            wanted, found = self._collecting[one]
+            wanted, inputs = self._collecting[one]
             if site == wanted:
-                found.append(x)
+                inputs.append(x)
             return
         layer_input = LayerInput.to(site, x)
         if site in self._done or any(
@@ -156,16 +156,16 @@ class LayerWalk:
 
     def _pairs_paused_at(self, site: str) -> list[tuple[PausedForward, PausedForward]]:
         """Return the float and quantized forwards of the batches of which both are paused before a layer."""
-        found: dict[bool, dict[int, PausedForward]] = {False: {}, True: {}}
+        result: dict[bool, dict[int, PausedForward]] = {False: {}, True: {}}
         for one in self._forwards:
             if one.at.site == site:
-                found[one.quantized][one.number] = one
-        return [(one, found[True][number]) for number, one in found[False].items() if number in found[True]]
+                result[one.quantized][one.number] = one
+        return [(one, result[True][number]) for number, one in result[False].items() if number in result[True]]
 
     def _inputs(self, pairs: Sequence[tuple[PausedForward, PausedForward]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the inputs of the layer before which forwards are paused."""
         for pair in pairs:
-            with self._pairs.present(*pair):
+            with self._pairs.in_memory(*pair):
                 x, x_quantized = (one.at.x.clone() if self._pairs.offloads else one.at.x for one in pair)
             yield x, x_quantized
 

@@ -55,11 +55,11 @@ class LayerWeights:
         known = self._cache.get(site)
         if known is not None:
             return known
-        found = self._sim.runtime.quantize(site, x)
+        result = self._sim.runtime.quantize(site, x)
         quantizer = self._sim.runtime.quantizers[site]
-        if found is not x and quantizer is not None and quantizer.decision.kind in ("weight", "bias"):
-            self._cache[site] = found
-        return found
+        if result is not x and quantizer is not None and quantizer.decision.kind in ("weight", "bias"):
+            self._cache[site] = result
+        return result
 
     def drop_cache(self) -> None:
         """Drop the cached fake-quantized tensors, except at the sites that are held."""
@@ -154,9 +154,9 @@ class LayerWeights:
             for suffix, part in zip(direction_suffixes(module), value, strict=True):
                 self._replace(getattr(module, port + suffix), to_torch_order(part, module.mode))
             return
-        found = {**module._parameters, **module._buffers}.get(port)
-        if found is not None:
-            self._replace(found, value)
+        stored = {**module._parameters, **module._buffers}.get(port)
+        if stored is not None:
+            self._replace(stored, value)
             return
         name, _, part = port.rpartition("_")
         packed = module._parameters.get(name)

@@ -73,7 +73,7 @@ class _Calls(Sequence[ModuleCall]):
         if isinstance(index, slice):
             return [self[at] for at in range(len(self))[index]]
         in_float, quantized = self._forwards[index]
-        with self._pairs.present(in_float, quantized):
+        with self._pairs.in_memory(in_float, quantized):
             call = ModuleCall(in_float.number, in_float.at.arguments, quantized.at.arguments, in_float.at.result)
             return map_leaves(call, _clone_tensor) if self._pairs.offloads else call
 
@@ -112,17 +112,17 @@ class ModuleWalk:
     def __iter__(self) -> Iterator[ModuleStep]:
         """Yield the steps; asking for the next one goes on with what was changed."""
         for path in self.order:
-            standing = {quantized: self._paused_before(path, quantized) for quantized in (False, True)}
-            in_float = list(standing[False].values())
+            paused = {quantized: self._paused_before(path, quantized) for quantized in (False, True)}
+            in_float = list(paused[False].values())
             self._pairs.resume(in_float)  # through the module, to get its result
-            pairs = [(one, standing[True][one.number]) for one in in_float if one.number in standing[True]]
+            pairs = [(one, paused[True][one.number]) for one in in_float if one.number in paused[True]]
             pairs = [(one, other) for one, other in pairs if not one.finished and one.at.after]
             if pairs:
                 yield ModuleStep(path, _Calls(self._pairs, pairs))
             self._passed.add(path)
             self.weights.drop_cache()
             self._pairs.resume([one for one in in_float if not one.finished and one.at.after])
-            self._pairs.resume(list(standing[True].values()))
+            self._pairs.resume(list(paused[True].values()))
 
     def _paused_before(self, path: str, quantized: bool) -> dict[int, PausedForward]:
         return {

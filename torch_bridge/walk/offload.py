@@ -28,7 +28,7 @@ class Offloader:
         """Set the bytes that all paused forwards together may hold in memory."""
         self._max_memory = max_memory
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._made: dict[PausedForward, _TensorTracker] = {}
+        self._trackers: dict[PausedForward, _TensorTracker] = {}
         self._resident: dict[PausedForward, int] = {}
         self._files: dict[PausedForward, tuple[Path, list[tuple[torch.UntypedStorage, int]]]] = {}
         self._offloaded: dict[int, PausedForward] = {}  # address of a storage -> whose file it is in
@@ -37,16 +37,16 @@ class Offloader:
 
     def tracker_for(self, forward: PausedForward) -> TorchDispatchMode:
         """Return the mode that a forward enters, so that the tensors that it makes are known."""
-        self._made[forward] = _TensorTracker(self)
-        return self._made[forward]
+        self._trackers[forward] = _TensorTracker(self)
+        return self._trackers[forward]
 
     def after_pause(self, forward: PausedForward, kept: Iterable[Tensor]) -> None:
         """Write the tensors of a paused forward to a file, except `kept`, if memory does not suffice."""
         if forward.finished:
-            self._made.pop(forward, None)
+            self._trackers.pop(forward, None)
             return
         keep = {x.untyped_storage()._cdata for x in kept} | self._shared.keys()
-        storages = [s for s in self._made[forward].storages() if s._cdata not in keep and s.resizable()]
+        storages = [s for s in self._trackers[forward].storages() if s._cdata not in keep and s.resizable()]
         live = sum(storage.nbytes() for storage in storages)
         if live + sum(self._resident.values()) <= self._max_memory:
             self._resident[forward] = live
@@ -117,7 +117,7 @@ class _TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, offloader: Offloader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._offloader = offloader
-        self._made: dict[int, StorageWeakRef] = {}  # while a weak reference exists, its address is not used again
+        self._storages: dict[int, StorageWeakRef] = {}  # while a weak reference exists, its address is not used again
         self._pruned_at = 0
 
     def __torch_dispatch__(
@@ -132,19 +132,19 @@ class _TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in _tensors([result]):
             storage = x.untyped_storage()
             if storage._cdata not in known:
-                self._made[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        if len(self._made) > 2 * self._pruned_at + 256:
+                self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if len(self._storages) > 2 * self._pruned_at + 256:
             self._prune()
         return result
 
     def storages(self) -> list[torch.UntypedStorage]:
         self._prune()
-        found = (torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self._made)
-        return [storage for storage in found if storage is not None]
+        storages = (torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self._storages)
+        return [storage for storage in storages if storage is not None]
 
     def _prune(self) -> None:
-        self._made = {cdata: held for cdata, held in self._made.items() if not held.expired()}  # type: ignore[no-untyped-call]
-        self._pruned_at = len(self._made)
+        self._storages = {cdata: held for cdata, held in self._storages.items() if not held.expired()}  # type: ignore[no-untyped-call]
+        self._pruned_at = len(self._storages)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

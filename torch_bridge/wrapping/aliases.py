@@ -117,14 +117,14 @@ class Aliases:
         read = given[1:] if name == "__setitem__" else given
         for x in read:
             self._record_read(x)
-        made = all_tensors(result)
-        self._note_state(read, changed, made)
+        results = all_tensors(result)
+        self._note_state(read, changed, results)
         if changed:
             out = all_tensors((kwargs or {}).get("out"))
             self._record_write(next((x for x in (*out, *given) if any(x is y for y in changed)), changed[0]))
             if name == "__setitem__":
                 self._merge_assignment(args)
-        for x in made:
+        for x in results:
             if id(x) not in self._names:
                 source = next((y for y in given if _memory(y) == _memory(x)), None)
                 self._names[id(x)] = _TensorName(x, self._call, None if source is None else id(source))
@@ -181,11 +181,11 @@ class Aliases:
 
     def _sources(self, key: int | None) -> Iterable[int]:
         """Return a name, and the names that it is a view of."""
-        found = []
+        result = []
         while key is not None:
-            found.append(key)
+            result.append(key)
             key = self._names[key].source
-        return found
+        return result
 
     def _record_write(self, x: Tensor) -> None:
         self._name(x)
@@ -203,7 +203,7 @@ class Aliases:
             writes = self._writes[region.memory]
             writes[:-1] = [write for write in writes[:-1] if write.region != region]
 
-    def _note_state(self, read: list[Tensor], changed: list[Tensor], made: list[Tensor]) -> None:
+    def _note_state(self, read: list[Tensor], changed: list[Tensor], results: list[Tensor]) -> None:
         """Record which parameters and buffers a call reads or writes.
 
         It does not read what it only writes over, nor what it returns a view of.
@@ -211,7 +211,7 @@ class Aliases:
         for x in changed:
             if _memory(x) in self._state:
                 self._state_written.setdefault(_memory(x), source_line())
-        shared = {_memory(x) for x in (*changed, *made)}
+        shared = {_memory(x) for x in (*changed, *results)}
         self._state_read.update({_memory(x) for x in read} & self._state.keys() - shared)
 
 

@@ -18,8 +18,8 @@ class Dataflow:
     """The record of who made which tensor, who read it, and how often each module ran, by first paths."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = model.named_modules(remove_duplicate=False)
-        self.first_path = {path: state_of(module).path for path, module in found}
+        modules = model.named_modules(remove_duplicate=False)
+        self.first_path = {path: state_of(module).path for path, module in modules}
         self.tensors: list[Tensor] = []  # keeps ids unique while recording
         self.sites: dict[str, None] = {}  # in the order in which they are reached
         self.maker: dict[int, str] = {}
@@ -65,9 +65,9 @@ class Dataflow:
         if not all_tensors(result):
             return  # a shape or a number
         given = all_tensors(arguments)
-        for made in all_tensors(result):
-            self.tensors.append(made)
-            self.read_by_maker[id(made)] = given[0] if given else made
+        for part in all_tensors(result):
+            self.tensors.append(part)
+            self.read_by_maker[id(part)] = given[0] if given else part
         for tensor in given:
             self.tensors.append(tensor)
             self.readers.setdefault(id(tensor), []).append(frame.path)

@@ -18,11 +18,11 @@ def find_folds(model: nn.Module, dataflow: Dataflow, config: QuantConfig) -> tup
     for path, norm in modules.items():
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
             continue
-        found = _fold_or_reason(path, norm, modules, dataflow, config)
-        if isinstance(found, Fold):
-            folds.append(found)
+        fold_or_reason = _fold_or_reason(path, norm, modules, dataflow, config)
+        if isinstance(fold_or_reason, Fold):
+            folds.append(fold_or_reason)
         else:
-            kept[path] = found
+            kept[path] = fold_or_reason
     return folds, kept
 
 

@@ -15,8 +15,8 @@ _BEFORE_AUTOCAST = "_original_forward"  # accelerate's name for the forward that
 
 def remove_own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Remove a forward that is set on the object itself and return it; None where the class's is called."""
-    found: Callable[..., Any] | None = vars(module).pop(_FORWARD, None)
-    return found
+    result: Callable[..., Any] | None = vars(module).pop(_FORWARD, None)
+    return result
 
 
 def set_own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -35,13 +35,13 @@ def drop_autocast(model: nn.Module, undo_steps: list[Callable[[], None]]) -> lis
         model: of any kind.
         undo_steps: gains the functions that put the autocast back.
     """
-    found = []
+    result = []
     for path, module in model.named_modules():
         own = vars(module)
         if _FORWARD in own and _BEFORE_AUTOCAST in own:
             undo_steps.append(partial(own.update, {name: own.pop(name) for name in (_FORWARD, _BEFORE_AUTOCAST)}))
-            found.append(path)
-    return found
+            result.append(path)
+    return result
 
 
 def require_copied_forwards(copied: nn.Module) -> None:

@@ -59,9 +59,9 @@ class ModuleState:
 
 def state_of(module: nn.Module) -> ModuleState:
     """Return the state of a wrapped module."""
-    found = module.__dict__[STATE]
-    assert isinstance(found, ModuleState)
-    return found
+    state = module.__dict__[STATE]
+    assert isinstance(state, ModuleState)
+    return state
 
 
 def is_wrapped(module: nn.Module) -> bool:

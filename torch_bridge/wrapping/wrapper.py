@@ -43,8 +43,8 @@ def float_class(module: nn.Module) -> type[nn.Module]:
     FSDP and others may have put a class of theirs in front of ours.
     """
     order = type(module).__mro__
-    found: type[nn.Module] = order[order.index(_QuantizedModule) + 1]
-    return found
+    result: type[nn.Module] = order[order.index(_QuantizedModule) + 1]
+    return result
 
 
 def wrap_model(model: nn.Module, declared: Mapping[str, tuple[str, ...]]) -> Runtime:
