@@ -14,7 +14,7 @@ from torch_bridge.sites.runtime import Runtime
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import drop_quantizers
 
-PREFIX = "qsdk_"  # of the buffers that hold encodings
+PREFIX = "qsdk_"  # prefix of the buffers that hold encodings
 
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:

@@ -50,7 +50,7 @@ def calibrate(
     quantizers = sim.quantizers
     wanted = observed(quantizer.decision for quantizer in quantizers.values())
     statistics = Statistics(chosen)
-    if wanted:  # else only weights have ranges to find, and the data has nothing to say
+    if wanted:  # otherwise only weights need ranges, and the data is not read
         statistics = of_all_ranks(lambda: _observe(sim, data, Observers(wanted, chosen), forward, progress), gather)
     frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
     known = {site for site, quantizer in quantizers.items() if quantizer.calibrated}

@@ -23,7 +23,7 @@ class GivenWeights:
     def __init__(self, model: nn.Module) -> None:
         self._bounds = bounds(model)  # of ReLU6 modules
         self._values: dict[Key, tuple[Tensor, bytes]] = {}
-        self._writing: dict[Key, Tensor] = {}  # what was given of tensors that are being written
+        self._writing: dict[Key, Tensor] = {}  # given values of tensors that are being written
 
     def known(self) -> Mapping[Key, tuple[Tensor, bytes]]:
         """Return the current contents, for `become`."""
@@ -48,7 +48,7 @@ class GivenWeights:
         there = dict(state_tensors(model))
         for key, given in before.items():
             if key in there and there[key].is_meta:
-                continue  # a model without values: there is nothing to tell apart
+                continue  # a model on the meta device has no values to compare
             now = _local(there[key]).cpu() if key in there else given
             if _are_equal(given, now):
                 self._values.pop(key, None)

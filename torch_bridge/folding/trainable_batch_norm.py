@@ -84,7 +84,7 @@ class TrainableBatchNorm:
     def _normalize(self, x: Tensor, runtime: Runtime) -> Tensor:
         frame = runtime.frame
         assert frame is not None
-        runtime.frame = Frame(frame.path, frame.name, leaf=True)  # no op in it is a site
+        runtime.frame = Frame(frame.path, frame.name, leaf=True)  # a leaf, so that no op in it is a site
         try:
             return self.norm.forward(x)  # type: ignore[no-any-return]  # not its call: its hooks run at its own place
         finally:
@@ -92,7 +92,7 @@ class TrainableBatchNorm:
 
     def read_parameter(self, layer: nn.Module, name: str, path: str, runtime: Runtime) -> Tensor | None:
         """Return the weight or bias of the layer, as an op in a running forward reads it."""
-        frame, runtime.frame = runtime.frame, None  # this arithmetic is no op of the model
+        frame, runtime.frame = runtime.frame, None  # outside of any frame: this arithmetic is not an op of the model
         try:
             if self._leaves_norm_separate(frame, path):
                 return self._read_unfolded(layer, name, path, runtime)

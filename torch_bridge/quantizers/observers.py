@@ -27,7 +27,7 @@ class Observers:
         self._sampled = {site for site, decision in wanted.items() if reads_histogram(decision, chosen)}
         self._axes = {site: axis for site, d in wanted.items() if (axis := channel_axis(d)) is not None}
         self._pending: list[Tensor] = []
-        self._pending_sites: list[tuple[str, bool]] = []  # of the pending values: site, and whether it is a maximum
+        self._pending_sites: list[tuple[str, bool]] = []  # site of each pending value, and whether it is a maximum
         self._samples: dict[str, list[tuple[Tensor, int]]] = {}
         self._channels: list[tuple[str, Tensor, Tensor]] = []  # extremes of each channel
 

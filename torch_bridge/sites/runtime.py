@@ -203,7 +203,7 @@ class Runtime(RuntimeState):
 
         Any other caller has read its parameters through their own sites already.
         """
-        frame, self.frame = self.frame, None  # taking a part is no op of the model
+        frame, self.frame = self.frame, None  # taking a part of the tensor is not an op of the model
         read = packed_rows(packed, part) if part else packed
         self.frame = frame
         assert frame is not None

@@ -125,12 +125,12 @@ class RuntimeState:
 
     @property
     def thread(self) -> int:
-        """The thread that runs, or the one that it acts for."""
+        """Return the id of the running thread, or of the thread that it acts for."""
         return self._pass.acts_for or threading.get_ident()
 
     @contextmanager
     def acting_for(self, thread: int) -> Iterator[None]:
-        """Let this thread run the model while the other one has the sim alone."""
+        """Let this thread run the model inside the block while the other one has the sim alone."""
         self._pass.acts_for = thread
         try:
             yield
@@ -142,7 +142,7 @@ class RuntimeState:
         return not self._pass.runs
 
     def forward_pass(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what a call gives that is the whole forward pass of this thread.
+        """Run a call as the whole forward pass of this thread and return its result.
 
         Raises:
             ModelError: another thread has the sim alone.
@@ -173,7 +173,7 @@ class RuntimeState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep the sim to this thread for a while, so that no forward pass sees half of a change.
+        """Keep the sim to this thread inside the block, so that no forward pass sees half of a change.
 
         Raises:
             ModelError: another thread has it, or is in the middle of a forward pass.

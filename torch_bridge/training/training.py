@@ -70,7 +70,7 @@ def training(
         model.train()
         try:
             with counting_steps(model, schedules):
-                encodings = {q: q.scale_and_zero_point() for q in learned}  # names the site that has none
+                encodings = {q: q.scale_and_zero_point() for q in learned}  # raises where a site has no encoding
                 for quantizer in scales:
                     quantizer.owner.register_parameter(
                         quantizer.log_scale_name, nn.Parameter(torch.zeros_like(encodings[quantizer][0]))

@@ -12,7 +12,7 @@ from torch_bridge.sim import QuantSim
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MULTIPLY = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
-#: a single layer whose output is more times its input (the head of a language model) would need too much memory
+#: a single layer with more outputs per input than this (the head of a language model) would need too much memory
 WIDE = 8
 
 

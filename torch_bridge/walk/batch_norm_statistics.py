@@ -107,7 +107,7 @@ class _NormWalk:
     def run(self, together: Together) -> Rows:
         """Run all forwards to their ends and return the rows of the report."""
         rows: dict[str, dict[str, Any]] = {}
-        seen: dict[str, ChannelStatistics] = {}  # by the calls of a BatchNorm so far
+        seen: dict[str, ChannelStatistics] = {}  # statistics over all calls of a BatchNorm so far
         try:
             for one in self._passes:
                 self._scheduler.resume(one)

@@ -218,7 +218,7 @@ def walk_layers(
         CalibrationError: a site has no encoding yet. Whatever is raised, here or inside the block, the sim stays as
             it was.
     """
-    _ = sim.encodings  # names the sites that have none
+    _ = sim.encodings  # raises where a site has no encoding
     with sim.alone(), eval_mode(sim.model), torch.no_grad():
         walk = LayerWalk(sim, data, forward, max_memory)
         with walk.started():

@@ -156,12 +156,12 @@ def walk_modules(
         CalibrationError: a site has no encoding yet. Whatever is raised, here or inside the block, what was written
             by `weights` is undone.
     """
-    _ = sim.encodings  # names the sites that have none
+    _ = sim.encodings  # raises where a site has no encoding
     with sim.alone(), eval_mode(sim.model), torch.no_grad():
         pairs = ForwardPairs(sim, data, forward, max_memory)
         calls: list[str] = []
         pairs.run_first_batch(lambda: _hooks_around(sim, paths, lambda at: calls.append(at.path)))
-        order = [path for path in dict.fromkeys(calls) if calls.count(path) == 2]  # before it and after it
+        order = [path for path in dict.fromkeys(calls) if calls.count(path) == 2]  # once before it and once after it
         left = {
             path: "one forward calls it several times" if path in calls else "the first batch does not call it"
             for path in paths

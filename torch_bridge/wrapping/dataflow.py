@@ -24,13 +24,13 @@ class Dataflow:
         self.sites: dict[str, None] = {}  # in the order in which they are reached
         self.maker: dict[int, str] = {}
         self.readers: dict[int, list[str]] = {}
-        self.read_by_maker: dict[int, Tensor] = {}  # what a function computes -> the first tensor that it reads
+        self.read_by_maker: dict[int, Tensor] = {}  # id of a function's result -> first tensor that the function reads
         self.calls: Counter[str] = Counter()
         self.result_of: dict[str, Tensor] = {}
-        self.versions: dict[int, tuple[str, int]] = {}  # what is emitted -> its site, and how often it was written then
+        self.versions: dict[int, tuple[str, int]] = {}  # id of a site's tensor -> site, and the tensor's version then
         self.overwritten: set[str] = set()
         self.aliases = Aliases(model)
-        self.writes: list[str] = []  # what is written over, or where
+        self.writes: list[str] = []  # descriptions of the writes, for errors
 
     def visit(self, site: str, x: Tensor) -> Tensor:
         """Record which owner made a tensor."""

@@ -37,7 +37,7 @@ def _fold_or_reason(
         (t for t in dataflow.tensors if path in dataflow.readers.get(id(t), ()) and id(t) in dataflow.maker), None
     )
     op = "" if source is None else dataflow.maker[id(source)]
-    maker = op.partition("/")[0]  # of `conv/conv2d.0`, a function that a layer's own forward calls: the layer
+    maker = op.partition("/")[0]  # the layer `conv` of `conv/conv2d.0`, a function that the layer's own forward calls
     reason = "no Linear or convolution stands directly before or after it"
     if source is not None and isinstance(modules.get(maker), _LINEAR):
         fold = fold_of(path, norm, op, modules[maker], before=False)
@@ -86,7 +86,7 @@ def _follows_weight(layer: nn.Module, x: Tensor, fold: Fold) -> bool:
         layer._parameters |= {"weight": nn.Parameter(new_weight), "bias": nn.Parameter(new_bias)}
         after = layer(x)
     except (RuntimeError, TypeError, ValueError, IndexError):
-        return False  # it takes more than one tensor, or none of this shape
+        return False  # it needs more tensors, or one of another shape
     finally:
         layer._parameters |= {"weight": weight, "bias": bias}
     along = (-1,) if isinstance(layer, nn.Linear) else (-1, *[1] * (before.ndim - 2))
