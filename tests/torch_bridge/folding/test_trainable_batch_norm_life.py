@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from live_norm_models import fresh, net, one_step, same, state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_models import BatchNormNet, calibrated, randomized, seeded
+from trainable_norm_models import fresh, net, one_step, same, state
 
 import qsdk
 from qsdk.core.config.config import w4a8, w8a8

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from live_norm_models import fresh, net, one_step, same, state
 from torch import Tensor, nn
 from torch_models import BatchNormNet, calibrated, randomized, seeded, sim_of
+from trainable_norm_models import fresh, net, one_step, same, state
 
 import qsdk
 from qsdk.core.config.config import QuantConfig, w4a8, w8a8

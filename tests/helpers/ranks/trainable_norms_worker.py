@@ -1,4 +1,4 @@
-"""One of two processes that train a sim with live BatchNorms: `python live_norms_worker.py rank store out`."""
+"""One of two processes that train a sim with live BatchNorms: `python trainable_norms_worker.py rank store out`."""
 
 import io
 import sys
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live_norm_models import fresh
 from rank_group import in_process_group
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import seeded
+from trainable_norm_models import fresh
 
 import qsdk
 from torch_bridge.sim import QuantSim

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from live_norm_models import fresh, same
-from live_norms_worker import BATCHES, result, stepped
+from trainable_norm_models import fresh, same
+from trainable_norms_worker import BATCHES, result, stepped
 
 pytestmark = pytest.mark.nightly
-WORKER = Path(__file__).parents[2] / "helpers" / "ranks" / "live_norms_worker.py"
+WORKER = Path(__file__).parents[2] / "helpers" / "ranks" / "trainable_norms_worker.py"
 
 
 @pytest.fixture(scope="module")
