@@ -14,7 +14,7 @@ from onnx_backend.proto.lazy_tensors import fake_quantized
 from onnx_backend.qdq.marks import mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.encodings.match_to_model import Placed, require_placed
+from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
 from qsdk.core.sims.state import SimState
@@ -23,8 +23,8 @@ NOT_MENTIONED = "the encodings file does not mention it"
 
 
 def sim_with_encodings(
-    source: ModelProto, place: Callable[[Graph], Placed], where: str, *, strict: bool
-) -> tuple[OnnxSim, Placed]:
+    source: ModelProto, place: Callable[[Graph], MatchedEncodings], where: str, *, strict: bool
+) -> tuple[OnnxSim, MatchedEncodings]:
     """Open a float model, and quantize exactly the tensors that encodings are given for.
 
     A BatchNorm beside a layer is folded, as it was when the encodings were found, unless they speak of the tensor
@@ -48,7 +48,7 @@ def sim_with_encodings(
         kept = [node_label(node) for node in norms if spoken_of.intersection(node.input[:1])]
         model, graph, notes = open_unplanned(source, _keeping(kept))
         placed = place(graph)
-    require_placed(placed, where, strict=strict)
+    require_matched(placed, where, strict=strict)
     without_origin(model)
     _quantize_absorbed(model, graph, placed)
     plan = plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED)
@@ -56,7 +56,7 @@ def sim_with_encodings(
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes), placed
 
 
-def _quantize_absorbed(model: ModelProto, graph: Graph, placed: Placed) -> None:
+def _quantize_absorbed(model: ModelProto, graph: Graph, placed: MatchedEncodings) -> None:
     """Replace stored rows, in place, by the values that a lookup in the quantized table returns."""
     stored = initializers(model.graph)
     for encoding, site in placed.absorbed.values():

@@ -11,12 +11,12 @@ from qsdk import __version__
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 
 UNREADABLE = 2
-INTERRUPTED = 130  # as shells say of Ctrl-C
+INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 _CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and give the exit code: 0 fine, 1 errors found or refused, 2 unreadable or wrong usage."""
+    """Run a command and return the exit code: 0 fine, 1 errors found or refused, 2 unreadable or wrong usage."""
     options = _parser().parse_args(arguments)
     module, function = options.run.split(":")
     try:
@@ -24,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (FileFormatError, ConfigError) as error:
         print(f"qsdk: {error}", file=sys.stderr)
-        return UNREADABLE  # or an option that cannot be meant
+        return UNREADABLE  # or wrong usage
     except QsdkError as error:
         print(f"qsdk: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("qsdk: interrupted; what was being written was not put in place", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
-    """Return a command with its help, an example, and `--json`."""
+    """Return the parser of a command with its help, an example, and `--json`."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -107,7 +107,7 @@ def _add_quantize(commands: Any) -> None:
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:
-    """Where batches come from."""
+    """Add the options that select the batches."""
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--data",

@@ -1,1 +1,1 @@
-"""Range estimators and layer solvers on second moments; they know neither modules nor ONNX."""
+"""Layer solvers on second moments; they know neither modules nor ONNX."""

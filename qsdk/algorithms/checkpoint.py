@@ -1,4 +1,4 @@
-"""Checkpoints of a run over layers: a folder with the run's identity and one file of solutions for each step."""
+"""Checkpoints of a pass over layers: a folder with the identity of the run, and one file of solutions per step."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.read_files import first_line_of, read_text, require_modest_size, require_readable
 
-#: Share of the largest mean by which the means of the same data may differ, as other thread counts round otherwise.
+#: Tolerance for means of the same data, as a share of the largest: the rounding depends on the number of threads.
 SAME = 1e-3
 
 
-class Identified(Protocol):
-    """A site that is solved, and what is wanted there."""
+class CheckpointSite(Protocol):
+    """A site that is solved, and its spec."""
 
     @property
     def site(self) -> str:
@@ -34,25 +34,25 @@ class Identified(Protocol):
 
     @property
     def spec(self) -> Spec:
-        """What is wanted."""
+        """Return its spec."""
 
 
-class Identifiable(Protocol):
-    """What tells one run from another: its sites, their weights (an empty array for none) and encodings."""
+class CheckpointSource(Protocol):
+    """The identity of a run: its sites, their weights (an empty array for none) and encodings."""
 
     @property
-    def layers(self) -> Sequence[Identified]:
+    def layers(self) -> Sequence[CheckpointSite]:
         """Return all sites."""
 
     def weight(self, site: str) -> Any:
         """Return the stored weight."""
 
     def encoding(self, site: str) -> Encoding:
-        """Return the encoding as it is now."""
+        """Return the present encoding."""
 
 
-class Met(Protocol):
-    """A site when its step comes, with means that tell other data."""
+class SiteMeans(Protocol):
+    """A site of a step, with means of its input that identify the data."""
 
     @property
     def site(self) -> str:
@@ -60,21 +60,21 @@ class Met(Protocol):
 
     @property
     def mean(self) -> Any:
-        """Of the float input."""
+        """Return the mean of the float input."""
 
     @property
     def mean_quantized(self) -> Any:
-        """Of the quantized input."""
+        """Return the mean of the quantized input."""
 
 
 class Checkpoint:
-    """Solutions of the steps of one run, kept as they are found; with several ranks the first keeps them."""
+    """The solutions of the steps of one run, stored as they are found; with several ranks, by the first."""
 
-    def __init__(self, folder: str | os.PathLike[str], walk: Identifiable, options: Mapping[str, Any]) -> None:
-        """Open a folder, or make it.
+    def __init__(self, folder: str | os.PathLike[str], walk: CheckpointSource, options: Mapping[str, Any]) -> None:
+        """Open a folder, or create it.
 
         Raises:
-            ConfigError: it belongs to a run of another model or of other options; says what differs.
+            ConfigError: it belongs to a run of another model or of other options, and which.
         """
         self._folder, self._walk = Path(folder), walk
         self._step = 0
@@ -82,40 +82,40 @@ class Checkpoint:
         failure = None
         if ranks.rank() == 0:
             failure = self._open(identity)
-        failure = ranks.gathered(failure)[0]
+        failure = ranks.all_gather(failure)[0]
         if failure is not None:
             raise ConfigError(failure)
 
     def has_next(self) -> bool:
-        """Return whether the step that comes next was solved before."""
-        found: bool = ranks.gathered(self._path().exists())[0]
+        """Return whether the next step was solved before."""
+        found: bool = ranks.all_gather(self._path().exists())[0]
         return found
 
-    def replay(self, problems: Sequence[Met]) -> list[Solution]:
-        """Return the next step's solutions as they were found.
+    def replay(self, problems: Sequence[SiteMeans]) -> list[Solution]:
+        """Return the stored solutions of the next step.
 
         Args:
-            problems: the step's, with means at least.
+            problems: of the step, with means at least.
 
         Raises:
             ConfigError: the step is about other layers or other data.
             FileFormatError: its file is damaged.
         """
-        found = ranks.gathered(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
+        found = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
         if isinstance(found, str):
             raise FileFormatError(found)
         stored, facts = found
         sites = [problem.site for problem in problems]
         if [fact["site"] for fact in facts] != sites:
             found = ", ".join(fact["site"] for fact in facts)
-            raise self._other(f"step {self._step} solved {found} there and is about {', '.join(sites)} here")
+            raise self._other_run_error(f"step {self._step} solved {found} there and is about {', '.join(sites)} here")
         for index, problem in enumerate(problems):
             for what, mean in (("float", problem.mean), ("quantized", problem.mean_quantized)):
                 kept = stored[f"{index}.{what}"]
                 if kept.shape != _array(mean).shape or np.abs(kept - _array(mean)).max(initial=0) > SAME * np.abs(
                     kept
                 ).max(initial=0):
-                    raise self._other(f"the {what} input of {problem.site} is not the same: other data")
+                    raise self._other_run_error(f"the {what} input of {problem.site} is not the same: other data")
         solutions = []
         for index, fact in enumerate(facts):
             try:
@@ -126,8 +126,8 @@ class Checkpoint:
         self._step += 1
         return solutions
 
-    def keep(self, problems: Sequence[Met], solutions: Sequence[Solution]) -> None:
-        """Write a step's solutions, whole or not at all."""
+    def keep(self, problems: Sequence[SiteMeans], solutions: Sequence[Solution]) -> None:
+        """Write the solutions of a step, all or nothing."""
         if ranks.rank() == 0:
             arrays: dict[str, Any] = {}
             facts = []
@@ -168,10 +168,10 @@ class Checkpoint:
             for name in sorted({*stored[part], *identity[part]})
             if stored[part].get(name) != identity[part].get(name)
         ]
-        return str(self._other("; ".join(different[:5]))) if different else None
+        return str(self._other_run_error("; ".join(different[:5]))) if different else None
 
     def _require_fitting(self, site: str, solution: Solution) -> None:
-        """Refuse values that cannot be those of a site."""
+        """Raise an error for values that cannot belong to a site."""
         weight, now = _array(self._walk.weight(site)), self._walk.encoding(site)
         wanted = {"scale": (solution.encoding.scale, now.scale.shape), "weight": (solution.weight, weight.shape)}
         for name, (values, shape) in wanted.items():
@@ -181,7 +181,7 @@ class Checkpoint:
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise ValueError(f"the {name} of {site} holds NaN or inf")
 
-    def _other(self, what: str) -> ConfigError:
+    def _other_run_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"the checkpoint {self._folder} is that of another run: {what}; repeat that run, or give another folder"
         )
@@ -190,8 +190,8 @@ class Checkpoint:
         return self._folder / f"step-{self._step:05}.npz"
 
 
-def _identities(walk: Identifiable) -> dict[str, str]:
-    """What each layer is: its spec, and digests of its weight and encoding."""
+def _identities(walk: CheckpointSource) -> dict[str, str]:
+    """Return the identity of each layer: its spec, and digests of its weight and encoding."""
     found = {}
     for layer in walk.layers:
         encoding = walk.encoding(layer.site)
@@ -214,7 +214,7 @@ def _facts(site: str, solution: Solution) -> dict[str, Any]:
     }
 
 
-def _arrays(problem: Met, solution: Solution) -> dict[str, Any]:
+def _arrays(problem: SiteMeans, solution: Solution) -> dict[str, Any]:
     found = {
         "float": _array(problem.mean),
         "quantized": _array(problem.mean_quantized),
@@ -240,7 +240,7 @@ def _solution(stored: Mapping[str, Any], index: int, fact: Mapping[str, Any]) ->
 
 
 def _read_or_failure(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | str:
-    """Return the arrays and facts of a step, or why there are none: every rank is to hear of it."""
+    """Return the arrays and facts of a step, or the reason for a failure, which every rank must learn."""
     try:
         size = require_readable(path, "").stat().st_size
         with ZipFile(path) as archive:
@@ -252,11 +252,11 @@ def _read_or_failure(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] 
         if digest != _digest(text, stored):
             raise ValueError("its values are not those that were written")
         return stored, [{**fact, "site": str(fact["site"])} for fact in facts]
-    except Exception as error:  # of NumPy's, zipfile's and json's many
+    except Exception as error:  # NumPy, zipfile and json raise many types
         return _damaged(path, error)
 
 
-def _differ(kept: Any, mean: Any) -> bool:
+def _means_differ(kept: Any, mean: Any) -> bool:
     if kept.shape != mean.shape:
         return True
     return bool(np.abs(kept - mean).max(initial=0) > SAME * np.abs(kept).max(initial=0))

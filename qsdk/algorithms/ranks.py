@@ -1,4 +1,4 @@
-"""What several processes know together, where `torchrun` started them: sums over the ranks."""
+"""Communication between the processes that `torchrun` started: sums and objects over all ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from qsdk.core.errors import DataError
 
 
 def world_size() -> int:
-    """Return how many ranks there are; 1 where `torch.distributed` is not initialised."""
+    """Return the number of ranks; 1 where `torch.distributed` is not initialised."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
 
 
 def rank() -> int:
-    """Return which of the ranks this process is; 0 where there is one."""
+    """Return the rank of this process; 0 where there is only one."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
@@ -38,8 +38,8 @@ def all_reduce_max(tensor: Tensor) -> None:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
 
 
-def gathered(value: Any) -> list[Any]:
-    """What each rank gives, in the order of the ranks; any picklable object."""
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks; any picklable object."""
     if world_size() == 1:
         return [value]
     found: list[Any] = [None] * world_size()
@@ -48,7 +48,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def require_same_layers(sites: Sequence[str], failure: str | None = None) -> None:
-    """Hold against each other where the ranks are, so that none waits for sums that another will never add to.
+    """Compare the positions of all ranks, so that none waits for sums that another never adds to.
 
     Args:
         sites: of the layers that this rank is at; empty when it is through.
@@ -57,7 +57,7 @@ def require_same_layers(sites: Sequence[str], failure: str | None = None) -> Non
     Raises:
         DataError: a rank failed, or they are at different layers.
     """
-    for rank, (other, reason) in enumerate(gathered((list(sites), failure))):
+    for rank, (other, reason) in enumerate(all_gather((list(sites), failure))):
         if reason is not None:
             raise DataError(reason if world_size() == 1 else f"rank {rank}: {reason}")
         if other != list(sites):

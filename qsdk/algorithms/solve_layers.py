@@ -1,4 +1,4 @@
-"""Solving the layers of a sim one after the other, in the order they run: the driver of all layer solvers."""
+"""Solving the layers of a sim one after the other, in the order they run: the loop behind all layer solvers."""
 
 import os
 import time
@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
-from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
 from qsdk.core.report import Report
 
-_ALL = Gathers()
+_ALL = GatherOptions()
 
 
 def solve_layers(
@@ -26,34 +26,34 @@ def solve_layers(
     solver: Solver,
     *,
     title: str,
-    gathers: Gathers = _ALL,
+    gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
     progress: bool = True,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     rounded: MutableMapping[str, Any] | None = None,
 ) -> Report:
-    """Solve each layer that a walk comes by, write what is found, and go on with it.
+    """Solve each layer of a walk and write its solution before going on to the next.
 
-    Where `torch.distributed` is initialised, each rank walks its own data and all find the same: the sums over their
-    inputs are all-reduced.
+    Where `torch.distributed` is initialised, each rank walks its own data and all find the same solutions, since the
+    sums over their inputs are all-reduced.
 
     Args:
-        walk: of either door.
+        walk: of either side.
         solver: of `qsdk.algorithms`.
         title: of the report and the progress bar.
-        gathers: what the solver wants to know of the data.
-        options: what the solver was made with; a checkpoint belongs to one choice of them.
+        gathers: the statistics that the solver needs.
+        options: of the solver; a checkpoint belongs to one choice of them.
         progress: shows a bar.
         seed: of whatever is sampled.
-        checkpoint: a folder that keeps each step's solutions; a second run of the same model, options and data takes
-            up there. None keeps nothing.
-        rounded: takes, by site of the bias, what the float model's bias moves by where a rounded weight replaces the
-            float one and the bias has taken up its error.
+        checkpoint: a folder for the solutions of each step; a second run of the same model, options and data continues
+            from them. None stores nothing.
+        rounded: receives, by site of the bias, the shift of the float model's bias where a rounded weight replaces the
+            float one and the bias has absorbed its error.
 
     Returns:
         Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`, which says why
-        a layer was left as it was; summary `layers`, `left`, `seconds`, and `passes`: the same in float passes.
+        a layer is unchanged; summary `layers`, `left`, `seconds`, and `passes`: the same in float passes.
 
     Raises:
         DataError: an input does not fit its layer, holds NaN or an infinity, or the ranks' data differ in the layers
@@ -67,11 +67,11 @@ def solve_layers(
     rows: dict[str, dict[str, Any]] = {}
     with tqdm(total=len(walk.layers), desc=title, disable=not progress, leave=False) as bar, torch.no_grad():
         for step in walk:
-            for layer, problem, solution, seconds in _solved(step, walk, solver, gathers, seed, store):
+            for layer, problem, solution, seconds in _solve_step(step, walk, solver, gathers, seed, store):
                 _write(walk, layer, solution)
                 rows[layer.site] = _row(layer.site, solution, seconds)
                 if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
-                    rounded[layer.bias] = _mean_lost(problem, solution.weight)
+                    rounded[layer.bias] = _mean_shift(problem, solution.weight)
             bar.update(len(step.layers))
     ranks.require_same_layers([])
     return _report(title, walk, rows, time.perf_counter() - start)
@@ -90,8 +90,8 @@ def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: f
     return Report(title, [*rows.values(), *(_row(site, note=note) for site, note in left)], summary)
 
 
-def _solved(
-    step: WalkStep, walk: Walk, solver: Solver, gathers: Gathers, seed: int, store: Checkpoint | None
+def _solve_step(
+    step: WalkStep, walk: Walk, solver: Solver, gathers: GatherOptions, seed: int, store: Checkpoint | None
 ) -> list[tuple[Layer, LayerProblem, Solution, float]]:
     """Return the layers of a step with problems and solutions, from the checkpoint if it has them, and the seconds."""
     start = time.perf_counter()
@@ -111,7 +111,7 @@ def _solved(
     return found
 
 
-def _mean_lost(problem: LayerProblem, weight: Tensor) -> Any:
+def _mean_shift(problem: LayerProblem, weight: Tensor) -> Any:
     """Return `(W - W~) E[x]` per output channel: how far rounding a weight lowers the mean of the layer's output."""
     mean: Any = problem.mean
     lost = (problem.weight - weight.to(problem.weight)) @ mean.to(problem.weight)[..., None]

@@ -21,7 +21,7 @@ Batch = dict[str, Array]
 
 @dataclass(frozen=True)
 class FileBatches:
-    """Batches that are read from files as they are asked for, each time anew.
+    """Batches that are read from files on demand, at every iteration again.
 
     A .npy file holds the only input of a model, a .npz file one array per input under its name. Arrays of the rank that
     the model declares are cut along their first axis into batches; arrays of one more are stacks of batches.
@@ -41,15 +41,15 @@ class FileBatches:
             yield from _cut(_read(path, self.inputs), self.inputs, self.batch_size, path)
 
 
-def chosen(options: Namespace, inputs: Sequence[ModelInput]) -> FileBatches | list[Batch]:
-    """Return the batches that the options `--data` or `--random` ask for."""
+def batches_of_options(options: Namespace, inputs: Sequence[ModelInput]) -> FileBatches | list[Batch]:
+    """Return the batches for the options `--data` or `--random`."""
     if options.data:
         return from_files(inputs, options.data, options.batch_size)
     return random_batches(inputs, options.random, dict(options.shape), options.seed)
 
 
 def from_files(inputs: Sequence[ModelInput], given: Sequence[str], batch_size: int) -> FileBatches:
-    """Batches from files, and from all .npy and .npz files of folders, by name.
+    """Return the batches from files, and from all .npy and .npz files of folders, by name.
 
     Raises:
         FileFormatError: there is no such file, or none in a folder.
@@ -71,11 +71,11 @@ def from_files(inputs: Sequence[ModelInput], given: Sequence[str], batch_size: i
 def random_batches(
     inputs: Sequence[ModelInput], count: int, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> list[Batch]:
-    """Random inputs: normal floats, integers 0 and 1. They show that a model runs, and nothing about its ranges.
+    """Return random inputs: normal floats, integers 0 and 1. They show that a model runs, and nothing about its ranges.
 
     Args:
         inputs: of the model.
-        count: how many batches.
+        count: number of batches.
         shapes: of inputs whose dimensions are open; the first open one is 1 where none is given.
         seed: of the generator.
 
@@ -96,9 +96,10 @@ def random_batches(
 def _closed(item: ModelInput) -> tuple[int, ...]:
     shape = item.shape
     if shape is None or any(isinstance(size, str) for size in shape[1:]):
-        said = "undeclared" if shape is None else str([size or "?" for size in shape])
+        size_text = "undeclared" if shape is None else str([size or "?" for size in shape])
         raise ConfigError(
-            f"the shape of the input {item.name!r} is {said}; say it by --shape {item.name}=1,3,224,224 (its own sizes)"
+            f"the shape of the input {item.name!r} is {size_text}; say it by --shape {item.name}=1,3,224,224 "
+            "(its own sizes)"
         )
     return tuple(size if isinstance(size, int) else 1 for size in shape)
 
@@ -133,8 +134,8 @@ def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
 
 
 def _keys(held: Sequence[str], names: Sequence[str], path: Path) -> dict[str, str]:
-    """Input name -> name of the array in a file; the only array may be without a name (`arr_0`)."""
-    if len(names) == len(held) == 1 and held[0] == "arr_0":  # as numpy.savez calls what it is given without a name
+    """Return, by input name, the name of the array in a file; the only array may be without a name (`arr_0`)."""
+    if len(names) == len(held) == 1 and held[0] == "arr_0":  # the name that numpy.savez gives to an unnamed array
         return {names[0]: held[0]}
     missing = [name for name in names if name not in held]
     if missing:
@@ -158,7 +159,7 @@ def _cut(arrays: Batch, inputs: Sequence[ModelInput], batch_size: int, path: Pat
         raise DataError(f"{path} does not fit the model's inputs: {shapes}; stack samples along the first axis")
     fixed = {shape[0] for shape in declared.values() if shape and isinstance(shape[0], int)}
     if len(lengths) != 1 or any(array.ndim == 0 for array in arrays.values()) or fixed == lengths:
-        yield arrays  # one batch as it stands
+        yield arrays  # one whole batch
         return
     count, size = lengths.pop(), max(fixed, default=batch_size)
     if fixed and (len(fixed) > 1 or count % size):

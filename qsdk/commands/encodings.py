@@ -11,7 +11,7 @@ from qsdk.verbs.files import convert_encodings, read_with
 
 
 def run_show(options: Namespace) -> int:
-    """List what a file says, site by site."""
+    """Show the entries of a file, site by site."""
     stored, _ = read_with(options.source, options.model)
     rows = [
         {
@@ -30,8 +30,8 @@ def run_show(options: Namespace) -> int:
     for site, dtype in (stored.casts or {}).items():
         facts = {"site": site, "kind": stored.kinds.get(site, ""), "dtype": dtype.name, "granularity": "cast"}
         rows.append({**facts, **floats, "frozen": False})
-    said = {name: value for name, value in stored.provenance.items() if name != GRAPH}  # which is for programs
-    show(Report("Encodings", rows, {"sites": len(rows), **said}), as_json=options.json)
+    facts_of_file = {name: value for name, value in stored.provenance.items() if name != GRAPH}  # for programs
+    show(Report("Encodings", rows, {"sites": len(rows), **facts_of_file}), as_json=options.json)
     return 0
 
 
@@ -44,7 +44,7 @@ def _granularity(encoding: Encoding) -> str:
 
 
 def run_convert(options: Namespace) -> int:
-    """Write encodings in another format; what it cannot say is refused, or listed with `--allow-loss`."""
+    """Write encodings in another format. Facts that it cannot express are an error, or listed with `--allow-loss`."""
     require_output(options.out)
     report = convert_encodings(
         options.source, options.out, version=options.to, model=options.model, allow_loss=options.allow_loss

@@ -9,13 +9,13 @@ from qsdk.verbs.quantize import to_integer
 
 
 def run_inspect(options: Namespace) -> int:
-    """List the encodings of a Q/DQ model."""
+    """Show the encodings of a Q/DQ model."""
     show(inspect(options.model), as_json=options.json)
     return 0
 
 
 def run_to_integer(options: Namespace) -> int:
-    """Make a Q/DQ model integer-only."""
+    """Convert a Q/DQ model to an integer-only one."""
     require_output(options.out)
     report = to_integer(
         options.model,

@@ -1,4 +1,4 @@
-"""The file that a command writes: refused before the work where it cannot be one."""
+"""The output path of a command, checked before the work begins."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from qsdk.core.errors import ConfigError
 
 
 def require_output(path: str) -> None:
-    """Refuse a name that is no file's, before minutes of work are spent on what it should hold.
+    """Raise an error for an output path that cannot be written, before minutes of work are spent.
 
     Args:
         path: the file to write.

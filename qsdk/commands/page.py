@@ -23,7 +23,7 @@ def page(name: str, facts: Mapping[str, Any], coverage: Report, sizes: Report, f
 
     Args:
         name: of the model, for the heading.
-        facts: what is known of the file.
+        facts: about the file.
         coverage: rows with `low` and `high`, None where a tensor stays float.
         sizes: of the stored tensors.
         findings: of the validation.
@@ -74,11 +74,11 @@ def _rows(cells: Iterable[Sequence[str]], names: Sequence[str], classes: Sequenc
 
 
 def _bar(row: Mapping[str, Any], largest: float) -> str:
-    """Return the range of a site as a bar; its ends in words stand in the tooltip and beside it."""
+    """Return the range of a site as a bar; its ends are also in the tooltip and beside it."""
     if row["low"] is None:
         return ""
     low, high = float(row["low"]), float(row["high"])
-    left, right = _place(low, largest), _place(high, largest)
+    left, right = _position(low, largest), _position(high, largest)
     kind = "weight" if row["kind"] in ("weight", "bias") else "activation"
     words = f"{low:.4g} to {high:.4g}"
     shapes = (
@@ -89,8 +89,8 @@ def _bar(row: Mapping[str, Any], largest: float) -> str:
     return f'<svg width="{_WIDTH}" height="14" role="img">{title}{shapes}</svg> {escape(words)}'
 
 
-def _place(value: float, largest: float) -> float:
-    """Return where a value stands: linear below a thousandth of the largest, logarithmic beyond."""
+def _position(value: float, largest: float) -> float:
+    """Return the position of a value: linear below a thousandth of the largest, logarithmic beyond."""
     part = math.asinh(1000 * max(-largest, min(largest, value)) / largest) / math.asinh(1000)
     return (1 + part) * _WIDTH / 2
 

@@ -1,4 +1,4 @@
-"""`qsdk parity`: does the file give, in the runtime's own session, what its simulation gives, site by site."""
+"""`qsdk parity`: compare a file in the runtime's own session with its simulation, site by site."""
 
 import sys
 from argparse import Namespace
@@ -8,7 +8,7 @@ from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.quantized_parts import NOTHING_QUANTIZED, is_anything_quantized
 from onnx_backend.sim import OnnxSim
-from qsdk.commands.batches import chosen
+from qsdk.commands.batches import batches_of_options
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.verbs.qdq_files import opened_qdq
@@ -16,14 +16,14 @@ from qsdk.verbs.quantize import check_parity
 
 
 def run(options: Namespace) -> int:
-    """Compare a Q/DQ file in a session with its simulation, or with another file's; 1 where they differ."""
-    opened_qdq(options.model)  # it is valid, and its encodings file is its own
+    """Compare a Q/DQ file in a session with its simulation, or with another file's; return 1 where they differ."""
+    opened_qdq(options.model)  # raises an error for an invalid file, or the encodings file of another
     model = load(options.model)
-    _require_choices(options)
+    _require_comparable(options)
     if not is_anything_quantized(model):
         raise ModelError(f"{options.model}: {NOTHING_QUANTIZED}")
     inputs = inputs_of(model)
-    data = chosen(options, inputs)
+    data = batches_of_options(options, inputs)
     progress = sys.stderr.isatty() and not options.json
     if options.against:
         report = check_parity(OnnxSim.from_qdq(opened_qdq(options.against)), model, data, progress=progress)
@@ -42,11 +42,11 @@ def run(options: Namespace) -> int:
     return 0 if report.summary["passed"] else 1
 
 
-def _require_choices(options: Namespace) -> None:
-    """Refuse a gate that nothing would be held against.
+def _require_comparable(options: Namespace) -> None:
+    """Raise an error for a limit without anything to compare with.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a limit is given.
     """
     if options.min_float_sqnr is not None and not options.float:
         raise ConfigError("--min-float-sqnr gates the distance from the float model; name it with --float FILE")

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
-from qsdk.commands.batches import chosen
+from qsdk.commands.batches import batches_of_options
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
 from qsdk.core.aimet_config.load_config import load_config
@@ -19,10 +19,10 @@ from qsdk.verbs.quantize import calibrate, export, quantize
 
 
 def run(options: Namespace) -> int:
-    """Quantize, calibrate and export; what was done to each tensor is the report.
+    """Quantize, calibrate and export; the report says what was done to each tensor.
 
     Raises:
-        ConfigError: the file to write is the float model, or no file can be written there.
+        ConfigError: the output path is the float model, or cannot be written.
     """
     require_output(options.out)
     config = config_of(options.config, options.override, options.skip)
@@ -30,7 +30,7 @@ def run(options: Namespace) -> int:
     inputs = [found for found in inputs_of(load(options.model)) if found.name not in fixed]
     if Path(options.out).exists() and Path(options.out).samefile(options.model):
         raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
-    data, said = chosen(options, inputs), ", ".join(options.data or ["random inputs"])
+    data, source = batches_of_options(options, inputs), ", ".join(options.data or ["random inputs"])
     if not options.data:
         print(
             "qsdk: calibrated on random inputs: the file runs and has its final size and speed, its accuracy means "
@@ -42,7 +42,7 @@ def run(options: Namespace) -> int:
     calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
     exported = export(sim, options.out, opset=options.opset, dialect=options.dialect)
     coverage = sim.coverage()
-    facts = {"calibration": f"{options.method} on {said}", "bytes": Path(options.out).stat().st_size}
+    facts = {"calibration": f"{options.method} on {source}", "bytes": Path(options.out).stat().st_size}
     show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
     return 0
 

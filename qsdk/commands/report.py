@@ -1,4 +1,4 @@
-"""`qsdk report`: what is quantized in a Q/DQ model, its ranges, its sizes and its findings, as text or as a page."""
+"""`qsdk report`: coverage, ranges, sizes and findings of a Q/DQ model, as text or as a page."""
 
 import os
 from argparse import Namespace
@@ -23,11 +23,11 @@ from qsdk.verbs.qdq_files import opened_qdq
 
 
 def run(options: Namespace) -> int:
-    """Print what is in a model, or write it as a page."""
+    """Print the report of a model, or write it as a page."""
     if options.out:
         require_output(options.out)
-    opened_qdq(options.model)  # it is valid, and its encodings file is its own
-    coverage, model = covered(options.model), load(options.model)
+    opened_qdq(options.model)  # raises an error for an invalid file, or the encodings file of another
+    coverage, model = coverage_of(options.model), load(options.model)
     size, findings = sizes(model), validate(model)
     if options.out:
         facts = _facts(model, options.model)
@@ -42,25 +42,25 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def covered(path: str | os.PathLike[str]) -> Report:
+def coverage_of(path: str | os.PathLike[str]) -> Report:
     """Return the coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
 
-    The file is planned as if all that it leaves float were asked to stay so: that lists the float tensors too.
+    The file is opened with a config that keeps all other tensors float, so that these are listed too.
     """
     sim = open_with_config(path, w8a8().skip("*", optional=True))
     report, encodings = sim.coverage(), sim.encodings_where_ready()
     rows = []
     for row in report.rows:
         kept = row["state"] == "float" and str(row["reason"]).startswith("kept float32 by a rule")
-        said = {"reason": "float in the file"} if kept else {}
-        rows.append({**row, **said, **_range(encodings.get(row["site"]))})
+        changes = {"reason": "float in the file"} if kept else {}
+        rows.append({**row, **changes, **_range(encodings.get(row["site"]))})
     return Report(report.title, rows, report.summary)
 
 
 def _range(encoding: Encoding | None) -> dict[str, Any]:
     if encoding is None:
         return {"low": None, "high": None, "smallest_scale": None, "largest_scale": None}
-    wide = encoding.dtype.name == "int32"  # a bias, whose grid says nothing of its values
+    wide = encoding.dtype.name == "int32"  # a bias, whose grid is far wider than its values
     return {
         "low": None if wide else float(encoding.low.min()),
         "high": None if wide else float(encoding.high.max()),

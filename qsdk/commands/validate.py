@@ -11,11 +11,11 @@ from qsdk.core.report import Report
 
 
 def run(options: Namespace) -> int:
-    """Check a model; 1 on errors or where nothing is quantized, with `--strict` on warnings too."""
+    """Check a model; return 1 on errors or if nothing is quantized, with `--strict` on warnings too."""
     model = load(options.model)
     report, quantized = validate(model), is_anything_quantized(model)
-    said = {} if quantized else {"reason": NOTHING_QUANTIZED}
-    show(Report(report.title, report.rows, {**report.summary, **said}), as_json=options.json)
+    reason = {} if quantized else {"reason": NOTHING_QUANTIZED}
+    show(Report(report.title, report.rows, {**report.summary, **reason}), as_json=options.json)
     if not quantized:
         print(f"{options.model}: {NOTHING_QUANTIZED}", file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ from onnx_backend.proto import model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.formats import read_any
-from qsdk.core.encodings.match_to_model import UNMATCHED, Placed, placed_by_name, placed_by_structure
+from qsdk.core.encodings.match_to_model import UNMATCHED, MatchedEncodings, match_by_name, match_by_structure
 from qsdk.core.encodings.provenance import GRAPH
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import tensor_facts
@@ -66,7 +66,7 @@ def apply_encodings(
     return _report(exported, placed, where)
 
 
-def _matcher_for(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
+def _matcher_for(source: OnnxSource, where: str) -> Callable[[Graph], MatchedEncodings]:
     """Return the function that matches the encodings to tensors: by structure if they hold a graph, else by name."""
     if isinstance(source, ModelProto) or Path(source).suffix == ".onnx":
         opened = opened_qdq(source)
@@ -74,23 +74,23 @@ def _matcher_for(source: OnnxSource, where: str) -> Callable[[Graph], Placed]:
         return lambda target: _match(file, graph, target)
     text = read_text(source, "give an encodings file or an .onnx model")
 
-    def place(target: Graph) -> Placed:
+    def place(target: Graph) -> MatchedEncodings:
         read = read_any(text, where, tensor_facts(target))
         if GRAPH not in read.provenance:
-            return placed_by_name(read, target)
+            return match_by_name(read, target)
         return _match(read, graph_from_text(read.provenance[GRAPH], where), target)
 
     return place
 
 
-def _match(file: StoredEncodings, source: Graph, target: Graph) -> Placed:
+def _match(file: StoredEncodings, source: Graph, target: Graph) -> MatchedEncodings:
     """Match by structure; if a tool has changed that (dropped a Relu, say), by name, if all names are there."""
-    placed = placed_by_structure(file, source, target)
-    named = placed_by_name(file, target) if placed.problems else placed
+    placed = match_by_structure(file, source, target)
+    named = match_by_name(file, target) if placed.problems else placed
     return placed if named.problems else named
 
 
-def _report(exported: Report, placed: Placed, where: str) -> Report:
+def _report(exported: Report, placed: MatchedEncodings, where: str) -> Report:
     rows = []
     for row in exported.rows:
         name = placed.names.get(str(row["site"]), "")

@@ -61,4 +61,4 @@ def reestimate_batch_norm(
 
 def _together(owner: str, found: ChannelStatistics) -> ChannelStatistics:
     ranks.require_same_layers([owner])
-    return merged(ranks.gathered(found))
+    return merged(ranks.all_gather(found))

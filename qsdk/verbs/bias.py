@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solvers import bias
 from qsdk.algorithms.solvers.outputs import SAMPLES
 from qsdk.core.errors import ConfigError
@@ -26,7 +26,7 @@ from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.held_back import HeldBack, output_error
 from qsdk.verbs.layers import WalkOptions, solve_each_layer
 
-_GATHERS = Gathers(second_moments=False, samples=SAMPLES, held_back=0)
+_GATHERS = GatherOptions(second_moments=False, samples=SAMPLES, held_back=0)
 _TITLE = "Bias correction"
 
 

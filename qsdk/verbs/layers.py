@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import adaround as adaround_solver
 from qsdk.algorithms.solvers import gptq as gptq_solver
@@ -19,7 +19,7 @@ from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
-_ALL = Gathers()
+_ALL = GatherOptions()
 
 
 def seq_mse(
@@ -69,7 +69,7 @@ def seq_mse(
         data,
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
-        gathers=Gathers(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
+        gathers=GatherOptions(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
         options=options,
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
@@ -85,7 +85,7 @@ def adaround(
     damping: float | None = None,
     shift_bias: bool = True,
     activation: bool = False,
-    relaxed: relaxation.Options = relaxation.DEFAULT,
+    relaxed: relaxation.RelaxationOptions = relaxation.DEFAULT,
     forward: Forward | None = None,
     progress: bool = True,
     seed: int = 0,
@@ -131,7 +131,7 @@ def adaround(
         data,
         partial(adaround_solver.solve, relaxed=relaxed, **options),
         "AdaRound",
-        gathers=Gathers(samples=SAMPLES if activation else 0),
+        gathers=GatherOptions(samples=SAMPLES if activation else 0),
         options={**options, **asdict(relaxed)},
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
@@ -220,7 +220,7 @@ def solve_each_layer(
     title: str,
     *,
     run: WalkOptions,
-    gathers: Gathers = _ALL,
+    gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Run a layer solver over a sim of either side; if it fails, the sim is unchanged.

@@ -20,7 +20,7 @@ from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
-from qsdk.algorithms.ranks import gathered
+from qsdk.algorithms.ranks import all_gather
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from random_problems import LAYERS, problem_of, scales_of
 
 from qsdk.algorithms.solvers import adaround, seq_mse
-from qsdk.algorithms.solvers.rounding import Grid, Objective, damped, descend, feedback
+from qsdk.algorithms.solvers.rounding import Objective, WeightGrid, coordinate_descent, damp, error_feedback
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
 from qsdk.core.numerics.dtypes import DType, dtype_named, float8e4m3fn, int4, int8, uint4
@@ -104,7 +104,7 @@ def test_small_layers_come_near_the_best_of_all_roundings() -> None:
     ratios = []
     for seed in range(20):
         problem = problem_of(layout, spec, seed=seed, weights=seed)
-        grid = Grid.of(problem, problem.encoding).around(problem.weight.mT)
+        grid = WeightGrid.of(problem, problem.encoding).around(problem.weight.mT)
         below, above = ((codes * grid.scale).mT for codes in (grid.lowest, grid.highest))
         choices = torch.tensor(list(product([False, True], repeat=8)))
         best = min(problem.relative_error(torch.where(choice, above, below)) for choice in choices)
@@ -113,21 +113,21 @@ def test_small_layers_come_near_the_best_of_all_roundings() -> None:
     assert np.mean(ratios) < 1.02
 
 
-def _columns(k: int, rows: int) -> tuple[Objective, Grid]:
+def _columns(k: int, rows: int) -> tuple[Objective, WeightGrid]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, k, generator=generator)
     weight = 3 * torch.randn(1, k, rows, generator=generator)
-    objective = Objective(weight, damped((x.T @ x)[None], 0.01), 10 * torch.randn(1, k, rows, generator=generator))
+    objective = Objective(weight, damp((x.T @ x)[None], 0.01), 10 * torch.randn(1, k, rows, generator=generator))
     scale = 0.5 + torch.rand(1, k, rows, generator=generator)
-    return objective, Grid(scale, torch.full_like(scale, -4), torch.full_like(scale, 3))
+    return objective, WeightGrid(scale, torch.full_like(scale, -4), torch.full_like(scale, 3))
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["floor or ceil", "any point"])
 def test_descent_never_raises_the_objective_and_ends_where_no_move_pays(near: bool) -> None:
     objective, grid = _columns(200, 5)  # more columns than one block
     grid = grid.around(objective.weight) if near else grid
-    codes = feedback(objective, grid)
-    sweeps = [descend(objective, grid, codes, n) for n in (0, 1, 2, 100)]
+    codes = error_feedback(objective, grid)
+    sweeps = [coordinate_descent(objective, grid, codes, n) for n in (0, 1, 2, 100)]
     assert torch.equal(sweeps[0], codes)
     values = [objective(each * grid.scale) for each in sweeps]
     assert all((after <= before + 1e-2).all() for before, after in pairwise(values))
@@ -142,14 +142,14 @@ def test_descent_never_raises_the_objective_and_ends_where_no_move_pays(near: bo
 def test_feedback_settles_diagonal_problems_at_once() -> None:
     h = torch.diag_embed(torch.tensor([[3.0, 1.0, 2.0]]))
     weight, linear = torch.tensor([[[0.2], [0.7], [1.0]]]), torch.tensor([[[0.0], [0.3], [-1.2]]])
-    grid = Grid(torch.ones_like(weight), torch.full_like(weight, -2), torch.full_like(weight, 1))
+    grid = WeightGrid(torch.ones_like(weight), torch.full_like(weight, -2), torch.full_like(weight, 1))
     # the best weights are 0.2, 0.4 and 1.6, which the grid does not reach
-    assert feedback(Objective(weight, h, linear), grid).flatten().tolist() == [0, 0, 1]
+    assert error_feedback(Objective(weight, h, linear), grid).flatten().tolist() == [0, 0, 1]
 
 
 def test_the_size_of_blocks_of_columns_changes_nothing() -> None:
     objective, grid = _columns(60, 4)
-    assert torch.equal(feedback(objective, grid, block_size=7), feedback(objective, grid, block_size=60))
+    assert torch.equal(error_feedback(objective, grid, block_size=7), error_feedback(objective, grid, block_size=60))
 
 
 def test_more_iterations_and_more_starts_find_no_worse() -> None:

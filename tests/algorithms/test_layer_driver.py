@@ -13,7 +13,7 @@ from fake_walk import FakeWalk
 from layer_walks import WIDTH, plain_walk
 from torch import Tensor
 
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ def nothing(problem: LayerProblem) -> Solution:
     return Solution(problem.encoding, None, 1.0, 1.0)
 
 
-def recorded(walk: FakeWalk, gathers: Gathers) -> dict[str, LayerProblem]:
+def recorded(walk: FakeWalk, gathers: GatherOptions) -> dict[str, LayerProblem]:
     seen: dict[str, LayerProblem] = {}
 
     def recording(problem: LayerProblem) -> Solution:
@@ -62,7 +62,7 @@ def test_it_solves_in_order_and_reports() -> None:
 def test_a_later_layer_sees_what_was_written_before_it() -> None:
     walk = plain_walk()
     run(walk)
-    seen = recorded(walk, Gathers(held_back=0))["head:weight"]
+    seen = recorded(walk, GatherOptions(held_back=0))["head:weight"]
     exact, now = (torch.cat(parts) for parts in inputs_of(walk, 2))
     torch.testing.assert_close(seen.g_quantized[0], now.T @ now, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(seen.drift()[0], ((exact - now) @ seen.weight[0].T).square().sum(0))
@@ -74,7 +74,7 @@ def test_a_later_layer_sees_what_was_written_before_it() -> None:
 
 
 def test_layers_of_a_step_share_their_second_moments() -> None:
-    seen = recorded(plain_walk(), Gathers())
+    seen = recorded(plain_walk(), GatherOptions())
     assert seen["left:weight"].g_quantized is seen["right:weight"].g_quantized
     assert seen["one:weight"].has_bias
     assert not seen["head:weight"].has_bias
@@ -85,7 +85,7 @@ def test_every_fourth_batch_is_held_back_and_every_fourth_row_of_few_batches(
     batches: int, held_back: list[int] | None
 ) -> None:
     walk = plain_walk(batches=batches)
-    problem = recorded(walk, Gathers(held_back=4))["one:weight"]
+    problem = recorded(walk, GatherOptions(held_back=4))["one:weight"]
     if held_back is None:
         every = torch.cat(list(walk.data))
         kept = torch.arange(len(every)) % 4 == 3
@@ -101,7 +101,7 @@ def test_every_fourth_batch_is_held_back_and_every_fourth_row_of_few_batches(
 
 def test_means_alone_and_samples_where_a_solver_wants_them() -> None:
     walk = plain_walk()
-    problem = recorded(walk, Gathers(second_moments=False, samples=20, held_back=0))["head:weight"]
+    problem = recorded(walk, GatherOptions(second_moments=False, samples=20, held_back=0))["head:weight"]
     exact, now = (torch.cat(parts) for parts in inputs_of(walk, 2))
     assert problem.samples is not None
     assert [tuple(part.shape) for part in problem.samples] == [(1, 20, WIDTH)] * 2

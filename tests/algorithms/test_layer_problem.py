@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.problems.moments import FOLD, Moments
 from qsdk.algorithms.problems.patches import ROWS, gather_patches, sample_positions
 from qsdk.core.errors import DataError, ModelError
@@ -98,7 +98,7 @@ def gathered(
 ) -> LayerProblem:
     layer = Layer("w", spec, case.layout, case.geometry)
     walk = FakeWalk([[layer]], {"w": weight}, [pairs[0][0]] * (batches or len(pairs)))
-    (problem,) = problems_of(FakeStep([layer], pairs), walk, Gathers(held_back=held_back), 0)
+    (problem,) = problems_of(FakeStep([layer], pairs), walk, GatherOptions(held_back=held_back), 0)
     return problem
 
 

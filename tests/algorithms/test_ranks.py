@@ -10,7 +10,7 @@ import pytest
 from layer_walks import plain_walk, recorded
 
 from qsdk.algorithms import ranks
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.core.errors import DataError
 
@@ -35,7 +35,9 @@ def test_two_ranks_find_what_one_finds(found: list[dict[str, Any]]) -> None:
     one, other = (facts["good"] for facts in found)
     assert one == other
     walk, problems = plain_walk(batches=8), dict[str, Any]()
-    solve_layers(walk, recorded(problems), title="Solve", gathers=Gathers(samples=12, held_back=2), progress=False)
+    solve_layers(
+        walk, recorded(problems), title="Solve", gathers=GatherOptions(samples=12, held_back=2), progress=False
+    )
     assert one["problems"].keys() == problems.keys()
     for site, wanted in problems.items():
         assert one["problems"][site] == pytest.approx(wanted, rel=1e-4, abs=1e-4), site
@@ -55,6 +57,6 @@ def test_ranks_that_reach_different_layers_are_named(found: list[dict[str, Any]]
 
 def test_one_process_is_its_own_sum() -> None:
     assert ranks.world_size() == 1
-    assert ranks.gathered("x") == ["x"]
+    assert ranks.all_gather("x") == ["x"]
     with pytest.raises(DataError, match=r"^bad$"):
         ranks.require_same_layers(["a"], "bad")

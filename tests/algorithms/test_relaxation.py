@@ -8,9 +8,9 @@ import torch
 from random_problems import problem_from_moments, problem_of
 
 from qsdk.algorithms.solvers import adaround, seq_mse
-from qsdk.algorithms.solvers.outputs import Outputs
-from qsdk.algorithms.solvers.relaxation import DEFAULT, Options, beta_at, relax, soft_rounding
-from qsdk.algorithms.solvers.rounding import Grid
+from qsdk.algorithms.solvers.outputs import SampledOutputs
+from qsdk.algorithms.solvers.relaxation import DEFAULT, RelaxationOptions, beta_at, relax, soft_rounding
+from qsdk.algorithms.solvers.rounding import WeightGrid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.activation import Activation
 from qsdk.core.layers.layer_problem import LayerProblem, WeightLayout
@@ -31,7 +31,7 @@ def test_beta_falls_along_a_cosine_after_the_warm_start() -> None:
     assert beta_at(9999, 10000) == pytest.approx(2.00000069, abs=1e-8)
 
 
-def penalty(soft: torch.Tensor, step: int, steps: int, options: Options) -> torch.Tensor:
+def penalty(soft: torch.Tensor, step: int, steps: int, options: RelaxationOptions) -> torch.Tensor:
     """The round loss as the paper has it; the solver only knows its gradient."""
     if step < options.warm_start * steps:
         return soft.new_zeros(())
@@ -40,21 +40,21 @@ def penalty(soft: torch.Tensor, step: int, steps: int, options: Options) -> torc
 
 
 def test_the_rounding_loss_acts_after_the_warm_start_on_undecided_weights() -> None:
-    undecided, options = soft_rounding(torch.zeros(4)), Options(regularization=0.01)
+    undecided, options = soft_rounding(torch.zeros(4)), RelaxationOptions(regularization=0.01)
     assert undecided.tolist() == [0.5] * 4
     assert float(penalty(undecided, 1999, 10000, options)) == 0
     assert float(penalty(undecided, 2000, 10000, options)) == pytest.approx(0.04)
     assert float(penalty(soft_rounding(torch.tensor([-9.0, 9.0])), 2000, 10000, options)) == 0
     # without another loss the solver stands still for a fifth of the steps, then pushes what is undecided apart
     weight = torch.tensor([-0.9, 0.1, 0.4, 0.6])[None, :, None]
-    grid = Grid(torch.ones_like(weight), torch.full_like(weight, -8), torch.full_like(weight, 7)).around(weight)
+    grid = WeightGrid(torch.ones_like(weight), torch.full_like(weight, -8), torch.full_like(weight, 7)).around(weight)
     seen: list[torch.Tensor] = []
 
     def nothing(at: torch.Tensor, step: int) -> torch.Tensor:
         seen.append(at.clone())
         return torch.zeros_like(at)
 
-    assert relax(weight, grid, nothing, 300, Options()).flatten().tolist() == [-1, 0, 0, 1]
+    assert relax(weight, grid, nothing, 300, RelaxationOptions()).flatten().tolist() == [-1, 0, 0, 1]
     torch.testing.assert_close(torch.stack(seen[:61]), weight.expand(61, *weight.shape), rtol=0, atol=1e-6)
     assert float((seen[-1] - seen[-1].round()).abs().max()) < float((weight - weight.round()).abs().max()) / 4
 
@@ -65,7 +65,7 @@ def test_the_reconstruction_loss_sums_outputs_and_averages_positions() -> None:
     weight, spec = torch.ones(1, 5, 2), Spec(int4, PerChannel(0))
     found = problem_from_moments("fc:weight", spec, encoding_of(weight[0], spec), layout, weight, x, x, x, 2)
     assert float(found.errors(torch.zeros_like(weight)).sum() / found.rows) == pytest.approx(5)
-    outputs = Outputs.of(replace(found, samples=(x, x)))
+    outputs = SampledOutputs.of(replace(found, samples=(x, x)))
     assert float(outputs.errors(outputs.given(torch.zeros_like(weight))).sum(2).mean()) == pytest.approx(5)
 
 
@@ -93,13 +93,13 @@ def test_with_the_activation_in_the_loss_the_error_behind_it_is_lower_on_unseen_
     totals = {False: 0.0, True: 0.0}
     for seed, off in ((1, 0.5), (2, 0.5), (1, 1.0), (2, 1.0)):
         seen = behind_relu(seed, off, rows=4096)
-        unseen = Outputs.of(behind_relu(9, off, bias=seen.bias))
+        unseen = SampledOutputs.of(behind_relu(9, off, bias=seen.bias))
         for activation in totals:
             found = adaround.solve(seen, method="relaxed", activation=activation, shift_bias=shift_bias)
             shift = 0 if found.bias_shift is None else found.bias_shift[:, None]
             totals[activation] += unseen.relative(unseen.errors(unseen.given(found.weight) + shift))
             assert found.error_after < found.error_before
-            grid = Grid.of(seen, seen.encoding).around(seen.weight.mT)
+            grid = WeightGrid.of(seen, seen.encoding).around(seen.weight.mT)
             below, above = ((codes * grid.scale).mT for codes in (grid.lowest, grid.highest))
             assert ((found.weight == below) | (found.weight == above)).all()
     assert totals[True] < share * totals[False]
@@ -107,7 +107,7 @@ def test_with_the_activation_in_the_loss_the_error_behind_it_is_lower_on_unseen_
 
 def test_the_gradient_on_samples_is_that_of_the_error_behind_the_activation() -> None:
     problem, plain = behind_relu(1, 0.0, rows=300), torch.zeros(1, 16, 32)
-    outputs = Outputs.of(problem)
+    outputs = SampledOutputs.of(problem)
     at = (problem.weight + 0.1).requires_grad_()
     found = adaround.sampled_gradient(outputs, problem.weight.mT, plain, 0.5)(at.detach().mT, 0).mT
     rows = outputs.learning
@@ -130,7 +130,7 @@ def test_second_moments_cannot_look_behind_the_activation() -> None:
 def test_every_weight_ends_on_floor_or_ceil(method: adaround.Method) -> None:
     problem = problem_of(WeightLayout("linear", (16, 48)), Spec(int4, PerChannel(0)))
     found = adaround.solve(problem, method=method, iterations=20).weight
-    grid = Grid.of(problem, problem.encoding).around(problem.weight.mT)
+    grid = WeightGrid.of(problem, problem.encoding).around(problem.weight.mT)
     below, above = ((codes * grid.scale).mT for codes in (grid.lowest, grid.highest))
     assert ((found == below) | (found == above)).all()
     assert (found == below).float().mean() == pytest.approx(0.5, abs=0.1)
@@ -150,14 +150,14 @@ def test_learned_rounding_of_convolutions_beats_nearest_on_held_out_data(
 def test_the_closed_form_gradient_is_that_of_the_loss() -> None:
     """One step of Adam moves every rounding against the sign of the loss's gradient by autograd."""
     problem = problem_of(WeightLayout("linear", (3, 7)), Spec(int4, PerChannel(0)))
-    weight, grid = problem.weight.mT, Grid.of(problem, problem.encoding).around(problem.weight.mT)
+    weight, grid = problem.weight.mT, WeightGrid.of(problem, problem.encoding).around(problem.weight.mT)
     seen: list[torch.Tensor] = []
 
     def gradient(at: torch.Tensor, step: int) -> torch.Tensor:
         seen.append(at.clone())
         return 2 * (at - 0.3)
 
-    options = Options(learning_rate=0.01, warm_start=0.0, regularization=0.1)
+    options = RelaxationOptions(learning_rate=0.01, warm_start=0.0, regularization=0.1)
     relax(weight, grid, gradient, 2, options)
     low, step = grid.lowest * grid.scale, (grid.highest - grid.lowest) * grid.scale
     share = ((seen[0] - low) / step).clamp(1e-6, 1 - 1e-6)
@@ -173,7 +173,7 @@ def test_the_closed_form_gradient_is_that_of_the_loss() -> None:
 def test_it_ends_when_all_is_decided() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(1, 10, 4, generator=generator) * 4 - 2
-    grid = Grid(torch.ones_like(weight), torch.full_like(weight, -4), torch.full_like(weight, 3)).around(weight)
+    grid = WeightGrid(torch.ones_like(weight), torch.full_like(weight, -4), torch.full_like(weight, 3)).around(weight)
     wish = torch.where(torch.rand(weight.shape, generator=generator) < 0.5, grid.lowest, grid.highest)
     steps: list[int] = []
 

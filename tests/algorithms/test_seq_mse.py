@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import problem_from_moments
 
-from qsdk.algorithms.problems.gather import Gathers, problems_of
+from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.algorithms.solvers import seq_mse
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
@@ -132,7 +132,7 @@ def test_ragged_batches_eight_bits_any_convolution_and_padding(
     layer = Layer("w", Spec(dtype, PerChannel(0)), layout, geometry)
     pairs = [(x, x * 1.01) for x in (torch.randn(n, *shape, generator=generator) for n in (4, 4, 1))]
     walk = FakeWalk([[layer]], {"w": weight}, [x for x, _ in pairs])
-    (problem,) = problems_of(FakeStep([layer], pairs), walk, Gathers(held_back=0), 0)
+    (problem,) = problems_of(FakeStep([layer], pairs), walk, GatherOptions(held_back=0), 0)
     found = seq_mse.solve(problem)
     assert found.error_after < found.error_before
     assert found.encoding != problem.encoding

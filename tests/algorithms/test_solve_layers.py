@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solvers import adaround, seq_mse
 from qsdk.core.config.config import QuantConfig, w4a8
 from qsdk.core.errors import CalibrationError, DataError
@@ -154,7 +154,7 @@ def test_inputs_are_the_float_models_and_the_simulations(model: nn.Module, sim: 
         problem.energy()  # now: its weight is the model's own, into which the rounded one is copied in the end
         return adaround.solve(problem)
 
-    solve_each_layer(sim, data(1), recording, gathers=Gathers(held_back=0))
+    solve_each_layer(sim, data(1), recording, gathers=GatherOptions(held_back=0))
 
     def inputs(of: nn.Module, call: Any) -> Tensor:
         found: list[Tensor] = []

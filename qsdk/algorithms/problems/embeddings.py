@@ -1,4 +1,4 @@
-"""Layer problems of embedding tables: each row is read or not, so all that counts is how often."""
+"""Layer problems of embedding tables: a row is read or not, so the statistics are counts of reads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from qsdk.core.layers.layer_walk import Layer, Walk
 
 
 class EmbeddingPart:
-    """Tables that are read at the same indices, and how often each of their rows is.
+    """The tables that are read at the same indices, and the number of reads of each row.
 
     A table has a group for each row, with one input: its second moment is the number of times that the row is read.
-    Every row counts once more, since others are read in use than by some batches (Laplace's rule of succession).
+    Every row counts once more, since in use other rows are read than in some batches (Laplace's rule of succession).
     """
 
     def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int) -> None:
-        """Count nothing yet; every so many-th index is held back, none if it is 0."""
+        """Start with counts of 0; every n-th index is held back, with n = `held_back`, none if it is 0."""
         self._layers, self._weights, self._every = layers, weights, held_back
         self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64)
         self._seen = 0
@@ -29,7 +29,7 @@ class EmbeddingPart:
         """Add one call's indices, those of the quantized model.
 
         Raises:
-            DataError: one of them is no row of the table; names the layer and the batch.
+            DataError: an index is no row of the table; names the layer and the batch.
         """
         rows, indices = self._counts.shape[1], x_quantized.flatten().long().cpu()
         if len(indices) and not -rows <= int(indices.min()) <= int(indices.max()) < rows:

@@ -1,4 +1,4 @@
-"""Layer problems of a step of a walk: what its input tells about each of the layers that read it."""
+"""Layer problems of a step of a walk: the statistics of its input for each of the layers that read it."""
 
 import math
 import zlib
@@ -20,18 +20,18 @@ from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
 
 
 @dataclass(frozen=True)
-class Gathers:
-    """What a solver wants to know of the data.
+class GatherOptions:
+    """The statistics that a solver needs.
 
     Attributes:
         second_moments: of the inputs; without them there are means only.
-        samples: so many rows of the inputs themselves, at most.
-        held_back: every so many-th batch is kept for `LayerProblem.held_back`, every so many-th row where batches are
-            few; 0 keeps none.
-        rows: sample at most so many rows of data for each input that a weight is multiplied with, and no fewer than
-            `ROWS`; None for `PATCHES` of a convolution, and all of other layers.
-        every_patch: whether means that are gathered without second moments are those of all patches, else of those
-            that second moments would be made of.
+        samples: upper bound of rows of the inputs to keep.
+        held_back: every n-th batch is kept for `LayerProblem.held_back`, every n-th row where batches are few; 0 keeps
+            none.
+        rows: rows of data to sample for each input of a weight, at most, but no fewer than `ROWS` in all; None for
+            `PATCHES` of a convolution, and all rows of other layers.
+        every_patch: whether means without second moments are taken over all patches, else over those that second
+            moments would be computed from.
     """
 
     second_moments: bool = True
@@ -41,10 +41,10 @@ class Gathers:
     every_patch: bool = True
 
 
-def problems_of(step: WalkStep, walk: Walk, gathers: Gathers, seed: int) -> list[LayerProblem]:
-    """Make the problems of a step's layers, in its order, reading its inputs once.
+def problems_of(step: WalkStep, walk: Walk, gathers: GatherOptions, seed: int) -> list[LayerProblem]:
+    """Return the problems of a step's layers, in its order, reading its inputs once.
 
-    Layers that see the same rows (all linear ones, convolutions of one geometry) share their second moments.
+    Layers that read the same rows (all linear ones, convolutions of one geometry) share their second moments.
 
     Raises:
         DataError: an input does not fit its layer, or holds NaN or an infinity; names the layer and the batch.
@@ -68,21 +68,21 @@ def problems_of(step: WalkStep, walk: Walk, gathers: Gathers, seed: int) -> list
     return [found[layer.site] for layer in step.layers]
 
 
-def _part_of(layers: Sequence[Layer], walk: Walk, gathers: Gathers, seed: int) -> "_Part | EmbeddingPart":
+def _part_of(layers: Sequence[Layer], walk: Walk, gathers: GatherOptions, seed: int) -> "_Part | EmbeddingPart":
     if layers[0].layout.kind == "embedding":
         return EmbeddingPart(layers, [_matrix(walk, layer) for layer in layers], gathers.held_back)
     return _Part(layers, walk, gathers, seed)
 
 
 class _Part:
-    """Layers that see the same rows, and the sums over those."""
+    """Layers that read the same rows, and the sums over these."""
 
-    def __init__(self, layers: Sequence[Layer], walk: Walk, gathers: Gathers, seed: int) -> None:
+    def __init__(self, layers: Sequence[Layer], walk: Walk, gathers: GatherOptions, seed: int) -> None:
         self._layers, self._gathers, self._batches = layers, gathers, max(walk.batches, 1)
         self._weights = [_matrix(walk, layer) for layer in layers]
         self._by_batch = gathers.held_back > 0 and self._batches >= 2 * gathers.held_back
         self._seen = 0
-        # a generator of its own: what is sampled here does not depend on the layers before
+        # a generator of its own: these samples do not depend on the layers before
         self._generator = torch.Generator().manual_seed(seed + zlib.crc32(layers[0].site.encode()))
         self._samples: list[tuple[Tensor, Tensor]] = []
         self._moments: tuple[Moments, Moments] | None = None
@@ -120,11 +120,11 @@ class _Part:
     def _new_moments(self) -> tuple[Moments, Moments]:
         weight = torch.cat(self._weights, 1)
         second, k = self._gathers.second_moments, weight.shape[-1]
-        # a few errors are all that is asked of held-back data: less work with its rows than with sums over them
+        # only a few errors are computed on held-back data: with its rows that is less work than with sums over them
         return Moments(weight, second=second), Moments(weight, second=second, few=2 * k)
 
     def _split(self, number: int, rows: int) -> tuple[slice | Tensor | None, slice | Tensor | None]:
-        """Return which rows count and which are held back; None for all."""
+        """Return the rows that count and those that are held back; None for all."""
         every, none = self._gathers.held_back, slice(0, 0)
         if self._by_batch:
             return (none, None) if number % every == every - 1 else (None, none)
@@ -135,7 +135,7 @@ class _Part:
         return (~held_back).nonzero()[:, 0], held_back.nonzero()[:, 0]
 
     def _rows(self, x: Tensor, x_quantized: Tensor, where: str) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield the rows that the layers multiply, [groups, rows, K] each, and how many each stands for."""
+        """Yield the rows that the layers multiply, [groups, rows, K] each, and the number of rows each represents."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         if geometry is not None and self._means_of_patches:
             yield from self._mean_patches(x, x_quantized)
@@ -146,7 +146,7 @@ class _Part:
         else:
             rows, rows_quantized = (v.reshape(-1, groups, k).movedim(1, 0) for v in (x, x_quantized))
             total = rows.shape[1]
-            chosen = self._chosen(total, self._gathers.rows)
+            chosen = self._sample_rows(total, self._gathers.rows)
             if len(chosen) < total:
                 rows, rows_quantized = rows[:, chosen], rows_quantized[:, chosen]
             yield rows, rows_quantized, total / max(len(chosen), 1)
@@ -160,7 +160,7 @@ class _Part:
         """Yield the mean of all patches as one row, computed from sums over the inputs without unfolding them."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         assert geometry is not None
-        x, x_quantized = (_batched(values, geometry) for values in (x, x_quantized))
+        x, x_quantized = (_with_batch_axis(values, geometry) for values in (x, x_quantized))
         sizes = geometry.output_size(tuple(x.shape[2:]))
         total, means = x.shape[0] * math.prod(sizes), []
         for values in (x, x_quantized):
@@ -173,16 +173,16 @@ class _Part:
     def _patches(self, x: Tensor, x_quantized: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         assert geometry is not None
-        x, x_quantized = (_batched(values, geometry) for values in (x, x_quantized))
+        x, x_quantized = (_with_batch_axis(values, geometry) for values in (x, x_quantized))
         total = x.shape[0] * math.prod(geometry.output_size(tuple(x.shape[2:])))
-        chosen = self._chosen(total, self._gathers.rows or PATCHES)
+        chosen = self._sample_rows(total, self._gathers.rows or PATCHES)
         for some in torch.split(chosen, max(CHUNK // (groups * k), 1)):
             rows = gather_patches(x, some, geometry)
             rows_quantized = rows if x is x_quantized else gather_patches(x_quantized, some, geometry)
             yield rows, rows_quantized, total / len(chosen)
 
-    def _chosen(self, total: int, per_input: int | None) -> Tensor:
-        """Return which rows of one call are looked at, so that all calls together give as many as are wanted."""
+    def _sample_rows(self, total: int, per_input: int | None) -> Tensor:
+        """Return the rows of one call to sample, so that all calls together reach the wanted number."""
         k = self._layers[0].layout.matrix_shape[2]
         wanted = None if per_input is None else max(per_input * k, ROWS)
         limit = None if wanted is None else -(-wanted // (self._batches * ranks.world_size()))
@@ -198,22 +198,22 @@ class _Part:
         if not self._gathers.samples:
             return None
         own = [torch.cat(parts, 1).cpu() for parts in zip(*self._samples, strict=True)]
-        every = [parts for parts in ranks.gathered(own) if parts]
+        every = [parts for parts in ranks.all_gather(own) if parts]
         x, x_quantized = (torch.cat(parts, 1)[:, : self._gathers.samples] for parts in zip(*every, strict=True))
         device = self._weights[0].device
         return x.to(device), x_quantized.to(device)
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return a tensor of the same values, float32 unless they are integers; shares memory where that can be."""
+    """Return a tensor of the same values, float32 unless they are integers; it shares memory if possible."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
     tensor = torch.as_tensor(values).detach()
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _batched(x: Tensor, geometry: PatchGeometry) -> Tensor:
-    """PyTorch's convolutions take unbatched inputs as well."""
+def _with_batch_axis(x: Tensor, geometry: PatchGeometry) -> Tensor:
+    """Add a batch axis to an unbatched input, which PyTorch's convolutions accept as well."""
     return x[None] if x.dim() == len(geometry.kernel) + 1 else x
 
 

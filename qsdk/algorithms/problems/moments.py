@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qsdk.algorithms import ranks
 
-#: Rows that are multiplied at a time: enough for matrix products to run at full speed.
+#: Rows per matrix product: enough to run at full speed.
 FOLD = 256
-#: Elements that wait to be multiplied at most: 64 MiB of float32.
+#: Upper bound of pending elements: 64 MiB of float32.
 CHUNK = 1 << 24
 #: Matrices of at least so many columns are summed as lower triangles of blocks: 9/16 of the work.
 WIDE, BLOCKS = 256, 8
@@ -18,19 +18,19 @@ WIDE, BLOCKS = 256, 8
 
 @dataclass(frozen=True)
 class Sums:
-    """What a set of rows says about layers whose weights W stand below each other.
+    """The sums over a set of rows, for layers whose weights W are stacked.
 
     Attributes:
-        h: X~X~', float32 [groups, K, K]; None where `x_quantized` stands for it.
-        linear: `W (X~ - X) X~'`, float32 [groups, outputs, K]; None where `drifted` stands for it.
+        h: X~X~', float32 [groups, K, K]; None where `x_quantized` replaces it.
+        linear: `W (X~ - X) X~'`, float32 [groups, outputs, K]; None where `drifted` replaces it.
         drifts: `||W (X - X~)||^2`, float32 [groups, outputs]; None likewise.
         mean: of X, float32 [groups, K].
         mean_quantized: of X~, likewise.
-        rows: how many there were.
-        count: how many they stand for.
+        rows: number of rows.
+        count: number of rows that they represent.
         x_quantized: the rows of X~, float32 [groups, rows, K], where they are few; multiplied by `roots`.
         drifted: W (X~ - X) for these rows, float32 [groups, rows, outputs], multiplied likewise.
-        roots: the roots of how many rows each stands for, float32 [rows]; None for ones.
+        roots: the root of the number of rows that each represents, float32 [rows]; None for ones.
     """
 
     h: Tensor | None
@@ -46,11 +46,11 @@ class Sums:
 
 
 class Moments:
-    """Streaming sums over rows of X and X~; those of N ranks are added up by `finish`.
+    """Streaming sums over rows of X and X~; `finish` adds up those of all ranks.
 
-    With D = X - X~ they are X~X~', and either D X~' and DD', or the products of W with these by way of the outputs
-    WD, which is cheaper where there are no more outputs than inputs. Where D is summed, not X, a small difference of
-    the inputs is not lost in the difference of large sums.
+    With D = X - X~ they are X~X~', and either D X~' and DD', or the products of W with these, computed from the outputs
+    WD, which is cheaper where there are no more outputs than inputs. Summing D, not X, keeps small differences of the
+    inputs, which would be lost in the difference of large sums.
     """
 
     def __init__(self, weight: Tensor, *, second: bool = True, few: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Moments:
         Args:
             weight: of all layers that read the input, float32 [groups, outputs, K].
             second: whether to gather second moments, or means only.
-            few: rows that are kept as they are if there are fewer; None for K.
+            few: fewer rows than this are kept instead of sums; None for K.
         """
         self._weight, self._second = weight, second
         groups, outputs, k = weight.shape
@@ -73,7 +73,7 @@ class Moments:
         self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
 
     def add(self, x: Tensor, x_quantized: Tensor, weight: float = 1.0) -> bool:
-        """Add rows [groups, rows, K] of X and X~ that stand for `weight` rows each; False if they are not finite."""
+        """Add rows [groups, rows, K] of X and X~ that represent `weight` rows each; return whether all are finite."""
         difference = x - x_quantized
         sums = torch.stack([rows.sum(1, dtype=torch.float32) for rows in (x_quantized, difference)])
         if not sums.isfinite().all():
@@ -103,12 +103,12 @@ class Moments:
             return self._of_few_rows(*means)
         self._fold()
         ranks.all_reduce_sum(self._folded)
-        h = _mirrored(self._folded[0])
+        h = _fill_upper(self._folded[0])
         if self._by_outputs:
             linear, drifts = self._folded[1], self._folded[2].float()
         else:
             linear = -(self._weight @ self._folded[1])
-            drifts = ((self._weight @ _mirrored(self._folded[2])) * self._weight).sum(-1)
+            drifts = ((self._weight @ _fill_upper(self._folded[2])) * self._weight).sum(-1)
         return Sums(h, linear, drifts, *means)
 
     def _of_few_rows(self, mean: Tensor, mean_quantized: Tensor, rows: int, count: float) -> Sums:
@@ -121,7 +121,7 @@ class Moments:
         return Sums(None, None, None, mean, mean_quantized, rows, count, x, drifted, roots)
 
     def _fold(self) -> None:
-        """Multiply what waits, so that memory does not grow with the data."""
+        """Multiply the pending rows into the sums, so that memory does not grow with the data."""
         groups, outputs, k = self._weight.shape
         if not self._folded:
             zeros = self._weight.new_zeros
@@ -148,7 +148,7 @@ class Moments:
 
 
 def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Rows below each other, times the roots of their weights: their products are weighted ones then."""
+    """Return the rows concatenated, times the roots of their weights, so that products of them are weighted."""
     if len(parts) == 1 and weights[0] == 1:
         return parts[0]
     scaled = [
@@ -159,15 +159,15 @@ def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) ->
 
 
 def _add_gram(total: Tensor, rows: Tensor, weight: float) -> None:
-    """Add rows' rows to [groups, K, K]; of wide ones only the blocks on and below the diagonal."""
+    """Add the Gram matrix of rows to [groups, K, K]; of wide ones only the blocks on and below the diagonal."""
     step = _block(total)
     for start in range(0, total.shape[-1], step):
         stop = start + step
         total[:, start:stop, :stop].baddbmm_(rows[..., start:stop].mT, rows[..., :stop], alpha=weight)
 
 
-def _mirrored(total: Tensor) -> Tensor:
-    """Fill in the blocks above the diagonal that `_add_gram` left out."""
+def _fill_upper(total: Tensor) -> Tensor:
+    """Fill in the blocks above the diagonal that `_add_gram` left out, and return the matrix."""
     step = _block(total)
     for start in range(step, total.shape[-1], step):
         stop = start + step

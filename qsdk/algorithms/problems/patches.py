@@ -1,18 +1,18 @@
-"""The patches of its input that a convolution multiplies, taken where they are wanted and never unfolded whole."""
+"""The patches of its input that a convolution multiplies, gathered at sampled positions and never unfolded whole."""
 
 import torch
 from torch import Tensor
 
 from qsdk.core.layers.layer_problem import PatchGeometry
 
-#: Patches for each of their elements that determine a layer: all patches add little.
+#: Patches per element of a patch that are sampled: more of them add little.
 PATCHES = 16
-#: Rows of data that no layer gets fewer of, if there are so many.
+#: Lower bound of the rows of data for a layer, if there are so many.
 ROWS = 1024
 
 
 def sample_positions(total: int, limit: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw `limit` of `total` positions, uniformly, one per stratum: int64, ascending; all of them if they are few."""
+    """Return `limit` of `total` positions, one at random per stratum: int64, ascending; all of them if few."""
     if limit is None or total <= limit:
         return torch.arange(total)
     jitter = torch.rand(limit, generator=generator, dtype=torch.float64)
@@ -20,7 +20,7 @@ def sample_positions(total: int, limit: int | None, generator: torch.Generator |
 
 
 def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:
-    """Return what a convolution multiplies at some of its output positions.
+    """Return the patches that a convolution multiplies at some of its output positions.
 
     Args:
         x: [N, C, *spatial].
@@ -52,7 +52,7 @@ def _taken(x: Tensor, sample: Tensor, index: Tensor) -> Tensor:
 
 
 def _taps(output: Tensor, size: int, dim: int, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:
-    """Input index of each kernel element along one dimension, [P, kernel], and whether it lies inside the input."""
+    """Return the input index of each kernel element along one dimension, [P, kernel], and whether it is inside."""
     stride, before = geometry.stride[dim], geometry.padding[dim][0]
     steps = torch.arange(geometry.kernel[dim], device=output.device) * geometry.dilation[dim]
     if geometry.transposed:

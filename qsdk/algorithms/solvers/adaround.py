@@ -8,25 +8,25 @@ from torch import Tensor
 
 from qsdk.algorithms.solvers import relaxation
 from qsdk.algorithms.solvers.on_torch import on_torch
-from qsdk.algorithms.solvers.outputs import Outputs
+from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.rounding import (
     SIDE_BY_SIDE,
     Evidence,
-    Grid,
     Objective,
-    by_diagonal,
-    descend,
-    feedback,
-    left_nearest,
+    WeightGrid,
+    coordinate_descent,
+    error_feedback,
+    keep_nearest,
+    order_by_diagonal,
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
 Method = Literal["fast", "relaxed"]
 METHODS = ("fast", "relaxed")
-#: what `iterations` is where it is not given: sweeps of coordinate descent, steps of Adam
+#: default of `iterations`: sweeps of coordinate descent, steps of Adam
 ITERATIONS = {"fast": 5, "relaxed": 500}
-#: samples that a step of `relaxed` with `activation` sees, and its damping where none is given
+#: samples per step of `relaxed` with `activation`, and its default damping
 BATCH, DAMPING = 1024, 0.03
 
 
@@ -39,24 +39,24 @@ def solve(
     damping: float | None = None,
     shift_bias: bool = True,
     activation: bool = False,
-    relaxed: relaxation.Options = relaxation.DEFAULT,
+    relaxed: relaxation.RelaxationOptions = relaxation.DEFAULT,
 ) -> Solution:
     """Round each weight to the grid point below or above it, for the smallest output error of the layer.
 
-    `fast`: error feedback column by column, then coordinate descent on the rounding choices until none pays, from
+    `fast`: error feedback column by column, then coordinate descent on the rounding choices until none improves, from
     several orders of the columns. `relaxed`: the paper's soft rounding by gradient descent, hardened at the end. An
-    output for which nearest rounding is better, on all data or on what was held back, keeps it.
+    output for which nearest rounding is better, on all data or on held-back data, keeps it.
 
     Args:
         problem: with the encoding whose grid is used; it is not changed.
         method: `fast` or `relaxed`.
         iterations: `fast`: sweeps of coordinate descent, at most; later ones gain little. `relaxed`: steps of Adam.
             None for 5 and 500.
-        starts: orders of the columns that `fast` begins from; the first is that of the diagonal.
-        damping: share of the mean second moment that is added to the diagonal, so that directions which the data does
-            not show keep their weights; None for 0.03, and more where rows are few (`rounding.damping_for`).
-        shift_bias: whether the layer's bias, if there is one, takes up the mean error.
-        activation: of `relaxed`: the error is that behind the layer's activation function, on samples of its inputs.
+        starts: number of column orders that `fast` starts from; the first is that of the diagonal.
+        damping: share of the mean second moment that is added to the diagonal, so that weights stay in directions that
+            the data does not cover; None for 0.03, and more where rows are few (`rounding.damping_for`).
+        shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
+        activation: with `relaxed`, measure the error behind the layer's activation function, on samples of its inputs.
         relaxed: options of the relaxation.
 
     Returns:
@@ -69,18 +69,18 @@ def solve(
     reconstruction and activation function (equation 25); the fast solution is Frantar et al. 2023, GPTQ, section 3, in
     the form of Babai's nearest plane (Chen et al. 2025), kept between floor and ceil, then coordinate descent.
     """
-    _require_sensible(problem, method, iterations, starts, damping, activation)
+    _require_options(problem, method, iterations, starts, damping, activation)
     problem = on_torch(problem)
-    full, weight = Grid.of(problem, problem.encoding), problem.weight.mT
+    full, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
     plain = (full.nearest(weight) * full.scale).mT
-    if (left := left_nearest(problem, plain)) is not None:
+    if (left := keep_nearest(problem, plain)) is not None:
         return left
     count, grid = ITERATIONS[method] if iterations is None else iterations, full.around(weight)
     if activation and problem.activation is not None:
-        outputs = Outputs.of(problem)
+        outputs = SampledOutputs.of(problem)
         gradient = sampled_gradient(outputs, weight, plain, DAMPING if damping is None else damping)
         rounded = (relaxation.relax(weight, grid, gradient, count, relaxed) * grid.scale).mT
-        return _judged_behind(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
+        return _keep_if_better(outputs, problem, rounded, plain, shifts=shift_bias and problem.has_bias)
     evidence = Evidence.of(problem, shift_bias=shift_bias)
     objective = Objective.of(evidence.judged, damping)
     if method == "fast":
@@ -92,7 +92,7 @@ def solve(
     return evidence.solution(problem.encoding, rounded, plain)
 
 
-def _require_sensible(
+def _require_options(
     problem: LayerProblem, method: str, iterations: int | None, starts: int, damping: float | None, activation: bool
 ) -> None:
     site = problem.site
@@ -111,15 +111,15 @@ def _require_sensible(
         raise ConfigError(f"{site}: {starts} starts and {iterations} iterations; give at least 1 and 0")
 
 
-def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
-    """Return the best codes from several orders of the columns, as many side by side as pays."""
+def _fast(objective: Objective, grid: WeightGrid, sweeps: int, starts: int) -> Tensor:
+    """Return the best codes from several orders of the columns, as many side by side as is efficient."""
     weights, columns = objective.weight.numel(), objective.weight.shape[1]
     orders = _orders(objective.h, starts if columns > 1 else 1)
     best, lowest = None, None
     for some in torch.split(orders, max(SIDE_BY_SIDE // weights, 1)):
         several = objective.repeated(len(some))
-        grids = Grid.stacked([grid] * len(some))
-        found = descend(several, grids, feedback(several, grids, order=some.flatten(0, 1)), sweeps)
+        grids = WeightGrid.concatenate([grid] * len(some))
+        found = coordinate_descent(several, grids, error_feedback(several, grids, order=some.flatten(0, 1)), sweeps)
         errors = several(found * grids.scale)
         for codes, error in zip(found.chunk(len(some)), errors.chunk(len(some)), strict=True):
             if best is None or lowest is None:
@@ -131,8 +131,8 @@ def _fast(objective: Objective, grid: Grid, sweeps: int, starts: int) -> Tensor:
     return best
 
 
-def _judged_behind(
-    outputs: Outputs, problem: LayerProblem, rounded: Tensor, plain: Tensor, *, shifts: bool
+def _keep_if_better(
+    outputs: SampledOutputs, problem: LayerProblem, rounded: Tensor, plain: Tensor, *, shifts: bool
 ) -> Solution:
     """Return the rounding that is better behind the activation function where there is one, else the nearest one."""
 
@@ -151,8 +151,10 @@ def _judged_behind(
     return Solution(problem.encoding, rounded, outputs.relative(before), after, bias_shift=found)
 
 
-def sampled_gradient(outputs: Outputs, exact: Tensor, plain: Tensor, damping: float) -> Callable[[Tensor, int], Tensor]:
-    """That of the error behind the activation function on some samples, in the units of `_gradient`."""
+def sampled_gradient(
+    outputs: SampledOutputs, exact: Tensor, plain: Tensor, damping: float
+) -> Callable[[Tensor, int], Tensor]:
+    """Return the gradient of the error behind the activation function on some samples, in units of `_gradient`."""
     learning = outputs.learning.nonzero()[:, 0]
     generator = torch.Generator().manual_seed(0)
     per_row = outputs.errors(outputs.given(plain))[:, learning].sum((0, 2)).mean()
@@ -172,10 +174,10 @@ def sampled_gradient(outputs: Outputs, exact: Tensor, plain: Tensor, damping: fl
     return gradient
 
 
-def _gradient(objective: Objective, grid: Grid) -> Callable[[Tensor, int], Tensor]:
-    """That of the error, in units of what rounding one weight to nearest costs on average."""
+def _gradient(objective: Objective, grid: WeightGrid) -> Callable[[Tensor, int], Tensor]:
+    """Return the gradient of the error, in units of the mean cost of rounding one weight to nearest."""
     nearest = grid.nearest(objective.weight) * grid.scale - objective.weight
-    unit = float((nearest * (objective.h @ nearest)).mean()) or 1.0  # of weights that are on the grid
+    unit = float((nearest * (objective.h @ nearest)).mean()) or 1.0  # 1 for weights that are already on the grid
     return lambda weight, step: torch.baddbmm(objective.linear, objective.h, weight - objective.weight) * (2 / unit)
 
 
@@ -185,4 +187,4 @@ def _orders(h: Tensor, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(count - 1, *diagonal.shape, generator=generator).to(diagonal)
     others = (diagonal.log() + noise / 2).argsort(dim=-1, descending=True, stable=True)
-    return torch.cat([by_diagonal(h)[None], others])
+    return torch.cat([order_by_diagonal(h)[None], others])

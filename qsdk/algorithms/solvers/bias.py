@@ -1,10 +1,10 @@
-"""Bias correction: what a layer's bias takes up so that the mean of its output is that of the float model."""
+"""Bias correction: the shift of a layer's bias that restores the mean of its output in the float model."""
 
 import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers.on_torch import on_torch
-from qsdk.algorithms.solvers.outputs import Outputs
+from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.seq_mse import fake_quantize
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 
@@ -14,10 +14,10 @@ NO_BIAS = "it has no bias that could take the shift"
 def solve(problem: LayerProblem) -> Solution:
     """Shift the bias, per output channel, so that the mean of the layer's output is that of the float model.
 
-    Where an activation function is one with the layer, it is the mean behind that. Ranges that are too narrow shrink
-    a layer's outputs; to bring back a negative mean in front of a ReLU would leave fewer of them above 0 than were
-    there, and take more from the layers behind than it gives. A shift that does not lower the squared error on samples
-    held back is not made.
+    With an activation function right behind the layer, the mean is the one behind that function. The reason: ranges
+    that are too narrow shrink a layer's outputs, and restoring a negative mean in front of a ReLU would leave fewer of
+    them above 0 than before, which harms the layers behind. A shift is kept only if it lowers the squared error on
+    held-back samples.
 
     Args:
         problem: with means and samples; its encoding and weight stay.
@@ -34,7 +34,7 @@ def solve(problem: LayerProblem) -> Solution:
     if problem.layout.kind == "embedding":
         error = problem.relative_error(quantized)
         return Solution(problem.encoding, None, error, error, note=NO_BIAS)
-    outputs = Outputs.of(problem)
+    outputs = SampledOutputs.of(problem)
     given = outputs.given(quantized)
     before = outputs.errors(given)
     if problem.bias is None:

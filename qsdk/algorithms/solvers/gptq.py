@@ -1,4 +1,4 @@
-"""GPTQ: round column by column, each column making up for the errors of those before it, to any point of the grid."""
+"""GPTQ: round column by column to any point of the grid; later columns make up for the error of earlier ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from qsdk.algorithms.solvers.rounding import (
     BLOCK,
     SIDE_BY_SIDE,
     Evidence,
-    Grid,
     Objective,
-    by_diagonal,
-    descend,
-    feedback,
-    left_nearest,
+    WeightGrid,
+    coordinate_descent,
+    error_feedback,
+    keep_nearest,
+    order_by_diagonal,
 )
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
@@ -27,7 +27,7 @@ from qsdk.core.numerics.encoding import Encoding
 
 Scales = Literal["search", "fixed"]
 SCALES = ("search", "fixed")
-#: what the scales are tried at, times what they are; the first wins a tie
+#: factors of the scales to try; the first wins a tie
 FACTORS = (1.0, 1.1, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -43,18 +43,18 @@ def solve(
 ) -> Solution:
     """Round each weight to a point of the grid, for the smallest output error of the layer.
 
-    The error is against the float outputs. An output for which nearest rounding with the scales as they were is better,
-    on all data or on what was held back, keeps that; outputs that share a scale are judged together.
+    The error is against the float outputs. An output for which nearest rounding with the old scales is better, on all
+    data or on held-back data, keeps that; outputs that share a scale are compared together.
 
     Args:
         problem: with an encoding of its spec's granularity.
-        act_order: settle the columns by falling second moment of their inputs, else as they come.
-        block_size: columns that are settled one by one before the others hear of them; speed only.
+        act_order: round the columns by falling second moment of their inputs, else in their own order.
+        block_size: columns that are rounded one by one before the others are updated; affects speed only.
         damping: share of the mean that is added to the diagonal of H; None for `rounding.damping_for`.
-        scales: `search` also chooses each output's scales among multiples of what they are, by the error that error
-            feedback leaves with them (all blocks of an output by one factor); `fixed` keeps them.
+        scales: `search` also multiplies each output's scales by the best of some factors, by the error that remains
+            after error feedback (one factor for all blocks of an output); `fixed` keeps them.
         sweeps: of coordinate descent over the grid points afterwards, at most.
-        shift_bias: whether the layer's bias, if there is one, takes up the mean error.
+        shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
 
     Returns:
         The rounded weight, every element exactly on the encoding's grid, the encoding, and relative errors.
@@ -65,31 +65,31 @@ def solve(
     Source: Frantar et al. 2023, GPTQ, section 3; the float outputs as target after Nagel et al. 2020, AdaRound,
     section 3.4.
     """
-    _require_sensible(problem, block_size, damping, scales, sweeps)
+    _require_options(problem, block_size, damping, scales, sweeps)
     problem = on_torch(problem)
-    fixed, weight = Grid.of(problem, problem.encoding), problem.weight.mT
+    fixed, weight = WeightGrid.of(problem, problem.encoding), problem.weight.mT
     plain = (fixed.nearest(weight) * fixed.scale).mT
-    left = left_nearest(problem, plain)
+    left = keep_nearest(problem, plain)
     if left is not None:
         return left
     evidence = Evidence.of(problem, shift_bias=shift_bias)
     objective = Objective.of(evidence.judged, damping)
-    order = by_diagonal(objective.h)
+    order = order_by_diagonal(objective.h)
     order = order if act_order else order.sort(-1).values
 
     cells = cells_of_weights(problem, problem.encoding)
-    factors, grid, codes = _on_grids(
+    factors, grid, codes = _search_scales(
         problem, objective, order, cells, FACTORS if scales == "search" else (1.0,), block_size
     )
-    both = Grid.stacked([fixed, grid], 2)
-    rounded, found = (descend(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
+    both = WeightGrid.concatenate([fixed, grid], 2)
+    rounded, found = (coordinate_descent(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
     rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
     factors[evidence.worse(found, rounded, units_of(cells))] = 1
-    encoding = _scaled(problem, factors, cells)
+    encoding = _scale_encoding(problem, factors, cells)
     return evidence.solution(encoding, torch.where((factors != 1)[..., None], found, rounded), plain)
 
 
-def _require_sensible(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
+def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
     site = problem.site
     if not problem.spec.dtype.is_integer:
         raise ConfigError(f"{site}: gptq needs an integer grid, not {problem.spec.dtype}; skip the site")
@@ -102,10 +102,10 @@ def _require_sensible(problem: LayerProblem, block_size: int, damping: float | N
 
 
 def units_of(cells: Tensor) -> Tensor:
-    """Number the sets of outputs that share scales: int64 [groups, rows].
+    """Return a number for each output, equal for outputs that share scales: int64 [groups, rows].
 
     Args:
-        cells: which scale each weight uses, int64 [groups, rows, K].
+        cells: index of the scale of each weight, int64 [groups, rows, K].
     """
     flat = cells.flatten(0, 1)
     unit = flat.amin(-1)
@@ -119,47 +119,50 @@ def units_of(cells: Tensor) -> Tensor:
         unit = joined
 
 
-def _on_grids(
+def _search_scales(
     problem: LayerProblem,
     objective: Objective,
     order: Tensor,
     cells: Tensor,
     factors: Sequence[float],
     block_size: int,
-) -> tuple[Tensor, Grid, Tensor]:
-    """Round by error feedback with the scales as they are, and multiplied by each output's best factor.
+) -> tuple[Tensor, WeightGrid, Tensor]:
+    """Round by error feedback with the old scales, and with those multiplied by each output's best factor.
 
     Returns:
-        The factors, float32 [groups, rows], the grid that they lead to, and codes: without and with them, beside each
-        other along the rows.
+        The factors, float32 [groups, rows], the resulting grid, and codes without and with them, side by side along the
+        rows.
     """
     unit = units_of(cells)
-    grids = [Grid.of(problem, _scaled(problem, torch.full(unit.shape, f, device=unit.device), cells)) for f in factors]
+    grids = [
+        WeightGrid.of(problem, _scale_encoding(problem, torch.full(unit.shape, f, device=unit.device), cells))
+        for f in factors
+    ]
     codes: list[Tensor] = []
     errors: list[Tensor] = []
     side = max(SIDE_BY_SIDE // objective.weight.numel(), 1)
     for some in (grids[start : start + side] for start in range(0, len(grids), side)):
-        beside = Grid.stacked(some, 2)
-        rounded = feedback(objective, beside, order=order, block_size=block_size)
+        beside = WeightGrid.concatenate(some, 2)
+        rounded = error_feedback(objective, beside, order=order, block_size=block_size)
         codes += rounded.chunk(len(some), 2)
         errors += objective.beside(len(some))(rounded * beside.scale).chunk(len(some), 1)
     summed = torch.zeros(len(grids), unit.numel(), device=unit.device)
     summed.index_add_(1, unit.flatten(), torch.stack(errors).flatten(1))
     best = summed.argmin(0)[unit]
     chosen = torch.tensor(factors, device=unit.device)[best]
-    grid = Grid.of(problem, _scaled(problem, chosen, cells))
+    grid = WeightGrid.of(problem, _scale_encoding(problem, chosen, cells))
 
     def of_best(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(tensors)).take_along_dim(best[None, :, None], 0)[0]
 
-    # rows do not hear of each other, unless what their spec can store of a scale depends on all of them
+    # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, of_best([each.scale for each in grids]))
-    found = of_best(codes) if same else feedback(objective, grid, order=order, block_size=block_size)
+    found = of_best(codes) if same else error_feedback(objective, grid, order=order, block_size=block_size)
     return chosen, grid, torch.cat([codes[0], found], 2)
 
 
-def _scaled(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:
-    """Return the problem's encoding with each output's scales multiplied, confined to what its spec can store."""
+def _scale_encoding(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:
+    """Return the problem's encoding with each output's scales multiplied, restricted to what its spec can store."""
     encoding, spec = problem.encoding, problem.spec
     factor = torch.ones(encoding.scale.size, device=factors.device)
     factor[cells] = factors[..., None].expand(cells.shape)

@@ -1,4 +1,4 @@
-"""The error of a layer's output as a function of the deviation of some columns of its weight, the others given."""
+"""The error of a layer's output as a function of the deviation of some columns of its weight, the others fixed."""
 
 from typing import Protocol
 
@@ -12,14 +12,14 @@ Columns = slice | Tensor
 
 
 class Loss(Protocol):
-    """A function of the deviation of some columns; constants that no choice changes are left out."""
+    """A function of the deviation of some columns, without constant terms."""
 
     def __call__(self, deviation: Tensor) -> Tensor:
         """Return the error of each output, [..., groups, outputs], for a deviation [..., groups, outputs, columns]."""
 
 
 class Quadratic:
-    """`d H d' + 2 d L'`, H and L those of the columns.
+    """The loss `d H d' + 2 d L'`, with H and L of the columns.
 
     Attributes:
         h: [groups, columns, columns].
@@ -27,7 +27,7 @@ class Quadratic:
     """
 
     def __init__(self, h: Tensor, linear: Tensor, weight_product: Tensor | None = None) -> None:
-        """Take H and L, and the product of the columns' weight with H if it is known already."""
+        """Store H and L, and the product of the columns' weight with H if it is known already."""
         self.h, self.linear, self._weight_product = h, linear, weight_product
 
     def __call__(self, deviation: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Quadratic:
         return self.of_product(deviation, product)
 
     def of_product(self, deviation: Tensor, product: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """Return the same with `deviation H` given, and of some outputs alone if there are indices of them."""
+        """Return the same from a given `deviation H`, for all outputs or for the given indices."""
         linear = self.linear if outputs is None else self.linear[:, outputs]
         return torch.add(product, linear, alpha=2).mul_(deviation).sum(-1)
 
@@ -45,7 +45,7 @@ class Quadratic:
         return weight @ self.h if self._weight_product is None else self._weight_product
 
     def separable(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What is left without the products of different columns: `sum of diagonal * (W~ - target)^2`, and a constant.
+        """Return the loss without products of different columns: `sum of diagonal * (W~ - target)^2`.
 
         Returns:
             The target, [groups, outputs, columns], and the diagonal, [groups, columns].
@@ -55,12 +55,12 @@ class Quadratic:
 
 
 class SquaredLosses:
-    """`||WX - W~X~||^2`, on second moments.
+    """The losses `||WX - W~X~||^2`, computed from second moments.
 
     Attributes:
-        errors: of each output with the deviation as it is, [groups, outputs].
+        errors: of each output with the present deviation, [groups, outputs].
         deviation: of the whole weight, [groups, outputs, K].
-        now: what the loss that was given last is with it, [groups, outputs].
+        now: value of the last returned loss with it, [groups, outputs].
     """
 
     now: Tensor
@@ -72,10 +72,10 @@ class SquaredLosses:
         product = deviation @ self._h
         self._drifts = problem.drift()
         self.errors: Tensor = torch.add(product, linear, alpha=2).mul_(deviation).sum(-1) + self._drifts
-        self._slope = product.add_(linear)  # what each column's own error meets: the drift and the errors of all
+        self._slope = product.add_(linear)  # per column: the drift and the errors of all columns
 
     def of(self, columns: Columns) -> Quadratic:
-        """Return the loss of these columns' deviation, given those of all others."""
+        """Return the loss of the deviation of these columns, with that of all others fixed."""
         if self._are_all(columns):
             self._loss = Quadratic(self._h, self._problem.linear_term(), self._problem.weight_product)
             self.now = self.errors - self._drifts
@@ -86,8 +86,8 @@ class SquaredLosses:
             self.now = self._loss.of_product(own, product)
         return self._loss
 
-    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
-        """Take these columns' deviation as given from now on."""
+    def fix_columns(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
+        """Fix the deviation of these columns."""
         found = self._loss(deviation) if losses is None else losses
         if self._are_all(columns):
             self.errors, self.deviation = found + self._drifts, deviation
@@ -103,7 +103,7 @@ class SquaredLosses:
 
 
 class Absolute:
-    """`sum |e + d X~'|` over rows of X~, e the error of all other columns.
+    """The loss `sum |e + d X~'|` over rows of X~, with e the error of all other columns.
 
     Attributes:
         x: [groups, columns, rows].
@@ -119,7 +119,7 @@ class Absolute:
 
 
 class AbsoluteLosses:
-    """`sum |WX - W~X~|`, on samples of the inputs."""
+    """The losses `sum |WX - W~X~|`, computed from samples of the inputs."""
 
     def __init__(self, problem: LayerProblem, deviation: Tensor) -> None:
         """Start from a deviation of the whole weight, with the samples of the problem."""
@@ -129,18 +129,18 @@ class AbsoluteLosses:
         self._error = problem.weight @ (x_quantized - x) + deviation @ x_quantized
 
     def now(self) -> Tensor:
-        """Return the error of each output with the deviation as it is, [groups, outputs]."""
+        """Return the error of each output with the present deviation, [groups, outputs]."""
         errors: Tensor = self._error.abs().sum(-1)
         return errors
 
     def of(self, columns: Columns) -> Absolute:
-        """Return the loss of these columns' deviation, given those of all others."""
+        """Return the loss of the deviation of these columns, with that of all others fixed."""
         x = self._x[:, columns]
         self._error -= self._deviation[..., columns] @ x
         self._deviation[..., columns] = 0
         return Absolute(x, self._error)
 
-    def settle(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
-        """Take these columns' deviation as given from now on."""
+    def fix_columns(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
+        """Fix the deviation of these columns."""
         self._deviation[..., columns] = deviation
         self._error = self._error + deviation @ self._x[:, columns]

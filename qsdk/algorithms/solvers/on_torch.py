@@ -14,7 +14,7 @@ _ARRAYS = ("h", "linear", "drifts", "x_quantized", "drifted", "roots", "mean", "
 
 
 def on_torch(problem: LayerProblem) -> LayerProblem:
-    """Return the problem with float32 torch tensors on the weight's device, sharing memory where that can be."""
+    """Return the problem with float32 torch tensors on the weight's device, sharing memory if possible."""
     weight = torch.as_tensor(problem.weight).detach().float()
 
     def moved(values: Any) -> Any:
@@ -27,7 +27,7 @@ def on_torch(problem: LayerProblem) -> LayerProblem:
 
 
 def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor, Tensor]:
-    """Return the scale and the zero point of each weight, float32 [groups, out_per_group, K]; not to be written to."""
+    """Return the scale and zero point of each weight, float32 [groups, out_per_group, K]. They are read-only views."""
     layout, device = problem.layout, problem.weight.device
 
     def each(values: Any) -> Tensor:
@@ -39,5 +39,5 @@ def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor
 
 
 def cells_of_weights(problem: LayerProblem, encoding: Encoding) -> Tensor:
-    """Return which scale each weight uses: int64 [groups, out_per_group, K], an index into the flattened scale."""
+    """Return the scale of each weight, int64 [groups, out_per_group, K]: indices into the flattened scale."""
     return torch.as_tensor(problem.layout.cells(encoding)).to(problem.weight.device)

@@ -13,21 +13,21 @@ from qsdk.core.ranges.ranges import range_of, scale_and_zero_point
 
 #: Blocks of more weights are searched roughly first.
 WIDE = 1 << 14
-#: Columns of the blocks in which the rough loss decides alone: their products weigh less than those with all others.
+#: Up to so many columns the rough loss decides alone: products of the columns with each other hardly matter.
 NARROW = 128
-#: Narrower ranges than one with so many times the lowest rough loss of a unit are not tried for it.
+#: The search for a unit ends at a range with so many times its lowest rough loss.
 HOPELESS = 2.0
-#: Elements that are moved to a grid at a time: few enough to stay in a processor's cache.
+#: Elements that are quantized at a time: few enough to stay in a processor's cache.
 CACHED = 1 << 18
 
 
 def codes(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-    """Return `quantize(weight) - zero_point`: the formula of `core.affine` with fewer passes over memory."""
-    return clipped(torch.div(weight, scale), zero_point, lo, hi)
+    """Return `quantize(weight) - zero_point`: the formula of `core.numerics.affine` with fewer passes over memory."""
+    return clip_codes(torch.div(weight, scale), zero_point, lo, hi)
 
 
-def clipped(position: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
-    """Round positions on a grid to its codes, zero points taken away; overwrites them."""
+def clip_codes(position: Tensor, zero_point: Tensor, lo: float, hi: float) -> Tensor:
+    """Round positions on a grid to its codes less the zero points; the input is overwritten."""
     rounded = position.round_()
     if not zero_point.any():
         return rounded.clamp_(lo, hi)
@@ -40,7 +40,7 @@ def on_grid(weight: Tensor, scale: Tensor, zero_point: Tensor, lo: float, hi: fl
 
 
 class Grids:
-    """The grids that shares of a weight's range lead to; ranges contain 0."""
+    """The grids of shares of a weight's range; ranges contain 0."""
 
     def __init__(self, problem: LayerProblem) -> None:
         """Observe the range of the problem's weight."""
@@ -49,11 +49,11 @@ class Grids:
         self._low, self._high = np.minimum(full.low, 0).reshape(-1), np.maximum(full.high, 0).reshape(-1)
 
     def common(self, share: float) -> tuple[Tensor, Tensor]:
-        """Scales and zero points for one share of all ranges, float32 [scales]."""
+        """Return scales and zero points for one share of all ranges, float32 [scales]."""
         return self._grids(self._low * np.float32(share), self._high * np.float32(share))
 
     def of(self, scales: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Asymmetric grids of some scales, for shares of either end, [..., scales]."""
+        """Return the asymmetric grids of some scales, for shares of either end, [..., scales]."""
         at = scales.cpu().numpy()
         return self._grids(self._low[at] * low.cpu().numpy(), self._high[at] * high.cpu().numpy())
 
@@ -63,20 +63,21 @@ class Grids:
 
 
 class Block:
-    """Columns of a weight matrix in which each output has one scale; several outputs may have the same.
+    """Columns of a weight matrix in which each output has one scale; outputs may share one.
 
     Attributes:
         weight: float32 [groups, outputs, columns].
         grid: lowest and highest code.
-        scales: which scales they are, int64 [units].
+        scales: indices of their scales, int64 [units].
     """
 
     def __init__(
         self, weight: Tensor, cell: Tensor, grid: tuple[float, float], importance: Tensor | None = None
     ) -> None:
-        """Look at a weight with scales `cell`, int64 [groups, outputs].
+        """Store a weight with scale indices `cell`, int64 [groups, outputs].
 
-        Where outputs share a scale, their losses count as `importance` [groups, outputs] says; None for equally.
+        Where outputs share a scale, their losses are weighted by `importance` [groups, outputs]; None for equal
+        weights.
         """
         self.weight, self.grid = weight, grid
         used = torch.bincount(cell.flatten()) > 0
@@ -87,16 +88,16 @@ class Block:
 
     @property
     def wide(self) -> bool:
-        """Return whether each output is searched for itself, roughly first."""
+        """Return whether each output is searched by itself, roughly first."""
         return self.weight.numel() > WIDE and self.weight.shape[0] == 1 and self._in_order
 
     @property
     def narrow(self) -> bool:
-        """Return whether there are so few columns that their products with each other hardly count."""
+        """Return whether there are so few columns that their products with each other hardly matter."""
         return self.weight.shape[-1] <= NARROW
 
     def total(self, losses: Tensor) -> Tensor:
-        """Sum losses of outputs [..., groups, outputs] to those of units, [..., units]."""
+        """Return the sums over units of losses of outputs [..., groups, outputs]: [..., units]."""
         if self._importance is not None:
             losses = losses * self._importance
         flat = losses.flatten(-2)
@@ -106,7 +107,7 @@ class Block:
         return zeros.index_add_(-1, self._unit.flatten(), flat)
 
     def of_units(self, values: Tensor) -> Tensor:
-        """Spread values of units [units] to outputs, [groups, outputs]."""
+        """Return values of units [units] repeated for their outputs, [groups, outputs]."""
         return values[self._unit]
 
     def of_outputs(self, losses: Tensor) -> Tensor | None:
@@ -114,9 +115,9 @@ class Block:
         return losses.reshape(self._unit.shape) if self._in_order and self._importance is None else None
 
     def deviation(self, scale: Tensor, zero_point: Tensor, outputs: Tensor | None = None) -> Tensor:
-        """Return how far the nearest grid points are from the weights, for grids of units [..., units].
+        """Return the distance of the nearest grid points from the weights, for grids of units [..., units].
 
-        With indices of `outputs` it is that of these alone.
+        With indices of `outputs`, of these alone.
         """
         weight, unit = self.weight, self._unit
         if outputs is not None:
@@ -126,14 +127,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a search chose.
+class ScaleChoice:
+    """The result of a search.
 
     Attributes:
         index: of the candidates, int64 [units].
         losses: [units].
         deviation: with the chosen grids, [groups, outputs, columns].
-        product: the deviation times H, likewise, where the loss has an H and outputs are searched for themselves.
+        product: the deviation times H, likewise, where the loss has an H and outputs are searched one by one.
     """
 
     index: Tensor
@@ -142,14 +143,14 @@ class Choice:
     product: Tensor | None = None
 
 
-def best_of(block: Block, loss: Loss, scales: Tensor, zero_points: Tensor) -> Choice:
-    """Choose the best candidate of each unit, for scales and zero points [candidates, units].
+def best_of(block: Block, loss: Loss, scales: Tensor, zero_points: Tensor) -> ScaleChoice:
+    """Return the best candidate of each unit, for scales and zero points [candidates, units].
 
-    All are tried where that is cheap or where outputs share scales. Elsewhere a rough loss chooses; in a block of many
-    columns the exact one goes on from there, up or down, as long as it falls, and the last candidate is never missed.
+    All are tried where that is cheap or where outputs share scales. Elsewhere a rough loss chooses. In a block of many
+    columns the exact loss continues from there, up or down, as long as it falls; the last candidate is always tried.
     """
     if block.wide and isinstance(loss, Quadratic):
-        climb = _Climb(block, loss, scales, zero_points, step=1 if block.narrow else 2)
+        climb = _Descent(block, loss, scales, zero_points, step=1 if block.narrow else 2)
         return climb.start() if block.narrow else climb.choice()
     found = []
     at_once = max(CACHED // block.weight.numel(), 1)
@@ -158,11 +159,11 @@ def best_of(block: Block, loss: Loss, scales: Tensor, zero_points: Tensor) -> Ch
         found.append(block.total(loss(block.deviation(scales[some], zero_points[some]))))
     lowest, best = torch.cat(found).min(0)
     units = torch.arange(len(best), device=best.device)
-    return Choice(best, lowest, block.deviation(scales[best, units], zero_points[best, units]))
+    return ScaleChoice(best, lowest, block.deviation(scales[best, units], zero_points[best, units]))
 
 
-class _Climb:
-    """Each unit's way through the candidates to one whose neighbours are no better."""
+class _Descent:
+    """The descent of each unit through the candidates to one whose neighbours are no better."""
 
     def __init__(self, block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, *, step: int) -> None:
         self._block, self._loss, self._scales, self._zero_points = block, loss, scales, zero_points
@@ -170,18 +171,18 @@ class _Climb:
         self._best = _rough(block, loss, scales, zero_points, step)
         self._lowest, self._deviation, self._product = self._exact(self._best)
 
-    def start(self) -> Choice:
-        """Return where the way begins, or where it has come to."""
-        return Choice(self._best, self._lowest, self._deviation, self._product)
+    def start(self) -> ScaleChoice:
+        """Return the present candidates."""
+        return ScaleChoice(self._best, self._lowest, self._deviation, self._product)
 
-    def choice(self) -> Choice:
-        """Go as far as it goes."""
+    def choice(self) -> ScaleChoice:
+        """Move as long as the loss falls, and return the final candidates."""
         end = len(self._scales) - 1
         if not (torch.equal(self._scales[0], self._scales[end]) and self._zero_points_are_equal(0, end)):
             self._try(self._units[self._best != end], torch.full_like(self._best, end))
         start = self._best.clone()
         for step in (1, -1):
-            active = self._units[self._best == start]  # a loss that fell on one side rises on the other
+            active = self._units[self._best == start]  # where the loss fell on one side, it rises on the other
             while len(active):
                 moved = (self._best + step).clamp(0, end)
                 active = self._try(active[moved[active] != self._best[active]], moved)
@@ -191,7 +192,7 @@ class _Climb:
         return torch.equal(self._zero_points[one], self._zero_points[other])
 
     def _try(self, active: Tensor, moved: Tensor) -> Tensor:
-        """Move units to other candidates where that lowers their loss; gives those that moved."""
+        """Move units to other candidates where that lowers their loss, and return those that moved."""
         losses, deviation, product = self._exact(moved, active)
         falls = losses < self._lowest[active]
         better = active[falls]
@@ -217,7 +218,7 @@ def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, s
         for index in range(len(scales) - 1, -1, -step):
             scale, zero_point = scales[index, some, None], zero_points[index, some, None]
             # a product, which is faster than a quotient and off by an ulp
-            points = clipped(block.weight[0, some] * (1 / scale), zero_point, *block.grid).mul_(scale)
+            points = clip_codes(block.weight[0, some] * (1 / scale), zero_point, *block.grid).mul_(scale)
             found = points.sub_(target[0, some]).square_() @ diagonal[0]
             if index > 0 and bool((found > HOPELESS * lowest).all()):
                 break
@@ -226,10 +227,10 @@ def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, s
     return best
 
 
-def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: Choice) -> Tensor:
-    """Return the scales with which the codes of a choice have the smallest loss, float32 [units].
+def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: ScaleChoice) -> Tensor:
+    """Return the scales for which the codes of a choice have the smallest loss, float32 [units].
 
-    Where that is no positive number, the scale is given back.
+    Where that is no positive number, the scale is unchanged.
     """
     points = choice.deviation + block.weight
     product = choice.deviation @ loss.h if choice.product is None else choice.product

@@ -1,4 +1,4 @@
-"""The relaxation of AdaRound: soft rounding by gradient descent, pushed to 0 or 1 on the way (Nagel et al. 2020)."""
+"""The relaxation of AdaRound: soft rounding by gradient descent, pushed to 0 or 1 over time (Nagel et al. 2020)."""
 
 import math
 from collections.abc import Callable
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsdk.algorithms.solvers.rounding import Grid
+from qsdk.algorithms.solvers.rounding import WeightGrid
 
 #: how far the stretched sigmoid reaches beyond 0 and 1 (the paper's zeta and gamma)
 ZETA, GAMMA = 1.1, -0.1
-#: steps between two looks at what is still undecided
+#: steps between two checks for undecided roundings
 PATIENCE = 50
-#: distance from 0 or 1 at which a rounding is as good as decided
+#: distance from 0 or 1 at which a rounding counts as decided
 DECIDED = 1e-3
 #: Adam's decay of the first and second moments of the gradient
 BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to relax.
+class RelaxationOptions:
+    """The options of the relaxation.
 
     After the warm start the loss has the penalty `regularization * sum(1 - |2 h - 1|^beta)` over all soft roundings h.
 
     Attributes:
         learning_rate: of Adam; None for 50 over the number of steps, from 0.001 to 0.1.
-        regularization: weight of the penalty on roundings that are neither 0 nor 1, in units of what rounding one
-            weight to nearest costs on average. The paper's 0.01 is for the outputs' own units, and means another
-            thing in each layer.
+        regularization: weight of the penalty on roundings that are neither 0 nor 1, in units of the mean cost of
+            rounding one weight to nearest. The paper's 0.01 is in units of the outputs, so its effect differs from
+            layer to layer.
         beta_range: exponent of the penalty at the end of the warm start, and at the end.
         warm_start: share of the steps without the penalty.
     """
@@ -40,11 +40,11 @@ class Options:
     warm_start: float = 0.2
 
 
-DEFAULT = Options()
+DEFAULT = RelaxationOptions()
 
 
 def soft_rounding(alpha: Tensor) -> Tensor:
-    """Return `clip(sigmoid(alpha) (zeta - gamma) + gamma, 0, 1)`: the share of a step that a weight is rounded up."""
+    """Return `clip(sigmoid(alpha) (zeta - gamma) + gamma, 0, 1)`: the share of a step by which a weight is raised."""
     return (torch.sigmoid(alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
@@ -57,15 +57,19 @@ def beta_at(step: int, steps: int, beta_range: tuple[float, float] = (20.0, 2.0)
 
 
 def relax(
-    weight: Tensor, grid: Grid, gradient: Callable[[Tensor, int], Tensor], steps: int, options: Options = DEFAULT
+    weight: Tensor,
+    grid: WeightGrid,
+    gradient: Callable[[Tensor, int], Tensor],
+    steps: int,
+    options: RelaxationOptions = DEFAULT,
 ) -> Tensor:
-    """Choose for each weight between two grid points by gradient descent on a soft rounding.
+    """Choose between two grid points for each weight by gradient descent on a soft rounding.
 
-    It starts at the weight itself, and ends early when the penalty acts and every rounding is as good as decided.
+    It starts at the weight itself, and ends early when the penalty is active and every rounding is decided.
 
     Args:
         weight: W, float32 [groups, K, rows].
-        grid: whose `lowest` and `highest` are the two points.
+        grid: its `lowest` and `highest` are the two points.
         gradient: of the reconstruction loss with respect to the weight, at a weight and in a step.
         steps: of Adam, at most.
         options: of the relaxation.
@@ -92,7 +96,7 @@ def relax(
             beta = beta_at(index, steps, options.beta_range, options.warm_start)
             centre = 2 * soft - 1
             slope -= 2 * options.regularization * beta * centre.abs().pow(beta - 1) * centre.sign()
-        # the clip passes no gradient on
+        # the clip has no gradient outside its bounds
         slope.mul_((ZETA - GAMMA) * sigmoid * (1 - sigmoid)).mul_(soft == stretched)
         first.lerp_(slope, 1 - BETAS[0])
         second.lerp_(slope.square(), 1 - BETAS[1])

@@ -15,19 +15,19 @@ from qsdk.algorithms.solvers.on_torch import scales_of_weights
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.encoding import Encoding
 
-#: Columns that are settled one by one before the others hear of them in one matrix product.
+#: Columns that are rounded one by one before the others are updated by one matrix product.
 BLOCK = 128
-#: Weights that are rounded side by side in several ways; more of them gain nothing by it.
+#: Up to so many weights are rounded side by side in several ways; beyond, that is no faster.
 SIDE_BY_SIDE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What each weight may become: `code * scale` with a whole code from `lowest` to `highest`.
+class WeightGrid:
+    """The values that each weight may take: `code * scale` with an integer code from `lowest` to `highest`.
 
     Attributes:
         scale: float32 [groups, K, rows].
-        lowest: smallest code, the zero point taken off, likewise.
+        lowest: smallest code less the zero point, likewise.
         highest: largest code, likewise.
     """
 
@@ -36,24 +36,24 @@ class Grid:
     highest: Tensor
 
     @classmethod
-    def of(cls, problem: LayerProblem, encoding: Encoding) -> "Grid":
+    def of(cls, problem: LayerProblem, encoding: Encoding) -> "WeightGrid":
         """Return all points of an encoding's grid, for each weight of a problem."""
         scale, zero_point = (v.mT.contiguous() for v in scales_of_weights(problem, encoding))
         return cls(scale, encoding.dtype.lo - zero_point, encoding.dtype.hi - zero_point)
 
     @classmethod
-    def stacked(cls, grids: Sequence["Grid"], dim: int = 0) -> "Grid":
-        """Grids below each other along the groups, or beside each other along the rows."""
+    def concatenate(cls, grids: Sequence["WeightGrid"], dim: int = 0) -> "WeightGrid":
+        """Return grids concatenated along the groups, or side by side along the rows."""
         return cls(*(torch.cat([getattr(g, name) for g in grids], dim) for name in ("scale", "lowest", "highest")))
 
-    def around(self, weight: Tensor) -> "Grid":
+    def around(self, weight: Tensor) -> "WeightGrid":
         """Return the grid points right below and above each weight, [groups, K, rows]; one where it is on the grid."""
         position = weight / self.scale
-        # a weight that is on the grid has no choice, though its quotient may miss the integer by an ulp
-        whole = position.round()
-        position = torch.where((position - whole).abs() <= 2e-7 * whole.abs(), whole, position)
+        # a weight on the grid has no choice, although its quotient may miss the integer by an ulp
+        nearest = position.round()
+        position = torch.where((position - nearest).abs() <= 2e-7 * nearest.abs(), nearest, position)
         below, above = (codes.clamp(self.lowest, self.highest) for codes in (position.floor(), position.ceil()))
-        return Grid(self.scale, below, above)
+        return WeightGrid(self.scale, below, above)
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the codes nearest to a weight, half to even."""
@@ -62,7 +62,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Objective:
-    """The layer's output error `d H d' + 2 d L'`, but for a constant.
+    """The layer's output error `d H d' + 2 d L'`, up to a constant.
 
     Attributes:
         weight: W, float32 [groups, K, rows].
@@ -76,10 +76,10 @@ class Objective:
 
     @classmethod
     def of(cls, problem: LayerProblem, damping: float | None) -> "Objective":
-        """That of a problem on torch, made safe for data it has not seen; see `damped` and `shrunk`."""
-        h = damped(problem.g_quantized, damping_for(problem) if damping is None else damping, noise_in(problem))
+        """Return the objective of a problem on torch, made robust against unseen data; see `damp` and `shrink`."""
+        h = damp(problem.g_quantized, damping_for(problem) if damping is None else damping, noise_in(problem))
         weight, linear = (x.mT.contiguous() for x in (problem.weight, problem.linear_term()))
-        return cls(weight, h, shrunk(linear, h, float(problem.drift().sum()), problem.rows))
+        return cls(weight, h, shrink(linear, h, float(problem.drift().sum()), problem.rows))
 
     def __call__(self, rounded: Tensor) -> Tensor:
         """Return the error per row, [groups, rows]."""
@@ -87,26 +87,26 @@ class Objective:
         return (d * (self.h @ d + 2 * self.linear)).sum(1)
 
     def beside(self, count: int) -> "Objective":
-        """Return the same so many times, one beside the other along the rows."""
+        """Return the objective repeated along the rows."""
         return replace(self, weight=self.weight.repeat(1, 1, count), linear=self.linear.repeat(1, 1, count))
 
     def repeated(self, count: int) -> "Objective":
-        """Return the same so many times, one below the other along the groups."""
+        """Return the objective repeated along the groups."""
         return Objective(*(x.repeat(count, 1, 1) for x in (self.weight, self.h, self.linear)))
 
 
 def damping_for(problem: LayerProblem) -> float:
-    """Return the damping that unseen data wants: 0.03, and the number of inputs over that of rows where rows are few.
+    """Return the damping for unseen data: 0.03, or the ratio of inputs to rows where rows are few.
 
-    With it the error on unseen data is within 3 % of the one with the best damping from 8 to 20,000 rows of 96
-    correlated inputs; what is fitted to few rows is otherwise worse than nearest rounding.
+    With it the error on unseen data is within 3 % of the one with the best damping, for 8 to 20,000 rows of 96
+    correlated inputs. Without it, a solution fitted to few rows is worse than nearest rounding.
     """
     inputs: int = problem.weight.shape[-1]
     return max(0.03, inputs / max(problem.rows, 1))
 
 
 def noise_in(problem: LayerProblem) -> Tensor | None:
-    """What rounding leaves of inputs that never vary when their mean is taken out of H, [groups, K]."""
+    """Return the rounding noise of inputs that never vary, after their mean is removed from H, [groups, K]."""
     if not problem.without_mean or problem.mean_quantized is None:
         return None
     mean: Tensor = problem.mean_quantized
@@ -114,21 +114,21 @@ def noise_in(problem: LayerProblem) -> Tensor | None:
     return found
 
 
-def damped(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:
-    """Add a share of its mean to the diagonal of each [K, K] matrix, and the noise in it: it is positive definite then.
+def damp(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:
+    """Return H with a share of its mean, and its noise, added to the diagonal, which makes it positive definite.
 
-    Directions that the data does not show then keep their weights, and inputs without data round to nearest.
+    Weights then stay in directions that the data does not cover, and inputs without data round to nearest.
     """
     mean = h.diagonal(dim1=-2, dim2=-1).mean(-1)
     added = torch.where(mean > 0, damping * mean, torch.ones_like(mean))[:, None].expand(-1, h.shape[-1])
     return h + torch.diag_embed(added if noise is None else added + noise)
 
 
-def shrunk(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
-    """Shrink the linear term by the share of its gain that is due to chance.
+def shrink(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
+    """Return the linear term less the share of its gain that is due to chance.
 
-    A regression of what the quantized inputs have drifted by on K inputs lowers the error on its own rows even where
-    there is nothing to be found, by K over the number of rows of what is left.
+    A regression of the drift of the quantized inputs on K inputs lowers the error on its own rows even without any true
+    relation, by K over the number of rows times the remaining error.
 
     Args:
         linear: L, float32 [groups, K, rows].
@@ -136,7 +136,7 @@ def shrunk(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
         drift: the error of W itself.
         rows: of data.
 
-    Source: James and Stein 1961, in the form of an F test that is subtracted, not decided by.
+    Source: James and Stein 1961, in the form of an F test whose statistic is subtracted instead of compared.
     """
     factor = torch.linalg.cholesky(h.double())
     gain = float((torch.cholesky_solve(linear.double(), factor) * linear).sum())
@@ -146,8 +146,8 @@ def shrunk(linear: Tensor, h: Tensor, drift: float, rows: int) -> Tensor:
     return linear * max(1 - by_chance / gain, 0)
 
 
-def whole(problem: LayerProblem) -> LayerProblem:
-    """Return the problem that all data tells, the held-back data too."""
+def with_held_back(problem: LayerProblem) -> LayerProblem:
+    """Return the problem with the statistics of all data, the held-back data included."""
     other = problem.held_back
     if other is None or not other.rows:
         return problem
@@ -172,10 +172,10 @@ def whole(problem: LayerProblem) -> LayerProblem:
     )
 
 
-def left_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
-    """Return the solution of a problem that rounding cannot help: a frozen encoding, or an embedding; None for others.
+def keep_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
+    """Return the solution for a problem that rounding cannot improve (a frozen encoding, an embedding); else None.
 
-    Of an embedding, each weight makes an output of its own. Nothing can make up for its error, so nearest is best.
+    In an embedding, each weight is an output of its own. Nothing can make up for its error, so nearest is best.
     """
     if not problem.encoding.frozen and problem.layout.kind != "embedding":
         return None
@@ -184,14 +184,16 @@ def left_nearest(problem: LayerProblem, plain: Tensor) -> Solution | None:
     return Solution(problem.encoding, None, error, error, note=note)
 
 
-def feedback(objective: Objective, grid: Grid, *, order: Tensor | None = None, block_size: int = BLOCK) -> Tensor:
-    """Round column by column, the columns still to come making up for the errors of those before.
+def error_feedback(
+    objective: Objective, grid: WeightGrid, *, order: Tensor | None = None, block_size: int = BLOCK
+) -> Tensor:
+    """Round column by column, while the remaining columns make up for the errors of those before.
 
     Args:
-        objective: to make small.
-        grid: to round to; of as many rows as the objective or several times as many, each time of all of them.
+        objective: to minimize.
+        grid: to round to; with the rows of the objective, once or several times.
         order: of the columns, int64 [groups, K]; by falling diagonal where it is None.
-        block_size: columns that are settled one by one before the others hear of them in one matrix product.
+        block_size: columns that are rounded one by one before the others are updated by one matrix product.
 
     Returns:
         Codes, float32 [groups, K, rows].
@@ -200,13 +202,13 @@ def feedback(objective: Objective, grid: Grid, *, order: Tensor | None = None, b
     """
     h = objective.h
     if order is None:
-        order = by_diagonal(h)
-    order = order.flip(-1)[:, :, None]  # settled from the last to the first, so that the factor is a lower triangle
+        order = order_by_diagonal(h)
+    order = order.flip(-1)[:, :, None]  # rounded from the last to the first, so that the factor is a lower triangle
     h = h.take_along_dim(order, 1).take_along_dim(order.mT, 2)
     linear, weight, scale, lowest, highest = (
         x.take_along_dim(order, 1) for x in (objective.linear, objective.weight, grid.scale, grid.lowest, grid.highest)
     )
-    # float64: the factor's error, not the data's, would decide near-ties of long, correlated inputs
+    # float64: otherwise the error of the factor would decide near-ties of many correlated inputs
     factor = torch.linalg.cholesky(h.double())
     best = weight - torch.cholesky_solve(linear.double(), factor).float()
     best = best.repeat(1, 1, scale.shape[-1] // best.shape[-1])
@@ -223,17 +225,17 @@ def feedback(objective: Objective, grid: Grid, *, order: Tensor | None = None, b
     return torch.empty_like(codes).scatter_(1, order.expand_as(codes), codes)
 
 
-def by_diagonal(h: Tensor) -> Tensor:
-    """Columns by falling diagonal, int64 [groups, K]: "act-order"."""
+def order_by_diagonal(h: Tensor) -> Tensor:
+    """Return the columns by falling diagonal, int64 [groups, K]: "act-order"."""
     return h.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
 
 
-def descend(objective: Objective, grid: Grid, codes: Tensor, sweeps: int) -> Tensor:
-    """Move each weight in turn to its best grid point, given all others, until no move pays.
+def coordinate_descent(objective: Objective, grid: WeightGrid, codes: Tensor, sweeps: int) -> Tensor:
+    """Move each weight in turn to its best grid point, given all others, until no move lowers the error.
 
     Args:
-        objective: to make small.
-        grid: to stay on; of as many rows as the objective or several times as many.
+        objective: to minimize.
+        grid: to stay on; with the rows of the objective, once or several times.
         codes: to start from, float32 [groups, K, rows].
         sweeps: over all columns, at most.
 
@@ -244,7 +246,7 @@ def descend(objective: Objective, grid: Grid, codes: Tensor, sweeps: int) -> Ten
     wide = objective.beside(codes.shape[-1] // objective.weight.shape[-1])
     slope = torch.baddbmm(wide.linear, h, codes * grid.scale - wide.weight)
     curvature = h.diagonal(dim1=-2, dim2=-1)[:, :, None] * grid.scale
-    # in codes; what no data has seen has no slope and stays
+    # in codes; weights without data have no slope and stay
     pull = torch.where(curvature > 0, -1 / curvature, 0)
     for _ in range(sweeps):
         before = codes.clone()
@@ -266,13 +268,13 @@ def descend(objective: Objective, grid: Grid, codes: Tensor, sweeps: int) -> Ten
 
 @dataclass(frozen=True)
 class Evidence:
-    """A problem as all data tells it, and how solutions are judged.
+    """A problem with the statistics of all data, and the criteria for solutions.
 
     Attributes:
-        data: the problem, on torch; what was held back is in it.
-        judged: the same, without the mean error if the bias takes that up.
-        held_back: what was held back, judged alike; None where nothing was.
-        shifts: whether the bias takes up the mean error.
+        data: the problem, on torch, held-back data included.
+        judged: the same, without the mean error if the bias absorbs that.
+        held_back: the problem with held-back data alone, likewise; None where nothing was held back.
+        shifts: whether the bias absorbs the mean error.
     """
 
     data: LayerProblem
@@ -282,8 +284,8 @@ class Evidence:
 
     @classmethod
     def of(cls, problem: LayerProblem, *, shift_bias: bool) -> "Evidence":
-        """That of a problem on torch; the bias is only shifted where there is one."""
-        data, held_back = whole(problem), problem.held_back
+        """Return the evidence for a problem on torch; the bias is only shifted where there is one."""
+        data, held_back = with_held_back(problem), problem.held_back
         if not (shift_bias and problem.has_bias and data.mean is not None):
             return cls(data, data, held_back, shifts=False)
         return cls(data, data.centered(), held_back and held_back.centered(), shifts=True)
@@ -294,7 +296,7 @@ class Evidence:
         Args:
             found: W~, float32 [groups, rows, K].
             plain: another W~.
-            unit: int64 [groups, rows]; outputs of one unit are judged by their sum.
+            unit: int64 [groups, rows]; outputs of one unit are compared by their sum.
         """
         result = torch.zeros(found.shape[:2], dtype=torch.bool, device=found.device)
         for problem in (self.judged, self.held_back):
@@ -308,7 +310,7 @@ class Evidence:
         return result
 
     def solution(self, encoding: Encoding, rounded: Tensor, plain: Tensor) -> Solution:
-        """Return a rounded weight on an encoding's grid as a solution; `plain` is what there was before."""
+        """Return a rounded weight on an encoding's grid as a solution; `plain` is the weight before."""
         shift = self.data.mean_error(rounded) if self.shifts else None
         before, after = self.data.relative_error(plain), self.judged.relative_error(rounded)
         return Solution(encoding, rounded, before, after, bias_shift=shift)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
-from qsdk.algorithms.solvers.range_search import Block, Choice, Grids, best_of, least_squares, on_grid
+from qsdk.algorithms.solvers.range_search import Block, Grids, ScaleChoice, best_of, least_squares, on_grid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
 from qsdk.core.numerics.block_scales import restrict_block_scales
@@ -18,11 +18,11 @@ from qsdk.core.numerics.encoding import Encoding
 
 LossName = Literal["mse", "l1", "sqnr"]
 LOSSES = ("mse", "l1", "sqnr")
-#: Weights of an embedding table that are looked at where all share one range.
+#: Upper bound of the weights of an embedding table that are searched, where all share one range.
 TABLE = 1 << 19
-#: Rows of inputs that the absolute error is measured on.
+#: Rows of inputs for the absolute error.
 SAMPLES = 1024
-#: Rows for each input that the squared error is measured on: scales are far fewer than what they are chosen by.
+#: Rows per input for the squared error: few are enough, since scales are far fewer than weights.
 ROWS = 2
 ACROSS_GROUPS = "its blocks reach across groups; let the block size divide a group's channels"
 
@@ -35,21 +35,21 @@ def solve(
     refine: bool = True,
     shift_bias: bool = True,
 ) -> Solution:
-    """Choose each scale among the ranges (min, max) * i / candidates, and the one it has, by the layer's output error.
+    """Choose each scale among the ranges (min, max) * i / candidates and its present one, by the layer's output error.
 
-    Scales of different channels are independent; a shared scale is judged by the sum of what shares it. Blocks of one
-    channel are chosen in turn, each given the others, so that the layer's error never rises. Asymmetric ranges are
-    searched by a common share first, then at either end. A channel whose error on held-back data does not fall keeps
-    the range it had.
+    Scales of different channels are independent; a shared scale is judged by the sum of the errors that it affects.
+    Blocks of one channel are chosen in turn, with the others fixed, so that the layer's error never rises. Asymmetric
+    ranges are searched by a common share first, then at either end. A channel whose error on held-back data does not
+    fall keeps its old range.
 
     Args:
         problem: with an encoding of its spec's granularity.
-        candidates: how many ranges.
+        candidates: number of ranges.
         loss: `mse`, the squared error; `sqnr`, the squared error relative to each output's own energy, which differs
             where outputs share a scale; `l1`, the absolute error on samples of the inputs.
-        refine: whether to replace each chosen scale by the best one for the codes it leads to, where the codes of
-            that scale are better again.
-        shift_bias: whether the layer's bias, if there is one, takes up the mean error.
+        refine: whether to replace each chosen scale by the best one for its codes, where the codes of that scale are
+            better again.
+        shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
 
     Returns:
         The encoding, and relative errors; the weight stays.
@@ -79,15 +79,15 @@ def solve(
     better = _better(judged, cells, loss, (old, found.weight), (errors, found.errors))
     after = judged.relative(torch.where(better, found.errors, errors))
     shift = _shift(problem, torch.where(better[..., None], found.weight, old)) if shifts else None
-    encoding = found.encoding if better.all() else _mixed(problem.encoding, found.encoding, cells[~better])
+    encoding = found.encoding if better.all() else _merge_encodings(problem.encoding, found.encoding, cells[~better])
     return Solution(encoding, None, before, after, bias_shift=shift)
 
 
 def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:
     """Search the one range of an embedding table on some of its rows.
 
-    Every so many-th by how often they are read stands for the others; those with the largest weights, which a range
-    may cut off, for themselves. The errors are those of these rows.
+    Rows are sorted by the number of reads, and every n-th represents the others; rows with the largest weights, which a
+    range may cut off, are all included. The errors are those of these rows.
     """
     every = -(-problem.weight.numel() // TABLE)
     some = problem.g_quantized.flatten().argsort(descending=True, stable=True)[::every]
@@ -120,7 +120,7 @@ def _require_searchable(problem: LayerProblem, candidates: int, loss: str) -> No
 
 
 def fake_quantize(problem: LayerProblem, encoding: Encoding) -> Tensor:
-    """Return the weight matrix moved to the nearest point of an encoding's grid, float32 [groups, out_per_group, K]."""
+    """Return the fake-quantized weight matrix for an encoding, float32 [groups, out_per_group, K]."""
     return on_grid(problem.weight, *scales_of_weights(problem, encoding), *_grid(problem))
 
 
@@ -129,14 +129,14 @@ def _grid(problem: LayerProblem) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a search found.
+class _SearchResult:
+    """The result of a search.
 
     Attributes:
-        encoding: the better one, or a worse one where that is the best there is besides what there was.
+        encoding: the best of the candidates, which may be worse than the old one.
         weight: on its grid, [groups, outputs, K].
-        errors: squared ones of each output with it, [groups, outputs].
-        errors_before: with the encoding that there was.
+        errors: squared errors of each output with it, [groups, outputs].
+        errors_before: with the old encoding.
     """
 
     encoding: Encoding
@@ -153,8 +153,8 @@ def _search(
     candidates: int,
     loss: LossName,
     refine: bool,
-) -> _Found:
-    """Search the blocks of columns in turn, each given the others, from the better of what there is and min-max."""
+) -> _SearchResult:
+    """Search the blocks of columns in turn, with the others fixed, from the better of the old encoding and min-max."""
     grids, spec, encoding = Grids(problem), problem.spec, problem.encoding
     shares = torch.arange(1, candidates + 1) / candidates
     now = [torch.from_numpy(v.reshape(-1)).to(cells.device).float() for v in (encoding.scale, encoding.zero_point)]
@@ -175,11 +175,11 @@ def _search(
         if not spec.symmetric:
             best, choice = _search_ends(block, own, grids, shares.to(cells.device), choice, best)
         if refine and isinstance(own, Quadratic) and spec.scales_are_free:
-            best, choice = _refined(block, own, *best, choice)
+            best, choice = _refine(block, own, *best, choice)
         if losses is squared:
-            best, choice = _no_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
+            best, choice = _keep_if_worse(block, squared, columns, (scale[at], zero_point[at]), best, choice)
         scale[at], zero_point[at] = best
-        losses.settle(columns, choice.deviation, block.of_outputs(choice.losses))
+        losses.fix_columns(columns, choice.deviation, block.of_outputs(choice.losses))
     shape = encoding.scale.shape
     values = (
         restrict_block_scales(scale.cpu().numpy().reshape(shape), spec),
@@ -187,15 +187,15 @@ def _search(
     )
     found = Encoding(encoding.dtype, *values, encoding.axis, encoding.block_size)
     if losses is squared and spec.scales_are_free:
-        return _Found(found, squared.deviation + problem.weight, squared.errors, before)
+        return _SearchResult(found, squared.deviation + problem.weight, squared.errors, before)
     weight = fake_quantize(problem, found)
-    return _Found(found, weight, problem.errors(weight), before)
+    return _SearchResult(found, weight, problem.errors(weight), before)
 
 
 def _start(
     problem: LayerProblem, now: SquaredLosses, cells: Tensor, scales: Tensor, zero_points: Tensor
 ) -> tuple[int, SquaredLosses]:
-    """Return which of the first and the last grid is better, and the losses from there."""
+    """Return the better of the first and the last grid, and the losses from there."""
     if torch.equal(scales[0], scales[-1]) and torch.equal(zero_points[0], zero_points[-1]):
         return 0, now
     weight = on_grid(problem.weight, scales[-1][cells], zero_points[-1][cells], *_grid(problem))
@@ -204,9 +204,9 @@ def _start(
 
 
 def _search_ends(
-    block: Block, loss: Loss, grids: Grids, shares: Tensor, choice: Choice, best: tuple[Tensor, Tensor]
-) -> tuple[tuple[Tensor, Tensor], Choice]:
-    """Search the lower and then the upper end of asymmetric ranges, the other end as it is."""
+    block: Block, loss: Loss, grids: Grids, shares: Tensor, choice: ScaleChoice, best: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], ScaleChoice]:
+    """Search the lower and then the upper end of asymmetric ranges, with the other end fixed."""
     ends = [torch.cat([shares[-1:], shares])[choice.index]] * 2
     for end in range(2):
         other = ends[1 - end].expand(len(shares), -1)
@@ -224,15 +224,15 @@ def _search_ends(
     return best, choice
 
 
-def _no_worse(
+def _keep_if_worse(
     block: Block,
     losses: SquaredLosses,
     columns: Columns,
     now: tuple[Tensor, Tensor],
     best: tuple[Tensor, Tensor],
-    choice: Choice,
-) -> tuple[tuple[Tensor, Tensor], Choice]:
-    """Leave scales as they are where what was chosen is worse."""
+    choice: ScaleChoice,
+) -> tuple[tuple[Tensor, Tensor], ScaleChoice]:
+    """Keep the old scales where the chosen ones are worse."""
     known = block.total(losses.now)
     worse = choice.losses > known
     if not worse.any():
@@ -243,10 +243,10 @@ def _no_worse(
     return (scale, zero_point), replace(choice, losses=torch.minimum(known, choice.losses), deviation=deviation)
 
 
-def _refined(
-    block: Block, loss: Quadratic, scale: Tensor, zero_point: Tensor, choice: Choice
-) -> tuple[tuple[Tensor, Tensor], Choice]:
-    """Replace scales by the best ones for the codes that they lead to, where that lowers the loss."""
+def _refine(
+    block: Block, loss: Quadratic, scale: Tensor, zero_point: Tensor, choice: ScaleChoice
+) -> tuple[tuple[Tensor, Tensor], ScaleChoice]:
+    """Replace scales by the best ones for their codes, where that lowers the loss."""
     other = least_squares(block, loss, scale, choice)
     deviation = block.deviation(other, zero_point)
     losses = block.total(loss(deviation))
@@ -263,7 +263,7 @@ def _refined(
 def _importance(problem: LayerProblem) -> Tensor:
     """Return one over each output's energy, [groups, outputs]; 0 where an output has none."""
     energy: Tensor = problem.energy()
-    if problem.layout.kind == "embedding":  # an output is a column of the table, whichever row is read
+    if problem.layout.kind == "embedding":  # an output is a column of the table, for any row
         energy = energy.sum(0, keepdim=True).expand_as(energy)
     return torch.where(energy > 0, 1 / energy, 0)
 
@@ -271,7 +271,7 @@ def _importance(problem: LayerProblem) -> Tensor:
 def _better(
     problem: LayerProblem, cells: Tensor, loss: LossName, weights: Sequence[Tensor], errors: Sequence[Tensor]
 ) -> Tensor:
-    """Return the outputs whose loss falls, and on held-back data the squared error: bool [groups, outputs].
+    """Return the outputs whose loss falls, and whose squared error on held-back data does: bool [groups, outputs].
 
     All or none where outputs share scales.
     """
@@ -296,8 +296,8 @@ def _shift(problem: LayerProblem, weight: Tensor) -> Tensor:
     return torch.where((seen - shift).abs() < seen.abs(), shift, 0)
 
 
-def _mixed(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
-    """Return the new encoding with some of the old one's scales, given as indices into the flattened scale."""
+def _merge_encodings(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
+    """Return the new encoding with some of the old scales, given as indices into the flattened scale."""
     flat = np.zeros(old.scale.size, np.bool_)
     flat[keep.cpu().numpy()] = True
     mask = flat.reshape(old.scale.shape)
@@ -308,7 +308,7 @@ def _mixed(old: Encoding, new: Encoding, keep: Tensor) -> Encoding:
 def column_blocks(cells: Tensor) -> list[Columns] | None:
     """Split the columns of a weight matrix into blocks that use one scale per row.
 
-    None where they differ between groups, as they do when a block reaches from one group into the next.
+    None where the blocks differ between groups, as when a block reaches from one group into the next.
     """
     scales, block = torch.unique(cells[0, 0], return_inverse=True)
     blocks: list[Columns] = []

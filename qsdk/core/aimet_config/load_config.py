@@ -29,21 +29,21 @@ def load_config(
     Args:
         source: a path, the content of a file, or a name: of a preset such as `w4a8`, or of an AIMET config such as
             `htp_v73`.
-        base: what an AIMET file leaves open, above all the dtypes; `w8a8()` if None.
+        base: the choices that an AIMET file leaves open, above all the dtypes; `w8a8()` if None.
         enforce_kernels: where an AIMET file lists supported kernels and the dtypes of `base` are not among them, take
             the first one (AIMET does so only behind a switch of its own).
 
     Returns:
-        The config. `notes` of an AIMET one reports, key by key, what was taken over and what has no counterpart.
+        The config. That of an AIMET file has `notes`: a report of the keys that were translated or have no counterpart.
 
     Raises:
         FileFormatError: the file cannot be read, or is no JSON.
-        ConfigError: it holds something that cannot be meant, or no file and no built-in config has this name.
+        ConfigError: its content makes no sense, or no file and no built-in config has this name.
     """
     preset = PRESETS.get(source) if isinstance(source, str) else None
     if preset is not None and base is None and not enforce_kernels:
         return preset()
-    data, where = (source, "config") if isinstance(source, Mapping) else _opened(source)
+    data, where = (source, "config") if isinstance(source, Mapping) else _open(source)
     if is_aimet(data):
         return from_aimet(data, where, base, enforce_kernels=enforce_kernels)
     if base is not None or enforce_kernels:
@@ -51,7 +51,7 @@ def load_config(
     return QuantConfig.from_dict(data, where=where)
 
 
-def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
+def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:
     path, name = Path(source), os.fspath(source)
     if not path.exists():
         known = aimet_alias(name)
@@ -66,7 +66,7 @@ def _opened(source: str | os.PathLike[str]) -> tuple[Any, str]:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise FileFormatError(f"{name} is truncated or no JSON at {place} ({error.msg}); correct it") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or lists in lists in lists
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deeply nested lists
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"{name} is no JSON text; give a config file") from error

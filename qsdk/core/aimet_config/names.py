@@ -1,4 +1,4 @@
-"""What AIMET's built-in quantsim configs say, by alias, in the form of its files. Facts of aimet-onnx 2.42."""
+"""The contents of AIMET's built-in quantsim configs by alias, in the form of its files. Facts of aimet-onnx 2.42."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -46,7 +46,7 @@ def _default(*, per_channel: bool = True) -> dict[str, Any]:
 
 
 def _htp(version: str) -> dict[str, Any]:
-    """Return the configs of the Hexagon tensor processor; from V73 on they differ by nothing but the version."""
+    """Return the config of the Hexagon tensor processor; from V73 on they differ only in the version."""
     number = int(version[1:])
     defaults = {**_ops_and_params(), "per_channel_quantization": "False", "strict_symmetric": "False"}
     defaults |= {"unsigned_symmetric": "False", "hw_version": version}

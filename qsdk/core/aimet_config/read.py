@@ -1,4 +1,4 @@
-"""AIMET's quantsim configs: every key of theirs, translated into a config of ours or noted as without counterpart."""
+"""AIMET's quantsim configs: every key is translated to qsdk's config, or noted as without counterpart."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from qsdk.core.report import Report
 TAKEN, HOLDS, NONE = "taken over", "holds already", "no counterpart"
 
 _SECTIONS = ("defaults", "params", "op_type", "supergroups", "supergroup_pass_list", "model_input", "model_output")
-#: their name of a pass -> our supergroup
+#: AIMET's name of a pass -> qsdk's supergroup
 _PASSES = {"LayerNormalization": "LayerNorm", "RMSNormalization": "RMSNorm", "MaskedSoftmax": "MaskedSoftmax"} | {
     "MatmulAdd": "MatMul+Add"
 }
@@ -29,12 +29,12 @@ _MADE = "a tensor is quantized where it is made, not where it is read"
 
 
 @dataclass
-class _Reading:
-    """A config in the making.
+class _ConfigReader:
+    """The state of reading a config.
 
     Attributes:
         data: the file.
-        base: what the file leaves open.
+        base: the choices that the file leaves open.
         enforce: whether supported kernels override the dtypes.
         config: so far.
         rows: of the notes.
@@ -47,17 +47,17 @@ class _Reading:
     rows: list[dict[str, str]] = field(default_factory=list)
 
     def note(self, part: Checked, state: str, note: str) -> None:
-        """Say what became of a key."""
+        """Record the outcome of a key."""
         self.rows.append({"key": part.key, "value": part.shown, "state": state, "note": note})
 
     def set(self, part: Checked, note: str = "", **choices: Any) -> None:
-        """Take a key over as defaults."""
+        """Translate a key to defaults."""
         self.config = replace(self.config, **choices)
-        said = ", ".join(f"{name}={value}" for name, value in choices.items())
-        self.note(part, TAKEN, said + (f"; {note}" if note else ""))
+        text = ", ".join(f"{name}={value}" for name, value in choices.items())
+        self.note(part, TAKEN, text + (f"; {note}" if note else ""))
 
     def rule(self, part: Checked, note: str = "", pattern: str = "*", **options: Any) -> None:
-        """Take a key over as a rule that may match nothing."""
+        """Translate a key to a rule that may match nothing."""
         self.config = self.config.override(pattern, **options, optional=True)
         self.note(part, TAKEN, str(self.config.rules[-1]) + (f"; {note}" if note else ""))
 
@@ -68,19 +68,19 @@ def is_aimet(data: Any) -> bool:
 
 
 def from_aimet(data: Mapping[str, Any], where: str, base: QuantConfig | None, *, enforce_kernels: bool) -> QuantConfig:
-    """Translate an AIMET config; later sections win over earlier ones, as with AIMET.
+    """Return a config translated from AIMET's; later sections win over earlier ones, as with AIMET.
 
     Args:
         data: content of the file; booleans are true and false, or the strings "True" and "False".
         where: its name, for messages.
-        base: dtypes and whatever else the file does not speak of; `w8a8()` if None.
+        base: dtypes and all else that the file leaves open; `w8a8()` if None.
         enforce_kernels: see `load_config`.
 
     Raises:
-        ConfigError: an unknown key, or a value that cannot be meant; names the key.
+        ConfigError: an unknown key, or a value that makes no sense; names the key.
     """
     known = w8a8() if base is None else base
-    reading = _Reading(Checked(data, "", where), known, enforce_kernels, known)
+    reading = _ConfigReader(Checked(data, "", where), known, enforce_kernels, known)
     reading.data.require(*_SECTIONS)
     _defaults(reading, reading.data.part("defaults"))
     for name, param in reading.data.part("params").parts():
@@ -94,7 +94,7 @@ def from_aimet(data: Mapping[str, Any], where: str, base: QuantConfig | None, *,
     return replace(reading.config, notes=Report(f"AIMET config {where}", reading.rows, summary))
 
 
-def _defaults(reading: _Reading, part: Checked) -> None:
+def _defaults(reading: _ConfigReader, part: Checked) -> None:
     part.require(
         *("ops", "params", "strict_symmetric", "unsigned_symmetric", "per_channel_quantization"),
         *("supported_kernels", "hw_version"),
@@ -109,7 +109,7 @@ def _defaults(reading: _Reading, part: Checked) -> None:
     _hardware(reading, part.part("hw_version"))
 
 
-def _hardware(reading: _Reading, part: Checked) -> None:
+def _hardware(reading: _ConfigReader, part: Checked) -> None:
     name = part.text().lower() if part.is_given else GENERIC
     if name in HARDWARE:
         reading.set(part, "its rules hold on top, for norm weights and operands of MatMul", hardware=name)
@@ -118,7 +118,7 @@ def _hardware(reading: _Reading, part: Checked) -> None:
         reading.note(part, NONE, f"no rules of this target are known; those of every target hold ({GENERIC})")
 
 
-def _default_ops(reading: _Reading, part: Checked) -> None:
+def _default_ops(reading: _ConfigReader, part: Checked) -> None:
     part.require("is_input_quantized", "is_output_quantized", "is_symmetric")
     output, symmetric = part.part("is_output_quantized"), part.part("is_symmetric")
     dtype = reading.base.activation if output.flag(False) else float32
@@ -128,7 +128,7 @@ def _default_ops(reading: _Reading, part: Checked) -> None:
         reading.note(read, NONE, _MADE)
 
 
-def _default_params(reading: _Reading, part: Checked) -> None:
+def _default_params(reading: _ConfigReader, part: Checked) -> None:
     part.require("is_quantized", "is_symmetric")
     quantized, symmetric = part.part("is_quantized"), part.part("is_symmetric")
     weight, bias = (reading.base.weight, reading.base.bias) if quantized.flag(False) else (float32, float32)
@@ -136,7 +136,7 @@ def _default_params(reading: _Reading, part: Checked) -> None:
     reading.set(symmetric, symmetric_weights=symmetric.flag(False))
 
 
-def _grids(reading: _Reading, part: Checked) -> None:
+def _grids(reading: _ConfigReader, part: Checked) -> None:
     strict, unsigned = part.part("strict_symmetric"), part.part("unsigned_symmetric")
     config = reading.config
     weight, activation = _weight(config), config.activation
@@ -159,8 +159,8 @@ def _strict(dtype: DType) -> DType:
     return dtype.strict if dtype.is_integer and dtype.signed else dtype
 
 
-def _param(reading: _Reading, part: Checked, name: str, op_type: str | None) -> None:
-    """A stored tensor of a name: for every op, or for those of a type."""
+def _param(reading: _ConfigReader, part: Checked, name: str, op_type: str | None) -> None:
+    """Translate a stored tensor of a name: for every op, or for those of a type."""
     part.require("is_quantized", "is_symmetric")
     quantized, symmetric = part.part("is_quantized"), part.part("is_symmetric")
     if name in _STATISTICS:
@@ -183,7 +183,7 @@ def _param(reading: _Reading, part: Checked, name: str, op_type: str | None) -> 
         reading.rule(symmetric, "", pattern, op_type=op_type, symmetric_weights=symmetric.flag(False))
 
 
-def _stored_dtype(reading: _Reading, kind: str) -> DType:
+def _stored_dtype(reading: _ConfigReader, kind: str) -> DType:
     if kind == "bias":
         return reading.base.bias if reading.base.bias.is_quantized else int32
     weight = _weight(reading.config)
@@ -198,7 +198,7 @@ def _weight(config: QuantConfig) -> DType:
     return config.weight
 
 
-def _op_type(reading: _Reading, part: Checked, op_type: str) -> None:
+def _op_type(reading: _ConfigReader, part: Checked, op_type: str) -> None:
     part.require(
         *("is_input_quantized", "is_output_quantized", "is_symmetric", "params", "supported_kernels"),
         *("per_channel_quantization", "encoding_constraints"),
@@ -222,7 +222,7 @@ def _op_type(reading: _Reading, part: Checked, op_type: str) -> None:
         _param(reading, param, name, op_type)
 
 
-def _output(reading: _Reading, part: Checked, op_type: str) -> None:
+def _output(reading: _ConfigReader, part: Checked, op_type: str) -> None:
     if part.flag(False):
         reading.rule(part, op_type=op_type, activation=reading.base.activation)
     elif op_type in PASS_THROUGH or op_type == "Pad":
@@ -233,7 +233,7 @@ def _output(reading: _Reading, part: Checked, op_type: str) -> None:
         reading.rule(part, op_type=op_type, activation=float32)
 
 
-def _constraint(reading: _Reading, part: Checked, op_type: str) -> None:
+def _constraint(reading: _ConfigReader, part: Checked, op_type: str) -> None:
     part.require("min", "max")
     low, top = part.part("min").number(), part.part("max")
     if not top.is_given:
@@ -247,7 +247,7 @@ def _constraint(reading: _Reading, part: Checked, op_type: str) -> None:
     reading.rule(part, op_type=op_type, fixed_range=(low, high), **options)
 
 
-def _kernels(reading: _Reading, part: Checked, op_type: str | None) -> None:
+def _kernels(reading: _ConfigReader, part: Checked, op_type: str | None) -> None:
     pairs = []
     for kernel in part.items():
         kernel.require("activation", "param")
@@ -288,7 +288,7 @@ def _dtype(kernel: tuple[str, int], like: DType) -> DType:
     return dtype_named(f"{'u' if unsigned else ''}{kind}{bits}")
 
 
-def _supergroups(reading: _Reading) -> None:
+def _supergroups(reading: _ConfigReader) -> None:
     names: list[str] = []
     for entry in reading.data.part("supergroups").items():
         entry.require("op_list")
@@ -301,12 +301,12 @@ def _supergroups(reading: _Reading) -> None:
         known = _PASSES.get(entry.text())
         if known is not None:
             names.append(known)
-        said = "no supergroup of that name" if known is None else f"supergroup {known}"
-        reading.note(entry, NONE if known is None else TAKEN, said)
+        text = "no supergroup of that name" if known is None else f"supergroup {known}"
+        reading.note(entry, NONE if known is None else TAKEN, text)
     reading.config = replace(reading.config, supergroups=tuple(names))
 
 
-def _edges(reading: _Reading) -> None:
+def _edges(reading: _ConfigReader) -> None:
     inputs, outputs = reading.data.part("model_input"), reading.data.part("model_output")
     inputs.require("is_input_quantized")
     outputs.require("is_output_quantized")

@@ -1,1 +1,1 @@
-"""Files of encodings, and finding the tensors that they speak of in a model."""
+"""Files of encodings, and matching their entries to the tensors of a model."""

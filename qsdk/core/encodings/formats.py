@@ -1,4 +1,4 @@
-"""All the formats of encodings files, told apart by what is in them."""
+"""All the formats of encodings files, recognised by their content."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
 
-#: what `version=` takes besides None, which is qsdk's own as well
+#: the value of `version=` for qsdk's own format, as None is
 OWN = "qsdk"
 
 
@@ -27,13 +27,13 @@ def require_version(version: str | None) -> str:
 
 
 def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None) -> StoredEncodings:
-    """Read an encodings file of qsdk, or of AIMET in version 0.6.1, 1.0.0, 2.0.0 or 2.1.0.
+    """Return the encodings of a file of qsdk, or of AIMET in version 0.6.1, 1.0.0, 2.0.0 or 2.1.0.
 
     Args:
         text: the file's content.
         where: its name, for messages.
-        tensors: of the model that it belongs to, which gives AIMET's tensor names their sites and its older versions
-            their axes; None leaves the names, and fails where an axis is missing.
+        tensors: of the model that it belongs to, which determine the sites of AIMET's tensor names and, for its older
+            versions, the axes. None keeps the names, and fails where an axis is missing.
 
     Raises:
         FileFormatError: the text is truncated, foreign, of an unknown version, or contradicts itself; the message names
@@ -52,16 +52,16 @@ def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None
 def facts_of(
     stored: StoredEncodings, tensors: Sequence[TensorFacts] | None, where: str, *, needs_kinds: bool
 ) -> dict[str, TensorFacts]:
-    """Site -> the tensor that a file's entry is about: of the model, or as far as the file says.
+    """Return the tensor of each entry of a file by site: from the model, or as far as the file states it.
 
     Args:
-        stored: what the file says.
-        tensors: of the model, or None; a site that has none of its tensors is left out.
+        stored: content of the file.
+        tensors: of the model, or None; a site without a tensor is left out.
         where: name of the file, for messages.
         needs_kinds: whether it must be known which tensors are parameters.
 
     Raises:
-        FileFormatError: without a model, a file that does not say it all.
+        FileFormatError: without a model, a file that lacks names or kinds.
     """
     sites = (*stored.encodings, *(stored.casts or {}))
     if tensors is not None:

@@ -1,4 +1,4 @@
-"""Which tensor of a model each entry of an encodings file means, and whether it fits there."""
+"""Matching the entries of an encodings file to the tensors of a model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ UNMATCHED, MISFIT = "unmatched", "misfit"
 
 
 @dataclass(frozen=True)
-class Placed:
-    """An encodings file, entry by entry, on a model.
+class MatchedEncodings:
+    """The entries of an encodings file, matched to a model.
 
     Attributes:
         encodings: by site of the model.
@@ -36,8 +36,8 @@ class Placed:
     absorbed: Mapping[str, tuple[Encoding, str]] = field(default_factory=dict)
 
 
-def placed_by_name(file: StoredEncodings, graph: Graph) -> Placed:
-    """Place the entries of a file on the tensors that they name: by tensor, by site, or as a parameter's path.
+def match_by_name(file: StoredEncodings, graph: Graph) -> MatchedEncodings:
+    """Match the entries of a file to the tensors that they name: by tensor, by site, or as a parameter's path.
 
     Args:
         file: read with the facts of the graph, where its format needs them.
@@ -47,36 +47,36 @@ def placed_by_name(file: StoredEncodings, graph: Graph) -> Placed:
     targets = {name: (facts, None) for name in _names(file) if (facts := _named(file, name, known)) is not None}
     targets |= {name: (facts, None) for name, facts in _biases(file, graph, targets, known)}
     if any(name not in targets for name in _names(file)) and file.tensors:
-        # names that an exporter counts (`add_1`) mean little once it counted others
+        # numbered names (`add_1`) are not reliable if the exporter numbered other tensors
         targets = {name: pair for name, pair in targets.items() if pair[0].stored or pair[0].site == name}
-    placed = _placed(file, targets, known)
-    said = {name: (MISFIT if name in known else UNMATCHED, why) for name, why in file.misfits.items()}
-    return Placed(placed.encodings, placed.casts, placed.names, {**placed.problems, **said})
+    placed = _match(file, targets, known)
+    file_misfits = {name: (MISFIT if name in known else UNMATCHED, why) for name, why in file.misfits.items()}
+    return MatchedEncodings(placed.encodings, placed.casts, placed.names, {**placed.problems, **file_misfits})
 
 
-def placed_by_structure(file: StoredEncodings, source: Graph, graph: Graph) -> Placed:
-    """Place the entries of a file on the tensors of another model that play the same part as those of its own.
+def match_by_structure(file: StoredEncodings, source: Graph, graph: Graph) -> MatchedEncodings:
+    """Match the entries of a file to the tensors of another model that play the same part.
 
-    Entries that name no site of the file's own graph were added by hand, and mean tensors by name.
+    Entries that name no site of the file's own graph were added by hand, and are matched by name.
 
     Args:
-        file: what it says, by site.
+        file: its encodings, by site.
         source: the graph of the model that the file was written for.
         graph: of the model.
     """
-    placed = _as_counterparts(file, source, graph)
+    placed = _match_counterparts(file, source, graph)
     if not placed.problems:
         return placed
-    shorter = fold_constants(source)  # an exporter computes what depends on no input, where sizes are fixed
+    shorter = fold_constants(source)  # where sizes are fixed, an exporter folds what depends on no input
     absorbed = _absorbed(file, source, shorter)
     kept = {name: encoding for name, encoding in file.encodings.items() if name not in absorbed}
-    again = _as_counterparts(replace(file, encodings=kept), shorter, graph)
+    again = _match_counterparts(replace(file, encodings=kept), shorter, graph)
     sites = {name: site for site, name in again.names.items()}
     moved_in = {name: (file.encodings[name], sites[rows]) for name, rows in absorbed.items() if rows in sites}
     return replace(again, absorbed=moved_in) if len(again.problems) < len(placed.problems) else placed
 
 
-def _as_counterparts(file: StoredEncodings, source: Graph, graph: Graph) -> Placed:
+def _match_counterparts(file: StoredEncodings, source: Graph, graph: Graph) -> MatchedEncodings:
     pairs = counterparts(source, None, graph)
     known = by_name(facts for facts in tensor_facts(graph) if facts.site in graph.sites)
     targets: dict[str, tuple[TensorFacts, TensorFacts | None]] = {}
@@ -85,7 +85,7 @@ def _as_counterparts(file: StoredEncodings, source: Graph, graph: Graph) -> Plac
             targets[name] = named, None
     targets |= {mine.site: (theirs, mine) for mine, theirs in pairs if theirs.site in graph.sites}
     kept = {n: e for n, e in file.encodings.items() if n in targets or not _moves(file, source, n)}
-    return _placed(replace(file, encodings=kept), targets, known)
+    return _match(replace(file, encodings=kept), targets, known)
 
 
 def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
@@ -112,8 +112,8 @@ def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str,
 
 
 def _named(file: StoredEncodings, name: str, known: Mapping[str, TensorFacts]) -> TensorFacts | None:
-    """Return the tensor that an entry names; a layer that a BatchNorm went into has its weight under a new name."""
-    # the tensor's name says more than the site: folding moves a site to another tensor
+    """Return the tensor that an entry names; the weight of a layer with a folded BatchNorm has a new name."""
+    # the tensor's name comes first: folding moves a site to another tensor
     tried = (file.tensors.get(name, name), name, f"{name.replace(':', '.')}_folded")
     return next((known[found] for found in tried if found in known), None)
 
@@ -124,7 +124,7 @@ def _biases(
     targets: Mapping[str, tuple[TensorFacts, None]],
     known: Mapping[str, TensorFacts],
 ) -> Iterator[tuple[str, TensorFacts]]:
-    """Yield the bias of a layer whose weight is found: folding a BatchNorm makes one under a name of its own."""
+    """Yield the bias of a layer whose weight is matched: folding a BatchNorm creates one with a new name."""
     beside = {weight: bias for bias, (_, weight) in bias_parts(graph).items()}
     for name in _names(file):
         weight = targets.get(name.removesuffix(":bias") + ":weight")
@@ -137,11 +137,11 @@ def _names(file: StoredEncodings) -> Iterator[str]:
     yield from file.casts or {}
 
 
-def _placed(
+def _match(
     file: StoredEncodings,
     targets: Mapping[str, tuple[TensorFacts, TensorFacts | None]],
     known: Mapping[str, TensorFacts],
-) -> Placed:
+) -> MatchedEncodings:
     encodings: dict[str, Encoding] = {}
     casts: dict[str, DType] = {}
     names: dict[str, str] = {}
@@ -169,11 +169,11 @@ def _placed(
             encodings[site] = encoding
         elif cast is not None:
             casts[site] = cast
-    return Placed(encodings, casts, names, problems)
+    return MatchedEncodings(encodings, casts, names, problems)
 
 
-def require_placed(placed: Placed, where: str, *, strict: bool) -> None:
-    """Refuse entries that do not fit their tensor and, with `strict`, those that no tensor takes.
+def require_matched(placed: MatchedEncodings, where: str, *, strict: bool) -> None:
+    """Raise an error for entries that do not fit their tensor and, with `strict`, for unmatched ones.
 
     Raises:
         FileFormatError: lists all of them.

@@ -1,4 +1,4 @@
-"""Provenance: by which versions, with which config and of which network a file was made."""
+"""Provenance: the versions, the config and the network that a file was made with."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
     """Return `tool`, `versions`, `config`, `network` and `graph` as values for JSON.
 
     Args:
-        config: what was asked for; None for a sim opened from a Q/DQ file. Patterns of one's own stand by name.
+        config: of the sim; None for one opened from a Q/DQ file. Custom patterns are listed by name.
         graph: of the model.
     """
     patterns = [] if config is None else [pattern.name for pattern in config.patterns]
@@ -40,12 +40,12 @@ def provenance_of(config: QuantConfig | None, graph: Graph) -> dict[str, Any]:
 
 
 def example_text(sizes: Mapping[str, Sequence[int]]) -> str:
-    """Return the sizes of inputs as the property `EXAMPLE` of a model says them."""
+    """Return the sizes of inputs as text for the model property `EXAMPLE`."""
     return json.dumps({name: [int(size) for size in given] for name, given in sizes.items()})
 
 
 def example_sizes(text: str) -> dict[str, list[int]]:
-    """Read what `example_text` wrote; nothing where it is damaged, since nothing rests on it."""
+    """Return the sizes that `example_text` wrote; {} where they are damaged, since nothing depends on them."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -67,9 +67,9 @@ def installed(package: str) -> str | None:
 
 
 def network_hash(graph: Graph) -> str:
-    """Return `sha256:...` of a network's ops, wiring, attributes and fixed sizes; neither names nor weights count."""
+    """Return `sha256:...` of a network's ops, connections, attributes and fixed sizes, without names and weights."""
     found = hashlib.sha256()
-    numbers: dict[int | None, int] = {None: -1}  # by first use: files differ in the order of what they store
+    numbers: dict[int | None, int] = {None: -1}  # by first use: files differ in the order of their tensors
 
     def seen(tensors: Sequence[int | None]) -> list[int]:
         for index in tensors:

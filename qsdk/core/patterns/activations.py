@@ -8,12 +8,12 @@ from qsdk.core.patterns.terms import Captured, Pattern, Term, any_of, number, op
 
 
 def _times(t: Term | str, factor: float) -> Term:
-    """Return a term times a number, multiplied or divided."""
+    """Return a term times a number, as a product or a quotient."""
     return any_of(op("Mul", t, factor), op("Div", t, 1 / factor))
 
 
 def _gelu() -> Term:
-    """Return `x * (1 + erf(x / sqrt(2))) / 2`, or with tanh (Hendrycks and Gimpel 2016)."""
+    """Return the term for `x * (1 + erf(x / sqrt(2))) / 2`, or its form with tanh (Hendrycks and Gimpel 2016)."""
     inner, cubed = math.sqrt(2 / math.pi), 0.044715
     cubic = any_of(
         _times(op("Pow", "x", 3.0), cubed),
@@ -36,11 +36,12 @@ def _gelu() -> Term:
 
 
 def _bounded(low: float, high: float, graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """Return a Clip to exactly these bounds, given as inputs or as attributes."""
-    held = graph.ops[op_id]
-    given = [graph.scalar(held.inputs[i]) if len(held.inputs) > i else None for i in (1, 2)]
+    """Accept a Clip to exactly these bounds, given as inputs or as attributes."""
+    op_node = graph.ops[op_id]
+    given = [graph.scalar(op_node.inputs[i]) if len(op_node.inputs) > i else None for i in (1, 2)]
     given = [
-        held.attributes.get(key) if value is None else value for key, value in zip(("min", "max"), given, strict=True)
+        op_node.attributes.get(key) if value is None else value
+        for key, value in zip(("min", "max"), given, strict=True)
     ]
     return (
         found if given == [low, high] else f"its Clip goes from {given[0]} to {given[1]}, not from {low:g} to {high:g}"
@@ -68,10 +69,10 @@ _HARD_SWISH = any_of(
 )
 _LOG_OF_EXP = op("Log", op("Add", op("Exp", "x"), 1.0))
 _PLAIN_SOFTPLUS = any_of(op("Softplus", "x"), _LOG_OF_EXP)
-# beyond a threshold it is the identity to all its digits
+# above such a threshold, softplus(x) equals x to the last digit
 _THRESHOLD = number(10, math.inf, "a threshold of 10 or more")
-_HELD_SOFTPLUS = op("Where", op("Greater", "x", _THRESHOLD), "x", _PLAIN_SOFTPLUS)
-_SOFTPLUS = any_of(_PLAIN_SOFTPLUS, _HELD_SOFTPLUS)
+_GUARDED_SOFTPLUS = op("Where", op("Greater", "x", _THRESHOLD), "x", _PLAIN_SOFTPLUS)
+_SOFTPLUS = any_of(_PLAIN_SOFTPLUS, _GUARDED_SOFTPLUS)
 _SHARPNESS = number(1e-6, math.inf, "a positive constant")
 _SHARP = op("Mul", "x", _SHARPNESS)
 _SHARP_SOFTPLUS = op("Where", op("Greater", _SHARP, _THRESHOLD), "x", op("Div", op("Softplus", _SHARP), _SHARPNESS))
@@ -87,7 +88,7 @@ ACTIVATIONS = (
     Pattern("HardSwish", _HARD_SWISH),
     Pattern("HardSigmoid", _HARD_SIGMOID),
     Pattern("Mish", op("Mul", "x", op("Tanh", _SOFTPLUS))),
-    Pattern("Softplus", any_of(_LOG_OF_EXP, _HELD_SOFTPLUS, _SHARP_SOFTPLUS)),
+    Pattern("Softplus", any_of(_LOG_OF_EXP, _GUARDED_SOFTPLUS, _SHARP_SOFTPLUS)),
     Pattern("LogSigmoid", op("Log", op("Sigmoid", "x"))),
     Pattern("Tanhshrink", op("Sub", "x", op("Tanh", "x"))),
     Pattern("Softsign", op("Div", "x", op("Add", op("Abs", "x"), 1.0))),

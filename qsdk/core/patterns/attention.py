@@ -6,7 +6,7 @@ from typing import Any
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.masks import HIDES, is_mask
-from qsdk.core.patterns.terms import Anything, Captured, Input, Pattern, Term, any_of, number, op
+from qsdk.core.patterns.terms import Anything, Captured, InputTensor, Pattern, Term, any_of, number, op
 
 
 def _masked_softmax() -> Term:
@@ -14,12 +14,12 @@ def _masked_softmax() -> Term:
     lowest = op("ReduceMin", "x")
     fill = any_of(hidden, op("Add", lowest, hidden), op("Sub", lowest, number(-HIDES, inf, "20 or more")))
     chosen = any_of(op("Where", Anything(), "x", fill), op("Where", Anything(), fill, "x"))
-    softmax = op("Softmax", any_of(chosen, op("Add", "x", Input("mask", "statistic", is_mask))))
+    softmax = op("Softmax", any_of(chosen, op("Add", "x", InputTensor("mask", "statistic", is_mask))))
     return any_of(_guarded(softmax), softmax)
 
 
 def _guarded(softmax: Term) -> Term:
-    """Return a softmax whose rows of NaN become 0: those in which everything is hidden."""
+    """Return the term for a softmax whose rows of NaN become 0: those in which everything is hidden."""
     return op("Where", op("IsNaN", softmax), 0.0, softmax)
 
 
@@ -38,7 +38,7 @@ def _size(graph: Graph, tensor: int | None, axis: int) -> int | None:
 
 
 def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) -> Any:
-    """Return a bound of a Slice: its value if it is one constant, else the id of the tensor that gives it."""
+    """Return a bound of a Slice: its value if it is constant, else the id of the tensor that computes it."""
     inputs = graph.ops[op_id].inputs
     given = inputs[position] if len(inputs) > position else None
     if given is None:
@@ -47,8 +47,8 @@ def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) 
     return ("computed", given) if value is None else int(value)
 
 
-def _sliced(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
-    """Return a Slice that takes the first or the second half, or the even or the odd elements."""
+def _accept_slice(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    """Accept a Slice that takes the first or the second half, or the even or the odd elements."""
     source = graph.ops[op_id].inputs[0]
     start, end, axis, step = (_bound(graph, op_id, i, default) for i, default in ((1, None), (2, None), (3, 0), (4, 1)))
     if not isinstance(axis, int) or not isinstance(step, int):
@@ -69,21 +69,21 @@ def _sliced(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int
     return _cut(found, ("halves", axis, cut)) if step == 1 else f"its Slice takes steps of {step}"
 
 
-def _split(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
-    held = graph.ops[op_id]
-    axis = _axis(graph, held.inputs[0], held.attributes.get("axis", 0))
-    sizes = graph.value(held.inputs[1]) if len(held.inputs) > 1 else held.attributes.get("split")
+def _accept_split(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    op_node = graph.ops[op_id]
+    axis = _axis(graph, op_node.inputs[0], op_node.attributes.get("axis", 0))
+    sizes = graph.value(op_node.inputs[1]) if len(op_node.inputs) > 1 else op_node.attributes.get("split")
     uneven = sizes is not None and (len(sizes) != 2 or sizes[0] != sizes[1])
-    if len(held.outputs) != 2 or held.outputs.index(tensor) != part or uneven:
+    if len(op_node.outputs) != 2 or op_node.outputs.index(tensor) != part or uneven:
         return "its Split does not cut in halves in order"
     return _cut(found, ("halves", axis, None))
 
 
-def _gathered(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
-    held = graph.ops[op_id]
-    axis = _axis(graph, held.inputs[0], held.attributes.get("axis", 0))
-    index = graph.scalar(held.inputs[1]) if len(held.inputs) > 1 else None
-    if index != part or axis != -1 or _size(graph, held.inputs[0], -1) not in (2, None):
+def _accept_gather(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+    op_node = graph.ops[op_id]
+    axis = _axis(graph, op_node.inputs[0], op_node.attributes.get("axis", 0))
+    index = graph.scalar(op_node.inputs[1]) if len(op_node.inputs) > 1 else None
+    if index != part or axis != -1 or _size(graph, op_node.inputs[0], -1) not in (2, None):
         return "its Gather does not take one of two elements"
     return _cut(found, ("pairs", axis))
 
@@ -93,8 +93,8 @@ def _cut(found: Captured, cut: tuple[Any, ...]) -> Captured | str:
     return found.noting("cut", cut) if known == cut else "its two parts are cut in different ways"
 
 
-def _joined(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: str) -> Captured | str:
-    """Return a Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
+def _accept_join(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: str) -> Captured | str:
+    """Accept a Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
     axis = found.facts["cut"][1]
     if found.facts["cut"][0] != layout:
         return "its parts are cut one way and put together another way"
@@ -106,21 +106,21 @@ def _joined(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: s
 def _part(part: int) -> Term:
     pairs = op("Reshape", "x")
     return any_of(
-        op("Slice", "x", where=partial(_sliced, part=part)),
-        op("Split", "x", where=partial(_split, part=part)),
-        op("Gather", pairs, where=partial(_gathered, part=part)),
+        op("Slice", "x", where=partial(_accept_slice, part=part)),
+        op("Split", "x", where=partial(_accept_split, part=part)),
+        op("Gather", pairs, where=partial(_accept_gather, part=part)),
     )
 
 
 def _both(first: Term, second: Term) -> Term:
-    halves = op("Concat", first, second, where=partial(_joined, layout="halves"))
+    halves = op("Concat", first, second, where=partial(_accept_join, layout="halves"))
     stacked = op("Concat", op("Unsqueeze", first), op("Unsqueeze", second))
-    return any_of(halves, op("Reshape|Flatten", stacked, where=partial(_joined, layout="pairs")))
+    return any_of(halves, op("Reshape|Flatten", stacked, where=partial(_accept_join, layout="pairs")))
 
 
 def _rope() -> Term:
-    """Su et al. 2021 (arXiv:2104.09864)."""
-    cos, sin = Input("cos", "constant"), Input("sin", "constant")
+    """Return the term for rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
+    cos, sin = InputTensor("cos", "constant"), InputTensor("sin", "constant")
     first, second = _part(0), _part(1)
     turned = _both(any_of(op("Neg", second), op("Mul", second, -1.0)), first)
     by_parts = _both(

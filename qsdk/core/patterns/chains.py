@@ -13,15 +13,15 @@ def is_chain(name: str) -> bool:
 
 
 def find_chains(graph: Graph, names: Iterable[str], taken: Collection[int] = ()) -> Mapping[int, Supergroup]:
-    """Map each op inside one of the chains to its supergroup; the longest chain from an op wins, and no two overlap.
+    """Return the supergroup of each op inside one of the chains. The longest chain from an op wins; none overlap.
 
     A chain follows tensors that have one reader and do not leave the model. `MatMul+Add` means a linear layer: the Add
-    puts a bias on.
+    must add a bias.
 
     Args:
         graph: of the model.
         names: such as `Conv+BatchNormalization+Relu`.
-        taken: ops that belong elsewhere.
+        taken: ops of other supergroups.
     """
     by_head: dict[str, list[list[str]]] = {}
     for name in names:

@@ -1,6 +1,6 @@
-"""Supergroups: ops quantized as one, matched on structure; inside one, only input, weights and output are quantized.
+"""Supergroups: ops quantized as one, matched by structure. Inside one, only input, weights and output are quantized.
 
-`Pattern` with `op`, `any_of`, `stored`, `number` and `product` describes a group of one's own.
+`Pattern` with `op`, `any_of`, `stored`, `number` and `product` describes a custom group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from qsdk.core.patterns.activations import ACTIVATIONS
 from qsdk.core.patterns.attention import ATTENTION
 from qsdk.core.patterns.linear import bias_of_add, linear_groups
 from qsdk.core.patterns.masks import mask_tensors
-from qsdk.core.patterns.match import Miss, PatternMatcher
+from qsdk.core.patterns.match import PartialMatch, PatternMatcher
 from qsdk.core.patterns.norms import NORMS
-from qsdk.core.patterns.supergroup import Found, NearMiss, Supergroup
+from qsdk.core.patterns.supergroup import MatchResult, NearMiss, Supergroup
 from qsdk.core.patterns.terms import (
     Captured,
-    Input,
+    InputTensor,
     Pattern,
-    Stored,
+    StoredTensor,
     Term,
     amiss,
     any_of,
@@ -31,15 +31,15 @@ from qsdk.core.patterns.terms import (
 __all__ = [
     "Supergroup",
     "NearMiss",
-    "Found",
+    "MatchResult",
     "PATTERNS",
     "find_supergroups",
     "match_supergroups",
     "bias_of_add",
     "Pattern",
     "Term",
-    "Input",
-    "Stored",
+    "InputTensor",
+    "StoredTensor",
     "Captured",
     "op",
     "any_of",
@@ -54,39 +54,39 @@ PATTERNS: tuple[Pattern, ...] = (*NORMS, *ACTIVATIONS, *ATTENTION)
 
 
 def find_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> Mapping[int, Supergroup]:
-    """Map each op that is inside a supergroup to it; every other op stands alone and is absent."""
+    """Return, for each op inside a supergroup, that supergroup; other ops are absent."""
     return match_supergroups(graph, patterns).groups
 
 
-def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> Found:
-    """Find the supergroups of a graph, and what looks like one and is none.
+def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> MatchResult:
+    """Return the supergroups of a graph, and the near misses.
 
-    Patterns are tried from the last op to the first, so that the largest group wins; then layers take in the
+    Patterns are tried from the last op to the first, so that the largest group wins; then layers are joined with the
     activation behind them. A tensor that leaves the model or that another op reads is never inside a group.
 
     Args:
-        graph: read by either door.
-        patterns: the preferred one first; one's own come before `PATTERNS`.
+        graph: of either side.
+        patterns: the preferred one first; custom ones come before `PATTERNS`.
     """
     matcher, anchored = PatternMatcher(graph), _by_anchor(graph, patterns)
     groups: dict[int, Supergroup] = {}
     of_pattern: dict[int, str] = {}
-    misses: list[Miss] = []
+    misses: list[PartialMatch] = []
     for op_id in (index for index in reversed(range(len(graph.ops))) if graph.ops[index].outputs):
         for pattern in anchored.get(graph.ops[op_id].type, ()) if op_id not in groups else ():
             result = matcher.at(pattern, op_id)
-            if isinstance(result, Miss):
+            if isinstance(result, PartialMatch):
                 misses.append(result)
             elif result is not None and not any(member in groups for member in result.ops):
                 groups.update(dict.fromkeys(result.ops, result))
                 of_pattern.update(dict.fromkeys(result.ops, pattern.name))
                 break
     groups.update(linear_groups(graph, groups))
-    return Found(groups, _worth_reporting(misses, of_pattern), mask_tensors(graph, groups.values()))
+    return MatchResult(groups, _worth_reporting(misses, of_pattern), mask_tensors(graph, groups.values()))
 
 
 def _by_anchor(graph: Graph, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
-    """Op type -> the patterns that can end in it; those that no part of the graph can match are left out."""
+    """Return, by op type, the patterns that can end in it, without those that nothing in the graph can match."""
     types = frozenset(held.type for held in graph.ops)
     found: dict[str, list[Pattern]] = {}
     for pattern in patterns:
@@ -96,19 +96,19 @@ def _by_anchor(graph: Graph, patterns: Sequence[Pattern]) -> dict[str, list[Patt
     return found
 
 
-def _worth_reporting(misses: Sequence[Miss], of_pattern: Mapping[int, str]) -> tuple[NearMiss, ...]:
-    """Return one near miss for one place: that of the largest look, and none where the same pattern did match."""
-    kept: list[Miss] = []
+def _worth_reporting(misses: Sequence[PartialMatch], of_pattern: Mapping[int, str]) -> tuple[NearMiss, ...]:
+    """Return one near miss per place, the one that matched most; none where the same pattern did match."""
+    kept: list[PartialMatch] = []
     covered: set[int] = set()
-    largest: dict[int, Miss] = {}
+    largest: dict[int, PartialMatch] = {}
     for miss in misses:
-        known = largest.get(miss.said.op)
+        known = largest.get(miss.near_miss.op)
         if known is None or len(miss.ops) > len(known.ops):
-            largest[miss.said.op] = miss
+            largest[miss.near_miss.op] = miss
     for op_id in sorted(largest, reverse=True):
         miss = largest[op_id]
-        matched = any(of_pattern.get(member) == miss.said.pattern for member in miss.ops)
+        matched = any(of_pattern.get(member) == miss.near_miss.pattern for member in miss.ops)
         if op_id not in covered and not matched:
             kept.append(miss)
             covered |= miss.ops
-    return tuple(miss.said for miss in reversed(kept))
+    return tuple(miss.near_miss for miss in reversed(kept))

@@ -1,4 +1,4 @@
-"""A layer and what follows it: the bias that an Add puts on a MatMul, and the activation behind."""
+"""A layer and the ops that follow it: the bias that an Add adds to a MatMul, and the activation behind."""
 
 from collections.abc import Container, Mapping
 
@@ -13,7 +13,7 @@ ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu", "PRelu"})
 
 
 def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergroup]:
-    """Map each op of a layer and its activation to their group, leaving out ops that another group has taken.
+    """Return the supergroup of each op of a layer with an activation, without ops that another group has taken.
 
     A group grows from its head along tensors that have one reader and do not leave the model.
     """
@@ -29,10 +29,10 @@ def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergrou
 
 
 def bias_of_add(graph: Graph, add: int) -> int | None:
-    """Return the tensor that an Add puts as bias on a linear op without one of its own, or None if it is no such Add.
+    """Return the bias tensor of an Add behind a linear op that has none of its own; None for any other Add.
 
     A bias is a stored, one-dimensional operand with one value per output channel; the MatMul has a stored weight and
-    no other reader. (Broadcasting puts one dimension on the last axis, which is no channel axis of a convolution.)
+    no other reader. (One dimension is broadcast along the last axis, which is no channel axis of a convolution.)
     """
     op = graph.ops[add]
     if op.type != "Add" or len(op.inputs) != 2:

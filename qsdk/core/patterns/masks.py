@@ -1,4 +1,4 @@
-"""Masks that are added to the scores of attention: what makes them, and which tensors only do that."""
+"""Masks that are added to the scores of attention: the ops that compute them, and the tensors used for nothing else."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,7 +19,7 @@ _READ_NO_VALUES = frozenset({"Shape", "Size"})
 
 
 def is_mask(graph: Graph, tensor: int) -> str | None:
-    """Return why a tensor that is added to scores is no mask, or None if it is one."""
+    """Return None if a tensor that is added to scores is a mask, else why it is none."""
     if _sources(graph, tensor, _DEPTH) is not None:
         return None
     return "what is added to its scores is no mask of -20 or less"
@@ -55,15 +55,15 @@ def _only_hides(graph: Graph, tensor: int, reader: int, masks: set[int], group_o
 
 
 def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
-    """Return the tensors through which a tensor hides scores, itself included; None if it does not.
+    """Return the tensors through which a tensor hides scores, itself included; None if it hides none.
 
-    It hides where a Where or a product puts a constant of -20 or less.
+    Scores are hidden by a constant of -20 or less, from a Where or a product.
     """
     if tensor is None or depth == 0:
         return None
     value = graph.value(tensor)
     if value is not None:
-        # zeros are a mask that hides nothing, as a trace makes one where nothing is padded
+        # zeros are a mask that hides nothing; a trace has one where nothing is padded
         return {tensor} if np.size(value) and (float(np.min(value)) <= HIDES or not np.any(value)) else None
     made_by = graph.producer.get(tensor)
     if made_by is None:
@@ -75,14 +75,14 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
         hides = any((graph.scalar(operand) or 0.0) <= HIDES for operand in op.inputs)
         return {tensor} if hides else None
     parts = op.inputs if op.type in _JOINS else op.inputs[:1] if op.type in _MOVES else ()
-    # a sum of two masks would be looked at twice at every step
+    # halved, since a sum of two masks doubles the work at every step
     found = [_sources(graph, part, depth - 1 if op.type in _MOVES else depth // 2) for part in parts]
     hiding = [part for part in found if part is not None]
     return {tensor}.union(*hiding) if hiding else None
 
 
 def _chosen(graph: Graph, tensor: int, branches: Iterable[int | None], depth: int) -> set[int] | None:
-    """Return a Where of which one branch hides; the other is a number, another mask, or a bias of the scores."""
+    """Return the sources of a Where with a branch that hides; the other one is a number, a mask or a bias."""
     found = [_sources(graph, branch, depth - 1) for branch in branches]
     hiding = [part for part in found if part is not None]
     return {tensor}.union(*hiding) if hiding else None

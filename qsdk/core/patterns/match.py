@@ -1,4 +1,4 @@
-"""Matching one pattern at one op, backward from the op's output, and saying why it does not match."""
+"""Matching one pattern at one op, backward from the op's output, with the reason where it does not match."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,32 +11,32 @@ from qsdk.core.patterns.terms import (
     AnyOf,
     Anything,
     Captured,
-    Input,
+    InputTensor,
     Node,
     Number,
     Pattern,
-    Stored,
+    StoredTensor,
     Term,
     heads,
 )
 
 _READ_NO_VALUES = frozenset({"Shape", "Size"})
-_PASSED = 8  # casts and identities in a row that are looked through
-_NAMED = 4  # op types that a near miss lists
-_MATCHES = 64  # of one pattern at one op that are tried before it counts as not matching
+_PASSED = 8  # the longest row of casts and identities that is skipped
+_NAMED = 4  # the most op types that a near miss lists
+_MATCHES = 64  # tried matches of a pattern at one op, before it counts as not matching
 
 
 @dataclass(frozen=True)
-class Miss:
-    """A near miss, and the ops that it got right."""
+class PartialMatch:
+    """A near miss, and the ops that did match."""
 
-    said: NearMiss
+    near_miss: NearMiss
     ops: frozenset[int]
 
 
 @dataclass(frozen=True)
-class _Difference:
-    """Where a match failed: after which ops, at which tensor, and the term (or the reason) that was wanted there."""
+class _Mismatch:
+    """The place where a match failed: the ops so far, the tensor, and the expected term (or the reason)."""
 
     ops: frozenset[int]
     tensor: int | None
@@ -44,28 +44,28 @@ class _Difference:
 
 
 class PatternMatcher:
-    """Matches patterns on one graph, and remembers what lies behind its casts and reshapes."""
+    """The matching of patterns on one graph; tensors behind casts and reshapes are cached."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._behind: dict[int, list[tuple[int, frozenset[int]]]] = {}
-        self._furthest: _Difference | None = None
+        self._furthest: _Mismatch | None = None
 
-    def at(self, pattern: Pattern, op_id: int) -> Supergroup | Miss | None:
+    def at(self, pattern: Pattern, op_id: int) -> Supergroup | PartialMatch | None:
         """Return the group that ends in this op, a near miss, or None.
 
-        The first match that may be a group is taken; a match whose inner tensors are needed outside is none.
+        The first valid match is taken. A match whose inner tensors are read outside it is not valid.
         """
         tensor = self.graph.ops[op_id].outputs[0]
         self._furthest = None
-        refused: Miss | None = None
+        first_miss: PartialMatch | None = None
         for captured in islice(self._matches(pattern.output, tensor, Captured()), _MATCHES):
             reason = captured.facts.get("amiss") or (pattern.check and pattern.check(self.graph, captured))
             reason = reason or self._needed_outside(captured, op_id)
             if reason is None:
                 return self._group(pattern, captured, op_id)
-            refused = refused or self._miss(pattern, op_id, captured.ops, reason)
-        return refused or self._partial(pattern, op_id)
+            first_miss = first_miss or self._miss(pattern, op_id, captured.ops, reason)
+        return first_miss or self._partial(pattern, op_id)
 
     def _group(self, pattern: Pattern, captured: Captured, last: int) -> Supergroup:
         name = pattern.named(self.graph, captured) if pattern.named else pattern.name
@@ -73,7 +73,7 @@ class PatternMatcher:
         return Supergroup(ops, name, dict(captured.roles), dict(captured.tensors), dict(captured.facts))
 
     def _casts_back(self, captured: Captured, last: int) -> list[int]:
-        """Return the Cast behind a group that gives its output the type of its input again."""
+        """Return the Cast behind a group that restores the type of its input."""
         graph = self.graph
         output = graph.ops[last].outputs[0]
         entering = (tensor for tensor in captured.tensors.values() if self._stored_behind(tensor) is None)
@@ -99,22 +99,22 @@ class PatternMatcher:
             return "one of its inputs is made inside it"
         return None
 
-    def _miss(self, pattern: Pattern, op_id: int, ops: frozenset[int], reason: str) -> Miss:
-        return Miss(NearMiss(op_id, pattern.name, reason), ops)
+    def _miss(self, pattern: Pattern, op_id: int, ops: frozenset[int], reason: str) -> PartialMatch:
+        return PartialMatch(NearMiss(op_id, pattern.name, reason), ops)
 
-    def _partial(self, pattern: Pattern, op_id: int) -> Miss | None:
-        """Return a near miss for the match that got furthest, if it got as far as the pattern wants reported."""
+    def _partial(self, pattern: Pattern, op_id: int) -> PartialMatch | None:
+        """Return a near miss for the match that got furthest, if the pattern asks to report one so far."""
         furthest = self._furthest
         if furthest is None or not pattern.is_near(frozenset(self.graph.ops[op].type for op in furthest.ops)):
             return None
         return self._miss(pattern, op_id, furthest.ops, self._in_words(furthest))
 
-    def _in_words(self, difference: _Difference) -> str:
+    def _in_words(self, difference: _Mismatch) -> str:
         if isinstance(difference.wanted, str):
             return difference.wanted
-        return f"{self._described(difference.tensor)} stands where {_expected(difference.wanted)} was expected"
+        return f"{self._describe(difference.tensor)} stands where {_expected(difference.wanted)} was expected"
 
-    def _described(self, tensor: int | None) -> str:
+    def _describe(self, tensor: int | None) -> str:
         if tensor is None:
             return "nothing"
         stored = self._stored_behind(tensor)
@@ -129,18 +129,18 @@ class PatternMatcher:
     # terms
 
     def _matches(self, term: Term, tensor: int | None, found: Captured) -> Iterator[Captured]:
-        """Yield every way in which a tensor can be a term."""
+        """Yield every way in which a tensor can match a term."""
         if isinstance(term, Anything):
             yield found
         elif tensor is None:
-            self._differs(found, tensor, term)
+            self._record_mismatch(found, tensor, term)
         elif isinstance(term, Node):
             yield from self._node(term, tensor, found)
         elif isinstance(term, AnyOf):
             yield from self._any_of(term, tensor, found)
-        elif isinstance(term, Input):
+        elif isinstance(term, InputTensor):
             yield from self._input(term, tensor, found)
-        elif isinstance(term, Stored):
+        elif isinstance(term, StoredTensor):
             yield from self._stored(term, tensor, found)
         else:
             yield from self._number(term, tensor, found)
@@ -150,17 +150,17 @@ class PatternMatcher:
         made_by = self.graph.producer.get(source)
         op = None if made_by is None else self.graph.ops[made_by]
         if made_by is None or op is None or not _fits(node, op):
-            self._differs(found, tensor, node)
+            self._record_mismatch(found, tensor, node)
             return
         inside = found.inside(passed | {made_by})
         for operands in _orders(node, op):
             if operands and not self._may_be(*operands[0]):
-                self._differs(inside, operands[0][1], operands[0][0])
+                self._record_mismatch(inside, operands[0][1], operands[0][0])
                 continue
             for captured in self._all(operands, inside):
                 done = node.where(self.graph, made_by, source, captured) if node.where else captured
                 if isinstance(done, str):
-                    self._differs(captured, source, done)
+                    self._record_mismatch(captured, source, done)
                 else:
                     yield done
 
@@ -185,39 +185,39 @@ class PatternMatcher:
         for choice in choices:
             yield from self._matches(choice, tensor, found)
         if not choices:
-            self._differs(found, tensor, term)
+            self._record_mismatch(found, tensor, term)
 
-    def _input(self, term: Input, tensor: int, found: Captured) -> Iterator[Captured]:
+    def _input(self, term: InputTensor, tensor: int, found: Captured) -> Iterator[Captured]:
         known = found.tensors.get(term.name)
         behind = self._stored_behind(tensor)
         if behind is not None:
-            # what computes on constants alone is no near miss
+            # ops on constants alone are no near miss
             if term.stored is not None:
-                yield from self._stored(Stored(term.name, term.stored, term.test), tensor, found)
+                yield from self._stored(StoredTensor(term.name, term.stored, term.test), tensor, found)
             return
         fits = False
-        # float32 first: what is quantized stands there, before a Cast to another type or behind it
+        # float32 first: the quantized tensor is the float32 one, before or behind a Cast to another type
         chain = sorted(self._chain(tensor), key=lambda step: self.graph.tensors[step[0]].dtype != "float32")
         for source, passed in chain:
             if known is None or known == source:
                 reason = term.test(self.graph, source) if term.test else None
                 if reason is not None:
-                    self._differs(found, tensor, reason)
+                    self._record_mismatch(found, tensor, reason)
                     return
                 fits = True
                 yield found.inside(passed).naming(term.name, source)
         if not fits:
-            self._differs(found, tensor, term)
+            self._record_mismatch(found, tensor, term)
 
-    def _stored(self, term: Stored, tensor: int, found: Captured) -> Iterator[Captured]:
+    def _stored(self, term: StoredTensor, tensor: int, found: Captured) -> Iterator[Captured]:
         behind = self._stored_behind(tensor)
         known = found.tensors.get(term.name)
         if behind is None or not self.graph.tensors[behind[0]].is_float or known not in (None, tensor):
-            self._differs(found, tensor, term)
+            self._record_mismatch(found, tensor, term)
             return
         reason = term.test(self.graph, tensor) if term.test else None
         if reason is not None:
-            self._differs(found, tensor, reason)
+            self._record_mismatch(found, tensor, reason)
             return
         yield found.inside(behind[1]).naming(term.name, tensor).giving(behind[0], term.role)
 
@@ -225,20 +225,20 @@ class PatternMatcher:
         behind = self._stored_behind(tensor)
         value = None if behind is None else self.graph.scalar(behind[0])
         if behind is None or value is None or not term.low <= value <= term.high:
-            self._differs(found, tensor, term)
+            self._record_mismatch(found, tensor, term)
             return
         found = found.inside(behind[1])
         known = behind[0] in found.roles or not self.graph.tensors[behind[0]].is_float
         yield found if known else found.giving(behind[0], "statistic")
 
-    def _differs(self, found: Captured, tensor: int | None, wanted: Term | str) -> None:
+    def _record_mismatch(self, found: Captured, tensor: int | None, wanted: Term | str) -> None:
         if self._furthest is None or len(found.ops) > len(self._furthest.ops):
-            self._furthest = _Difference(found.ops, tensor, wanted)
+            self._furthest = _Mismatch(found.ops, tensor, wanted)
 
     # what lies behind a tensor
 
     def _chain(self, tensor: int) -> list[tuple[int, frozenset[int]]]:
-        """What a tensor is behind casts and identities, furthest first, each with the ops in between."""
+        """Return the sources of a tensor through casts and identities, furthest first, each with the ops between."""
         known = self._behind.get(tensor)
         if known is None:
             known, passed, current = [(tensor, frozenset[int]())], frozenset[int](), tensor
@@ -275,7 +275,7 @@ def _fits(node: Node, op: Op) -> bool:
 
 
 def _orders(node: Node, op: Op) -> list[list[tuple[Term, int | None]]]:
-    """Return the operands beside the op's inputs, in every order that the inputs may have."""
+    """Return the operands paired with the op's inputs, in every order that the inputs may have."""
     orders = [[(node.operands[i], op.inputs[i]) for i in node.order]]
     if op.type in COMMUTATIVE and len(node.operands) == 2 == len(op.inputs) and op.inputs[0] != op.inputs[1]:
         orders.append([(node.operands[i], op.inputs[1 - i]) for i in node.order])
@@ -285,9 +285,9 @@ def _orders(node: Node, op: Op) -> list[list[tuple[Term, int | None]]]:
 def _expected(term: Term) -> str:
     if isinstance(term, Number):
         return term.says
-    if isinstance(term, Input):
+    if isinstance(term, InputTensor):
         return f"the input {term.name!r}"
-    if isinstance(term, Stored):
+    if isinstance(term, StoredTensor):
         return f"the stored {term.name!r}"
     types = sorted(heads(term))
     return " or ".join(types) if 0 < len(types) <= _NAMED else "another op"

@@ -6,14 +6,26 @@ from math import prod
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
-from qsdk.core.patterns.terms import Anything, Captured, Input, Node, Pattern, Term, amiss, any_of, number, op, stored
+from qsdk.core.patterns.terms import (
+    Anything,
+    Captured,
+    InputTensor,
+    Node,
+    Pattern,
+    Term,
+    amiss,
+    any_of,
+    number,
+    op,
+    stored,
+)
 
 _REDUCES = "ReduceMean|ReduceSum"
 _EPSILON = number(0.0, 0.1, "an epsilon")
 
 
 def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
-    """Return the axes that a reduction runs over, from the end where the rank is known; or why they are unknown."""
+    """Return the axes of a reduction, counted from the end where the rank is known; or why they are unknown."""
     found = graph.ops[op_id]
     axes = found.attributes.get("axes")
     if axes is None and len(found.inputs) > 1 and found.inputs[1] is not None:
@@ -29,8 +41,8 @@ def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
     return tuple(sorted({axis % len(shape) - len(shape) for axis in axes or range(len(shape))}))
 
 
-def _reduces(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: bool) -> Captured | str:
-    """Return the term for a reduction over the same axes as all others of the norm; it notes the number of elements."""
+def _accept_reduction(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: bool) -> Captured | str:
+    """Accept a reduction over the same axes as all others of the norm; note the number of elements."""
     axes = _axes(graph, op_id)
     if isinstance(axes, str):
         return axes
@@ -46,40 +58,42 @@ def _reduces(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: b
     return found.noting("axes", axes).noting("count", count).noting("rank", None if shape is None else len(shape))
 
 
-def _restores(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """Return a reshape that gives the reduced axes back as 1."""
+def _accept_restored_axes(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+    """Accept a reshape that restores the reduced axes with size 1."""
     shape, axes = graph.tensors[tensor].shape, found.facts["axes"]
     if shape is None or len(shape) != found.facts["rank"] or any(shape[axis] != 1 for axis in axes):
         return "its mean does not keep the axes it runs over"
     return found
 
 
-def _counts(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
-    """Return a sum that is divided by the number of its elements."""
-    count, held = found.facts["count"], graph.ops[op_id]
-    divisors = [graph.scalar(operand) for operand in held.inputs]
-    values = [1 / v if held.type == "Mul" else v for v in divisors if v]
+def _accept_division_by_count(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+    """Accept a sum that is divided by the number of its elements."""
+    count, op_node = found.facts["count"], graph.ops[op_id]
+    divisors = [graph.scalar(operand) for operand in op_node.inputs]
+    values = [1 / v if op_node.type == "Mul" else v for v in divisors if v]
     if count is None or len(values) != 1 or abs(values[0] - count) > 1e-3 * count:
         return "its sum is not divided by the number of elements"
     return found
 
 
 def _dropped(t: Term | str, type: str = "ReduceMean") -> Term:
-    return op(type, t, where=partial(_reduces, keeps=False))
+    return op(type, t, where=partial(_accept_reduction, keeps=False))
 
 
 def _restored(t: Term) -> Term:
-    shaped = op("Reshape|Unsqueeze", t, where=_restores)
-    # an Expand to the shape that it has, which torch writes where a dimension is dynamic
-    return any_of(shaped, op("Expand", shaped, where=_restores))
+    shaped = op("Reshape|Unsqueeze", t, where=_accept_restored_axes)
+    # an Expand to its own shape, which torch writes where a dimension is dynamic
+    return any_of(shaped, op("Expand", shaped, where=_accept_restored_axes))
 
 
 def _mean(t: Term | str) -> Term:
     def reduced(type: str) -> Term:
-        kept = op(type, t, where=partial(_reduces, keeps=True))
+        kept = op(type, t, where=partial(_accept_reduction, keeps=True))
         return any_of(kept, _restored(_dropped(t, type)))
 
-    return any_of(reduced("ReduceMean"), op("Div|Mul", reduced("ReduceSum"), Anything(), where=_counts))
+    return any_of(
+        reduced("ReduceMean"), op("Div|Mul", reduced("ReduceSum"), Anything(), where=_accept_division_by_count)
+    )
 
 
 def _square(t: Term | str) -> Term:
@@ -91,7 +105,7 @@ def _centred(t: Term | str) -> Term:
 
 
 def _unbiased(squared: Term) -> Term:
-    """Return a variance that is multiplied by N and divided by N - 1."""
+    """Return the term for a variance that is multiplied by N and divided by N - 1."""
     reason = "its variance is divided by N - 1, not by N"
     inner = op("Div", op("Mul", _dropped(squared), Anything()), Anything())
     kept = op("Div", op("Mul", _mean(squared), Anything()), Anything())
@@ -99,21 +113,21 @@ def _unbiased(squared: Term) -> Term:
 
 
 def _spread(difference: Term) -> Term:
-    """Return the mean of the squares, or what is often taken for it."""
+    """Return the term for the mean of the squares, with spellings that are often confused with it."""
     squared = _square(difference)
     absolute = amiss(op("Abs", difference), "its mean is of |x|, not of the square")
     return any_of(_mean(any_of(squared, absolute)), _unbiased(squared))
 
 
 def _variance(t: Term | str) -> Term:
-    """Return the mean of the squared distance, or E[x^2] - E[x]^2 with or without a floor of 0."""
+    """Return the term for the mean squared distance, or E[x^2] - E[x]^2 with or without a floor of 0."""
     difference = op("Sub", _mean(_square(t)), _square(_mean(t)))
     floored = any_of(op("Relu", difference), op("Max", difference, 0.0), op("Clip", difference, 0.0), difference)
     return any_of(_spread(_centred(t)), floored)
 
 
 class _Spelling:
-    """How a variance becomes a factor."""
+    """The spellings of the factor that a variance becomes."""
 
     def __init__(self, variance: Term) -> None:
         inside = any_of(op("Add", variance, _EPSILON), variance)
@@ -130,11 +144,11 @@ class _Spelling:
         )
 
     def normed(self, t: Term | str) -> Term:
-        """Return the distance over the root."""
+        """Return the term for the distance over the root."""
         return any_of(op("Div", t, self.root), op("Mul", t, self.inverse))
 
     def scaled(self, t: Term | str) -> Term:
-        """Return the same times gamma, multiplied in anywhere."""
+        """Return the term for the normed distance times gamma, multiplied in anywhere."""
         gamma, root, inverse = _GAMMA, self.root, self.inverse
         return any_of(
             op("Mul", self.normed(t), gamma),
@@ -146,7 +160,7 @@ class _Spelling:
 
     @property
     def factor(self) -> Term:
-        """Gamma over the root."""
+        """Return the term for gamma over the root."""
         return any_of(op("Mul", self.inverse, _GAMMA), op("Div", _GAMMA, self.root))
 
 
@@ -159,7 +173,7 @@ def _shifted(t: Term) -> Term:
 
 
 def _folded(t: Term | str, spelling: _Spelling) -> Term:
-    """Return `x * k + (beta - mean * k)`, as TensorFlow writes it."""
+    """Return the term for `x * k + (beta - mean * k)`, as TensorFlow writes it."""
     factor = any_of(spelling.factor, spelling.inverse)
     moved = op("Mul", _mean(t), factor)
     return any_of(op("Add", op("Mul", t, factor), op("Sub", _BETA, moved)), op("Sub", op("Mul", t, factor), moved))
@@ -171,8 +185,8 @@ def _varied(graph: Graph, tensor: int | None) -> set[int] | None:
     return None if shape is None else {axis - len(shape) for axis, size in enumerate(shape) if size != 1}
 
 
-def _is_affine(graph: Graph, found: Captured) -> str | None:
-    """Return whether an addend can be a beta: along the normalised axes, or one axis, or shaped as gamma."""
+def _check_affine(graph: Graph, found: Captured) -> str | None:
+    """Return None if the addend can be a beta (along the normalised axes, one axis, or as gamma), else why not."""
     beta, gamma = _varied(graph, found.tensors.get("beta")), _varied(graph, found.tensors.get("gamma"))
     axes = set(found.facts.get("axes", ()))
     if beta is None or gamma is None or len(beta) <= 1 or beta <= axes or beta <= gamma:
@@ -189,38 +203,38 @@ def _layer_or_instance(graph: Graph, found: Captured) -> str:
     return "LayerNorm" if not outside else "GroupNorm" if varied & axes else "InstanceNorm"
 
 
-def _is_by_groups(graph: Graph, found: Captured) -> str | None:
-    """Return whether the norm between the two Reshapes is plain, and the second one undoes the first."""
+def _check_groups(graph: Graph, found: Captured) -> str | None:
+    """Return None if the norm between the two Reshapes is plain and the second undoes the first, else why not."""
     for name, plain in (("scale", 1.0), ("bias", 0.0)):
-        held = graph.value(found.tensors.get(name))
-        if held is not None and not np.all(held == plain):
+        op_node = graph.value(found.tensors.get(name))
+        if op_node is not None and not np.all(op_node == plain):
             return f"the {name} of its InstanceNormalization is not {plain:g}"
     before, after = (graph.tensors[t].shape for t in (found.tensors["x"], found.facts["back"]))
     if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)) or before == after:
-        return _is_affine(graph, found)
+        return _check_affine(graph, found)
     return "its second Reshape does not give the shape back"
 
 
 def _group_norm() -> Pattern:
-    """By groups: a Reshape, a norm without gamma, and a Reshape back."""
+    """Return the pattern of a norm by groups: a Reshape, a norm without gamma, and a Reshape back."""
     grouped = op("Reshape", "x")
     instance = op("InstanceNormalization", grouped, stored("scale", "statistic"), stored("bias", "statistic"))
     spelled = _Spelling(_variance(grouped)).normed(_centred(grouped))
     back: Node = op(
         "Reshape", any_of(instance, spelled), where=lambda g, _, tensor, found: found.noting("back", tensor)
     )
-    return Pattern("GroupNorm", _shifted(any_of(op("Mul", back, _GAMMA), back)), _is_by_groups)
+    return Pattern("GroupNorm", _shifted(any_of(op("Mul", back, _GAMMA), back)), _check_groups)
 
 
 def _layer_norm() -> Pattern:
     spelling = _Spelling(_variance("x"))
     output = any_of(_shifted(spelling.scaled(_centred("x"))), _folded("x", spelling))
-    return Pattern("LayerNorm", output, _is_affine, _layer_or_instance, ("Sub|Neg", _REDUCES, "Sqrt|Pow"))
+    return Pattern("LayerNorm", output, _check_affine, _layer_or_instance, ("Sub|Neg", _REDUCES, "Sqrt|Pow"))
 
 
 def _rms_norm() -> Pattern:
-    output = _shifted(_Spelling(_spread(Input("x"))).scaled("x"))
-    return Pattern("RMSNorm", output, _is_affine, None, (_REDUCES, "Sqrt|Pow"))
+    output = _shifted(_Spelling(_spread(InputTensor("x"))).scaled("x"))
+    return Pattern("RMSNorm", output, _check_affine, None, (_REDUCES, "Sqrt|Pow"))
 
 
 #: `(x - mean) / sqrt(variance + epsilon)` alone, without a gain or a bias.

@@ -1,4 +1,4 @@
-"""What a supergroup is, and what a near miss is: facts that matching finds and planning reads."""
+"""Supergroups and near misses: the facts that matching finds and planning reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from qsdk.core.numerics.spec import Role
 
 @dataclass(frozen=True)
 class Supergroup:
-    """Ops that run as one.
+    """Ops that are quantized as one.
 
     Attributes:
-        ops: their ids in topological order; the last one makes the group's output.
+        ops: their ids in topological order; the last one computes the group's output.
         name: such as `Conv+Relu` or `LayerNorm`.
-        roles: stored tensor (root id) -> its part in the group, where the ops themselves do not say it.
-        tensors: what the pattern calls them -> tensors that enter the group, such as `x`, `gamma` and `beta`.
-        facts: name -> what the pattern noted, such as the axes of a mean.
+        roles: stored tensor (root id) -> its role in the group, where the ops alone do not determine it.
+        tensors: name in the pattern -> tensor that enters the group, such as `x`, `gamma` and `beta`.
+        facts: name -> a fact noted by the pattern, such as the axes of a mean.
     """
 
     ops: tuple[int, ...]
@@ -31,7 +31,7 @@ class NearMiss:
     """Ops that look like a supergroup and are none.
 
     Attributes:
-        op: id of the op that would have made the group's output.
+        op: id of the op that would compute the group's output.
         pattern: name of the pattern, such as `LayerNorm`.
         reason: the first difference.
     """
@@ -45,7 +45,7 @@ class NearMiss:
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchResult:
     """The result of matching.
 
     Attributes:

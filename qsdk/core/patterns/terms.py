@@ -14,13 +14,13 @@ COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum"})
 
 @dataclass(frozen=True)
 class Captured:
-    """What a match has found so far.
+    """The state of a match so far.
 
     Attributes:
         tensors: name -> tensor id, of inputs and stored tensors.
-        facts: name -> what a `where` noted, such as the axes of a mean.
+        facts: name -> a fact noted by a `where`, such as the axes of a mean.
         ops: ids of the ops inside.
-        roles: stored tensor (root id) -> its part.
+        roles: stored tensor (root id) -> its role.
     """
 
     tensors: Mapping[str, int] = field(default_factory=dict)
@@ -41,22 +41,22 @@ class Captured:
         return Captured({**self.tensors, name: tensor}, self.facts, self.ops, self.roles)
 
     def giving(self, root: int, role: Role) -> "Captured":
-        """Return a copy in which a stored tensor plays a part."""
+        """Return a copy in which a stored tensor has a role."""
         return Captured(self.tensors, self.facts, self.ops, {**self.roles, root: role})
 
 
-#: (graph, op id, tensor it makes, captured so far) -> captured, or why the op does not fit
+#: (graph, op id, its output, captured so far) -> captured, or why the op does not fit
 Where = Callable[[Graph, int, int, Captured], "Captured | str"]
 
 
 @dataclass(frozen=True, eq=False)
-class Input:
+class InputTensor:
     """A tensor that enters the group; the same name means the same tensor.
 
     Attributes:
-        name: under which it is captured.
-        stored: the part it plays if it is a stored tensor; None: it must be computed.
-        test: which tensors fit; gives why one does not, or None.
+        name: of the captured tensor.
+        stored: its role if it is a stored tensor; None: it must be computed.
+        test: returns why a tensor does not fit, or None.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Input:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """A stored floating-point tensor, seen through reshapes and casts."""
+class StoredTensor:
+    """A stored floating-point tensor, matched through reshapes and casts."""
 
     name: str
     role: Role = "constant"
@@ -84,12 +84,12 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Anything:
-    """Any tensor, which the group reads and does not describe (a mask, a shape)."""
+    """Any tensor that the group reads and does not describe (a mask, a shape)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An op of one of the types, over operands; operands beyond those given are free."""
+    """An op of one of the types, over operands; further inputs of the op are free."""
 
     types: frozenset[str]
     operands: tuple["Term", ...]
@@ -104,7 +104,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class AnyOf:
-    """The first of several spellings that fits."""
+    """The first matching one of several spellings."""
 
     choices: tuple["Term", ...]
 
@@ -116,12 +116,12 @@ class AnyOf:
 
     @cached_property
     def types(self) -> frozenset[str]:
-        """Return the op types that can make it; none where a choice is no op."""
+        """Return the op types that can compute it; none if a choice is no op."""
         plain = all(isinstance(choice, Node) for choice in self.flat)
         return heads(self) if plain else frozenset()
 
     def made_by(self, type: str) -> tuple["Term", ...]:
-        """Return the choices that an op of this type can be."""
+        """Return the choices that an op of this type can match."""
         known = self._made_by.get(type)
         if known is None:
             known = tuple(t for t in self.flat if not isinstance(t, Node) or type in t.types)
@@ -133,13 +133,13 @@ class AnyOf:
         return {}
 
 
-Term = Input | Stored | Number | Anything | Node | AnyOf
+Term = InputTensor | StoredTensor | Number | Anything | Node | AnyOf
 
 
 def term(value: Term | str | float) -> Term:
-    """Return a string is an input of that name, a number is itself (to 1e-3 of its size)."""
+    """Return a term: an input for a string, a number to 1e-3 of its size, or the term itself."""
     if isinstance(value, str):
-        return Input(value)
+        return InputTensor(value)
     if isinstance(value, int | float):
         slack = 1e-3 * abs(value)
         return Number(value - slack, value + slack, f"{value:.6g}")
@@ -149,19 +149,19 @@ def term(value: Term | str | float) -> Term:
 def op(types: str, *operands: Term | str | float, where: Where | None = None) -> Node:
     """Return an op of the default domain; `types` may name several, as in `"Relu|Clip"`.
 
-    Two operands of Add, Mul, Max, Min and Sum fit in either order. Casts between floating-point types and Identity
-    are looked through everywhere and never named.
+    Two operands of Add, Mul, Max, Min and Sum match in either order. Casts between floating-point types and Identity
+    are skipped everywhere and never named.
     """
     return Node(frozenset(types.split("|")), tuple(term(value) for value in operands), where)
 
 
 def any_of(*choices: Term | str | float) -> AnyOf:
-    """Several spellings of one thing, the preferred one first."""
+    """Return several spellings of one thing, the preferred one first."""
     return AnyOf(tuple(term(choice) for choice in choices))
 
 
 def amiss(node: Node, reason: str) -> Node:
-    """What is often written in the place of the right thing: a match that holds it is a near miss, for this reason."""
+    """Return a term for a common mistake: a match that contains it is a near miss, for this reason."""
 
     def noting(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
         captured = node.where(graph, op_id, tensor, found) if node.where else found
@@ -170,13 +170,13 @@ def amiss(node: Node, reason: str) -> Node:
     return Node(node.types, node.operands, noting)
 
 
-def stored(name: str, role: Role = "constant") -> Stored:
+def stored(name: str, role: Role = "constant") -> StoredTensor:
     """Return a stored tensor: `constant` is quantized like a weight, `statistic` stays float."""
-    return Stored(name, role)
+    return StoredTensor(name, role)
 
 
 def number(low: float, high: float, says: str) -> Number:
-    """Return a constant between two bounds; `says` reads well in "... stands where <says> was expected"."""
+    """Return a constant between two bounds; `says` completes "... stands where <says> was expected"."""
     return Number(low, high, says)
 
 
@@ -198,8 +198,8 @@ def product(*factors: Term | str | float) -> Term:
 class Pattern:
     """A supergroup to look for.
 
-    The output is the last tensor of the group; what is captured as input stays outside and is quantized there, stored
-    tensors are quantized as their role says, and everything between stays float. `QuantConfig.pattern` adds one.
+    The output is the last tensor of the group. Captured inputs stay outside and are quantized there, stored tensors are
+    quantized by their role, and everything between stays float. `QuantConfig.pattern` adds one to a config.
 
     >>> relative = op("Div", "x", op("Add", op("Abs", "x"), 1.0))
     >>> softsign = Pattern("Softsign", relative)
@@ -208,10 +208,10 @@ class Pattern:
     Attributes:
         name: of the group.
         output: how the group's output is computed.
-        check: whether a match in structure means what the name says; gives why not, or None.
-        named: a better name for a match, where one structure serves several.
-        near: ops, as in `op`, that make a partial match worth reporting; none: only whole matches that `check`, another
-            reader or a graph output forbids are reported.
+        check: returns why a match of the structure is no such group, or None.
+        named: returns the name of a match, where one structure serves several.
+        near: ops, as in `op`, that make a partial match worth reporting. Without any, a near miss is only a whole match
+            that `check`, another reader or a graph output forbids.
     """
 
     name: str
@@ -226,7 +226,7 @@ class Pattern:
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """Return the op types that can make the group's output."""
+        """Return the op types that can compute the group's output."""
         return heads(self.output)
 
 
@@ -240,7 +240,7 @@ def heads(pattern: Term) -> frozenset[str]:
 
 
 def possible(pattern: Term, types: frozenset[str]) -> bool:
-    """Return whether a graph with ops of these types only can hold a match at all."""
+    """Return whether a graph with only these op types can hold a match."""
     if isinstance(pattern, Node):
         return bool(pattern.types & types) and all(possible(operand, types) for operand in pattern.operands)
     if isinstance(pattern, AnyOf):

@@ -15,7 +15,7 @@ from zoo_models import ZOO, distinct
 import qsdk
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w8a8
-from qsdk.core.encodings.match_to_model import placed_by_structure
+from qsdk.core.encodings.match_to_model import match_by_structure
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
@@ -163,8 +163,8 @@ def test_a_graph_survives_json_as_far_as_structure_goes(name, exports):
     assert again.sites == sim.graph.sites
     target = quantize(exports.float_model(name), None, w8a8()).graph
     file = StoredEncodings(sim.encodings)
-    placed = placed_by_structure(file, again, target)
-    assert placed == placed_by_structure(file, sim.graph, target)
+    placed = match_by_structure(file, again, target)
+    assert placed == match_by_structure(file, sim.graph, target)
     assert len(placed.encodings) > 20
 
 

@@ -17,7 +17,7 @@ from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.patterns.find import (
     PATTERNS,
-    Found,
+    MatchResult,
     NearMiss,
     Pattern,
     Supergroup,
@@ -71,7 +71,7 @@ def test_the_same_name_means_the_same_tensor():
 def test_an_own_pattern_reports_near_misses_if_it_says_when():
     b = GraphBuilder()
     graph = b.graph(snake(b, b.input(), exponent=3.0))
-    assert match_supergroups(graph, (SNAKE,)) == Found({}, ())
+    assert match_supergroups(graph, (SNAKE,)) == MatchResult({}, ())
     curious = replace(SNAKE, near=("Sin",))
     (miss,) = match_supergroups(graph, (curious,)).near_misses
     assert miss == NearMiss(4, "Snake", "3 stands where 2 was expected")
@@ -132,7 +132,7 @@ def test_an_inner_tensor_that_is_needed_outside_forbids_the_group():
         (silu(leaves=True), "'t1' inside it leaves the model"),
         (silu(reader="Relu"), "'t1' inside it is read by Relu 'n2' outside it"),
     ):
-        assert match_supergroups(graph) == Found({}, (NearMiss(1, "SiLU", reason),))
+        assert match_supergroups(graph) == MatchResult({}, (NearMiss(1, "SiLU", reason),))
 
 
 def test_the_output_of_a_group_may_leave_and_be_read():
@@ -228,7 +228,7 @@ def shuffled(model: ModelProto, seed: int) -> ModelProto:
     return changed
 
 
-def shapes_of(found: Found) -> list[object]:
+def shapes_of(found: MatchResult) -> list[object]:
     groups = {group.ops: group for group in found.groups.values()}.values()
     return [
         sorted((group.ops, group.name, sorted(group.roles.values())) for group in groups),
@@ -309,7 +309,7 @@ def test_a_long_chain_of_one_op_is_no_trouble(type):
     ops = [Op(type, (i, i) if type in ("Add", "Mul") else (i,), (i + 1,)) for i in range(count)]
     if type == "Where":
         ops = [Op(type, (0, i, i), (i + 1,)) for i in range(count)]
-    assert match_supergroups(Graph(tensors, ops, [0], [count])) == Found({}, ())
+    assert match_supergroups(Graph(tensors, ops, [0], [count])) == MatchResult({}, ())
 
 
 def test_supergroups_are_facts():

@@ -9,13 +9,13 @@ from rope_models import SHAPE, node, rope
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.config.config import w8a8
-from qsdk.core.patterns.find import Found, Supergroup, match_supergroups
+from qsdk.core.patterns.find import MatchResult, Supergroup, match_supergroups
 from qsdk.core.planning.make_plan import make_plan
 
 LOWEST = float(np.finfo(np.float32).min)
 
 
-def found(model) -> Found:
+def found(model) -> MatchResult:
     return match_supergroups(read_graph(model))
 
 

@@ -13,7 +13,7 @@ from onnx import helper
 from qdq_models import make_model
 
 from onnx_backend.proto.opsets import at_opset, opset_of
-from qsdk.core.patterns.find import Found
+from qsdk.core.patterns.find import MatchResult
 
 OPSETS = (13, 17, 18, 21, 23)
 
@@ -200,7 +200,7 @@ def test_a_norm_of_a_stored_tensor_is_none():
     model = build(Norm("rms", gamma=None, beta=None))
     del model.graph.input[:]
     model.graph.initializer.append(helper.make_tensor("x", 1, [2, 6, 4, 8], np.ones(384, np.float32)))
-    assert found(model) == Found({}, ())
+    assert found(model) == MatchResult({}, ())
 
 
 RIGHT = {"epsilon": ["inside", "first", "none"], "variance": ["squares", "difference", "sum"], "exponent": [2.0]}
@@ -261,4 +261,4 @@ def test_arithmetic_that_is_no_norm_is_not_reported():
         helper.make_node("Add", ["g", "x"], ["y"], "residual"),
     ]
     model = make_model(nodes, {"x": [2, 8]}, {"y": [2, 8]}, {"axes": np.array([-1])})
-    assert found(model) == Found({}, ())
+    assert found(model) == MatchResult({}, ())

@@ -9,7 +9,7 @@ import torch
 from layer_walks import plain_walk, recorded
 from rank_group import in_process_group
 
-from qsdk.algorithms.problems.gather import Gathers
+from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.core.errors import DataError
 
@@ -24,7 +24,9 @@ def run(rank: int, mode: str) -> dict[str, Any]:
         walk.stages = walk.stages[:-1]
     problems: dict[str, Any] = {}
     try:
-        solve_layers(walk, recorded(problems), title="Solve", gathers=Gathers(samples=12, held_back=2), progress=False)
+        solve_layers(
+            walk, recorded(problems), title="Solve", gathers=GatherOptions(samples=12, held_back=2), progress=False
+        )
     except DataError as error:
         return {"error": str(error)}
     return {"encodings": {site: e.scale.tolist() for site, e in walk.encodings.items()}, "problems": problems}

@@ -1,12 +1,12 @@
 """Norms in every spelling, and whether a group takes them whole."""
 
 from onnx_backend.opening.read_graph import read_graph
-from qsdk.core.patterns.find import Found, match_supergroups
+from qsdk.core.patterns.find import MatchResult, match_supergroups
 
 ALL = {"x", "gamma", "y"}
 
 
-def found(model) -> Found:
+def found(model) -> MatchResult:
     return match_supergroups(read_graph(model))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from qsdk.core.encodings.aimet.read import AimetFile
-from qsdk.core.encodings.aimet.stated import completed
+from qsdk.core.encodings.aimet.stated import complete
 from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
 from qsdk.core.errors import FileFormatError
@@ -16,12 +16,12 @@ def at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str)
     """Return the encodings of a file by site.
 
     Args:
-        file: what it says.
-        tensors: of the model; None where there is none, then the names of the file stand for sites.
+        file: the content.
+        tensors: of the model; None where there is none: the names of the file then serve as sites.
         where: its name, for messages.
 
     Returns:
-        What fits the model; the rest is under `misfits` with the reason.
+        The entries that fit the model; the others are in `misfits` with the reason.
 
     Raises:
         FileFormatError: without a model, an entry that only a model could complete.
@@ -46,7 +46,7 @@ def at_sites(file: AimetFile, tensors: Sequence[TensorFacts] | None, where: str)
             casts[site] = (file.casts or {})[name]
             continue
         try:
-            encodings[site] = completed(file.entries[name], tensor)
+            encodings[site] = complete(file.entries[name], tensor)
         except FileFormatError as error:
             if tensor is None:
                 raise FileFormatError(f"{where}, tensor {name!r}: {error}") from error

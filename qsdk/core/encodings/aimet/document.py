@@ -14,10 +14,10 @@ _FLAGS = {"True": True, "False": False}
 
 @dataclass(frozen=True)
 class Checked:
-    """A value and the way to it.
+    """A value of a JSON document, with its path.
 
     Attributes:
-        value: as JSON gave it.
+        value: from the JSON parser.
         key: dotted, from the top of the file.
         source: name of the file.
     """
@@ -28,12 +28,12 @@ class Checked:
 
     @property
     def is_given(self) -> bool:
-        """Return whether the file has it."""
+        """Return whether the file has the value."""
         return self.value is not _ABSENT
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Return the place of the value, for messages."""
         return f"{self.source}: {self.key or 'the file'}"
 
     @property
@@ -48,18 +48,18 @@ class Checked:
         return str(self.value)
 
     def part(self, name: str) -> "Checked":
-        """What stands under a key; absent if there is none."""
+        """Return the value of a key; absent if there is none."""
         found = self._mapping().get(name, _ABSENT)
         return Checked(found, f"{self.key}.{name}" if self.key else name, self.source)
 
     def given(self, name: str) -> Iterator["Checked"]:
-        """What stands under a key, if anything does."""
+        """Yield the value of a key, if there is one."""
         part = self.part(name)
         if part.is_given:
             yield part
 
     def parts(self) -> Iterator[tuple[str, "Checked"]]:
-        """Yield every key with what stands there."""
+        """Yield every key with its value."""
         yield from ((str(name), self.part(name)) for name in self._mapping())
 
     def items(self) -> Iterator["Checked"]:
@@ -70,7 +70,7 @@ class Checked:
             yield Checked(value, f"{self.key}[{index}]", self.source)
 
     def require(self, *known: str) -> None:
-        """Refuse keys that are not known.
+        """Raise an error for unknown keys.
 
         Raises:
             ConfigError: names the key and the nearest known one.
@@ -80,7 +80,7 @@ class Checked:
                 raise ConfigError(f"{self.where} has the unknown key {name!r}; {nearest_key(name, list(known))}")
 
     def flag(self, default: bool) -> bool:
-        """Return a boolean, or one as AIMET writes it.
+        """Return a boolean, also one in AIMET's spelling.
 
         Raises:
             ConfigError: it is neither.
@@ -100,7 +100,7 @@ class Checked:
             ConfigError: it is none.
         """
         if not isinstance(self.value, str):
-            raise ConfigError(f"{self.where} is a string, not {self._found()}")
+            raise ConfigError(f"{self.where} is a string, not {self._describe()}")
         return self.value
 
     def number(self) -> float:
@@ -110,7 +110,7 @@ class Checked:
             ConfigError: it is none.
         """
         if type(self.value) not in (int, float) or not math.isfinite(self.value):
-            raise ConfigError(f"{self.where} is a number, not {self._found()}")
+            raise ConfigError(f"{self.where} is a number, not {self._describe()}")
         return float(self.value)
 
     def _mapping(self) -> Mapping[str, Any]:
@@ -120,5 +120,5 @@ class Checked:
             raise ConfigError(f"{self.where} is an object, not {self.value!r}")
         return self.value
 
-    def _found(self) -> str:
+    def _describe(self) -> str:
         return repr(self.value) if self.is_given else "absent"

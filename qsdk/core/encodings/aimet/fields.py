@@ -16,10 +16,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Fields:
-    """An entry, which is an object, and where it stands.
+    """The fields of an entry, with its place in the file.
 
     Raises:
-        FileFormatError: it is none.
+        FileFormatError: the entry is no object.
     """
 
     entry: Any
@@ -29,8 +29,8 @@ class Fields:
         if not isinstance(self.entry, dict):
             raise FileFormatError(f"{self.where}: an entry is an object, not {_shown(self.entry)}; write it again")
 
-    def having(self, required: Collection[str], known: Collection[str]) -> "Fields":
-        """Refuse missing and unknown fields.
+    def require_fields(self, required: Collection[str], known: Collection[str]) -> "Fields":
+        """Raise an error for missing or unknown fields, and return the entry.
 
         Raises:
             FileFormatError: names them.
@@ -49,7 +49,7 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """Return a boolean, or one as 0.6.1 writes it."""
+        """Return a boolean, also one in the spelling of 0.6.1."""
         value = self.entry.get(name)
         if isinstance(value, str) and value in ("True", "False"):
             return value == "True"
@@ -85,14 +85,14 @@ class Fields:
         return found
 
     def levels(self, name: str) -> Array:
-        """Whole numbers from 1, in any shape but a single one."""
+        """Return whole numbers from 1, of any shape but a scalar."""
         found = numbers(self.entry.get(name), name, self.where)
         if found.ndim < 1 or not ((found >= 1) & (found == np.rint(found)) & (found < 2**24)).all():
             raise self._wrong(name, "a list of whole numbers from 1")
         return found
 
-    def refuse_shift(self, name: str, *, whole: bool = False) -> None:
-        """Refuse a zero point between two codes: a shift that is not 0, or with `whole` one that is not whole."""
+    def require_no_shift(self, name: str, *, whole: bool = False) -> None:
+        """Raise an error for a zero point between two codes: a shift that is not 0 (with `whole`: not whole)."""
         if name in self.entry:
             found = numbers(self.entry[name], name, self.where)
             if (found % 1 if whole else found).any():

@@ -1,7 +1,7 @@
 """Reading AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0.
 
 Conventions (AIMET 2.42): an offset is minus a zero point; 0.6.1 and 1.0.0 count it on the unsigned grid, also for a
-signed dtype, which is what they call symmetric; 2.0.0 and 2.1.0 have QuantizeLinear's own operands.
+signed dtype, which they call symmetric; 2.0.0 and 2.1.0 have QuantizeLinear's own operands.
 """
 
 import math
@@ -22,14 +22,14 @@ _SECTIONS = ("activation_encodings", "param_encodings")
 
 @dataclass(frozen=True)
 class AimetFile:
-    """What an AIMET encodings file says.
+    """The content of an AIMET encodings file.
 
     Attributes:
         version: of the format.
         entries: by tensor name.
         casts: tensor name -> float16; None for the versions that leave casts out.
-        parameters: the tensors that are parameters; None for the versions that do not say.
-        provenance: what it says of itself.
+        parameters: the tensors that are parameters; None for the versions without that fact.
+        provenance: of the file, as stated in it.
     """
 
     version: str
@@ -47,7 +47,7 @@ def is_aimet(data: Any) -> bool:
 
 
 def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
-    """Read JSON data of any of the four versions; one that names none goes by its shape.
+    """Return the content of JSON data of any of the four versions; without a version, the shape of the data decides.
 
     Args:
         data: see `is_aimet`.
@@ -114,7 +114,7 @@ def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
     if entry == [{"bitwidth": 16, "dtype": "float"}]:
         return float16
     known = ("bitwidth", "dtype", "is_symmetric", "min", "max", "scale", "offset")
-    parts = [Fields(part, where).having(known, known) for part in entry]
+    parts = [Fields(part, where).require_fields(known, known) for part in entry]
     if len({(p.whole("bitwidth"), p.text("dtype"), p.flag("is_symmetric")) for p in parts}) > 1:
         raise FileFormatError(f"{where}: its channels have different types; write the file again")
     if parts[0].text("dtype") != "int":
@@ -139,8 +139,8 @@ def _from_1_0_0(entry: Any, where: str) -> Stated | DType:
     kind = fields.text("enc_type")
     if kind not in extra:
         raise FileFormatError(f"{where}: qsdk has no encodings of the kind {kind!r}; use {', '.join(extra)}")
-    fields.having((*base, *extra[kind]), (*base, *extra[kind], "zero_point_shift"))
-    fields.refuse_shift("zero_point_shift")
+    fields.require_fields((*base, *extra[kind]), (*base, *extra[kind], "zero_point_shift"))
+    fields.require_no_shift("zero_point_shift")
     if fields.text("dtype") != "INT":
         raise FileFormatError(f"{where}: the dtype {fields.text('dtype')!r} is neither INT nor a FLOAT of 16 bits")
     width = fields.whole("compressed_bw" if kind == "LPBQ" else "bw")
@@ -172,7 +172,7 @@ def _from_2(entry: Any, where: str) -> Stated | DType:
     two_levels = {"per_block_int_scale", "per_channel_float_scale"} & set(fields.entry)
     scales = ("per_block_int_scale", "per_channel_float_scale") if two_levels else ("y_scale",)
     required = ("output_dtype", *scales)
-    fields.having(required, (*required, "y_zero_point", "axis", "block_size"))
+    fields.require_fields(required, (*required, "y_zero_point", "axis", "block_size"))
     dtype = _named_dtype(fields.text("output_dtype"), where)
     axis = fields.whole("axis") if "axis" in fields.entry else None
     block_size = fields.positive("block_size") if "block_size" in fields.entry else None
@@ -182,7 +182,9 @@ def _from_2(entry: Any, where: str) -> Stated | DType:
         channels = numbers(fields.entry["per_channel_float_scale"], "per_channel_float_scale", where)
         scale = _product(levels, channels, axis, where)
     elif nested:
-        inner = Fields(fields.entry["y_scale"], f"{where}, y_scale").having(("x", "x_scale"), ("x", "x_scale", "axis"))
+        inner = Fields(fields.entry["y_scale"], f"{where}, y_scale").require_fields(
+            ("x", "x_scale"), ("x", "x_scale", "axis")
+        )
         levels, channels = inner.levels("x"), numbers(inner.entry["x_scale"], "x_scale", where)
         along = inner.whole("axis") if "axis" in inner.entry else None
         if channels.ndim == 1 and along is not None and -levels.ndim <= along < levels.ndim:
@@ -192,7 +194,7 @@ def _from_2(entry: Any, where: str) -> Stated | DType:
         scale = numbers(fields.entry["y_scale"], "y_scale", where)
     zero_point = np.zeros(scale.shape)
     if fields.entry.get("y_zero_point") is not None:
-        fields.refuse_shift("y_zero_point", whole=True)
+        fields.require_no_shift("y_zero_point", whole=True)
         zero_point = numbers(fields.entry["y_zero_point"], "y_zero_point", where)
     if zero_point.shape != scale.shape:
         raise FileFormatError(f"{where}: y_zero_point and y_scale have different shapes; write the file again")
@@ -212,7 +214,7 @@ def _placed(dtype: DType, scale: Any, zero_point: Any, axis: int | None, block_s
 
 
 def _product(levels: Any, channels: Any, axis: int | None, where: str) -> Any:
-    """Two-level scales as one: products of levels and float32 channel scales, as AIMET's own Q/DQ models have them."""
+    """Return two-level scales as one: products of levels and float32 channel scales, as in AIMET's own Q/DQ models."""
     if axis is not None and channels.ndim == 1 and levels.ndim == 2:
         channels = channels.reshape((1, -1) if axis % 2 == 0 else (-1, 1))
     try:

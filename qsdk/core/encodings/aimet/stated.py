@@ -1,4 +1,4 @@
-"""What an AIMET encodings file states of one tensor, and how a model completes it to an encoding and back."""
+"""The facts that an AIMET encodings file states of one tensor, and how a model completes them to an encoding."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class Stated:
         scale: float32; one per tensor, (C,) per channel, per block x's rank (other axes may have length 1), or where
             `axis` is None in the order channel, block.
         zero_point: int32, in scale's order and shape.
-        granularity: what the scales belong to.
-        axis: channel or block axis, None where the file does not say.
+        granularity: of the scales.
+        axis: channel or block axis, None where the file has none.
         block_size: elements per scale, where there are blocks.
     """
 
@@ -37,15 +37,15 @@ class Stated:
     block_size: int | None = None
 
 
-def completed(stated: Stated, tensor: TensorFacts | None) -> Encoding:
-    """Return the encoding that an entry means for a tensor, under the sign that the plan wants.
+def complete(stated: Stated, tensor: TensorFacts | None) -> Encoding:
+    """Return the encoding of a tensor from its entry, with the sign that the plan wants.
 
     Args:
         stated: the entry.
         tensor: the tensor; None where no model is known.
 
     Raises:
-        FileFormatError: the axis is nowhere to be found, or the scales do not count what the tensor has.
+        FileFormatError: the axis is unknown, or the number of scales does not fit the tensor.
     """
     axis = stated.axis
     scale: Array = stated.scale
@@ -58,7 +58,7 @@ def completed(stated: Stated, tensor: TensorFacts | None) -> Encoding:
     elif axis is None:
         scale, zero_point, axis = _blocks(stated, tensor, shape)
     elif shape is not None:
-        scale, zero_point = (_spread(values, shape, axis) for values in (scale, zero_point))
+        scale, zero_point = (_broadcast(values, shape, axis) for values in (scale, zero_point))
     elif scale.ndim > 2:
         raise FileFormatError("scales per block of a tensor with more than two axes need its shape; pass model=")
     try:
@@ -77,10 +77,10 @@ def with_sign_of(encoding: Encoding, wanted: DType) -> Encoding:
     return replace(encoding, dtype=wanted, zero_point=encoding.zero_point + np.int32(wanted.lo - have.lo))
 
 
-def stated_of(encoding: Encoding, tensor: TensorFacts) -> Stated:
-    """What a file can state of an encoding.
+def to_stated(encoding: Encoding, tensor: TensorFacts) -> Stated:
+    """Return the facts about an encoding that a file can state.
 
-    Blocks of a tensor with more axes than channels and blocks lose the others, which AIMET's scales do not have.
+    Block scales of a tensor with more than two axes lose the others, which AIMET's scales do not have.
 
     Raises:
         FileFormatError: the scales differ along such an axis, or the blocks do not fill theirs.
@@ -106,7 +106,7 @@ def stated_of(encoding: Encoding, tensor: TensorFacts) -> Stated:
 
 
 def in_order(values: Array, axis: int) -> Array:
-    """Flat, in the order channel, block, of blocks whose other axes have length 1."""
+    """Return values flattened in the order channel, block, for blocks whose other axes have length 1."""
     return np.moveaxis(values, axis, -1).reshape(-1)
 
 
@@ -143,7 +143,7 @@ def _channel_axis(stated: Stated, tensor: TensorFacts | None, shape: tuple[int, 
 
 
 def _blocks(stated: Stated, tensor: TensorFacts | None, shape: tuple[int, ...] | None) -> tuple[Array, Array, int]:
-    """From the order channel, block to QuantizeLinear's own shape."""
+    """Return the scales in QuantizeLinear's own shape, from the order channel, block."""
     assert stated.block_size is not None
     if tensor is None or shape is None:
         raise FileFormatError("this version has no block axis, so the model must say; pass model= (--model)")
@@ -161,13 +161,13 @@ def _blocks(stated: Stated, tensor: TensorFacts | None, shape: tuple[int, ...] |
 
     def shaped(values: Array) -> Array:
         ordered = values.reshape(counts) if channel < block else values.reshape(counts).T
-        return _spread(ordered.reshape(one), shape, block)
+        return _broadcast(ordered.reshape(one), shape, block)
 
     return shaped(stated.scale), shaped(stated.zero_point), block
 
 
-def _spread(values: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Repeat what stands once for an axis, so that only the blocks are shorter than the tensor."""
+def _broadcast(values: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Return values repeated along all axes but that of the blocks, to the shape of the tensor."""
     if values.ndim != len(shape) or not -len(shape) <= axis < len(shape):
         raise FileFormatError(f"scales of shape {list(values.shape)} along axis {axis} do not fit {list(shape)}")
     wanted = list(shape)
@@ -179,7 +179,7 @@ def _spread(values: Array, shape: tuple[int, ...], axis: int) -> Array:
 
 
 def _axis_of_channels(encoding: Encoding, tensor: TensorFacts) -> int | None:
-    """Return the only axis beside that of the blocks along which scales may differ."""
+    """Return the only axis besides that of the blocks along which scales may differ."""
     assert encoding.axis is not None
     rank, block = encoding.scale.ndim, encoding.axis % encoding.scale.ndim
     if tensor.channel_axis is not None:

@@ -1,6 +1,6 @@
-"""Writing AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0; see `read_encodings` for the conventions.
+"""Writing AIMET's encodings files, versions 0.6.1, 1.0.0, 2.0.0 and 2.1.0; see `read.py` for the conventions.
 
-Scales are written as the doubles that their float32 values are, so that no reader of doubles computes with others.
+Scales are written as doubles with the exact float32 values, so that readers of doubles compute with the same ones.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qsdk.core.encodings.aimet.read import VERSIONS
-from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, stated_of, with_sign_of
+from qsdk.core.encodings.aimet.stated import Stated, channel_axis_of, in_order, to_stated, with_sign_of
 from qsdk.core.encodings.tensor_facts import TensorFacts
 from qsdk.core.errors import ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType
@@ -29,27 +29,27 @@ def dumps_aimet(
     producer: str,
     allow_loss: bool = False,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Write encodings as AIMET does, with one line per entry.
+    """Return encodings as the text of an AIMET file, with one line per entry.
 
     Args:
         encodings: by site.
         casts: site -> float16 or bfloat16.
-        tensors: by site; a site that is not there has no tensor to be written for.
+        tensors: by site; a site that is absent has no tensor in the file.
         version: of the format.
         producer: the version of qsdk.
-        allow_loss: leave out what the format cannot say, instead of refusing.
+        allow_loss: leave out what the format cannot express, instead of raising an error.
 
     Returns:
-        The text, and rows `site`, `tensor`, `dtype`, `form` and `loss`, what of the site the file does not say.
+        The text, and rows `site`, `tensor`, `dtype`, `form` and `loss`: the facts about the site that the file lacks.
 
     Raises:
         ConfigError: an unknown version.
-        ExportError: lists every site that the format cannot say, with the remedy.
+        ExportError: lists every site that the format cannot express, with the remedy.
     """
     if version not in VERSIONS:
         raise ConfigError(f"there is no AIMET version {version!r}; choose one of {', '.join(VERSIONS)}")
     sections: dict[str, list[tuple[str, Any]]] = {"activation_encodings": [], "param_encodings": [], "encodings": []}
-    rows, refused = [], []
+    rows, unwritable = [], []
     listed: dict[str, Encoding | DType] = {**encodings, **casts}
     for site, found in listed.items():
         row: dict[str, Any] = {"site": site, "tensor": "", "dtype": _dtype_of(found).name, "form": "", "loss": ""}
@@ -63,12 +63,12 @@ def dumps_aimet(
             if entry is not None:
                 sections[section].append((tensor.name, entry))
         except FileFormatError as error:
-            refused.append(f"{site} ({error})")
+            unwritable.append(f"{site} ({error})")
             row["loss"] = f"left out: {error}"
         rows.append(row)
-    if refused and not allow_loss:
+    if unwritable and not allow_loss:
         raise ExportError(
-            f"version {version} cannot say the encodings of {'; '.join(refused)}; choose another version, or leave "
+            f"version {version} cannot say the encodings of {'; '.join(unwritable)}; choose another version, or leave "
             "these sites out with allow_loss=True"
         )
     names = ("activation_encodings", "param_encodings") if version in _LEGACY else ("encodings",)
@@ -98,12 +98,14 @@ def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, An
 
 
 def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[Any, str, str]:
-    """Return the entry, its form and what it loses; no entry for a cast that the version leaves out by design."""
+    """Return the entry, its form and its losses; None in place of a cast that the version leaves out by design."""
     if not isinstance(found, Encoding):
         return _cast(found, version)
     loss = ["frozen"] if found.frozen else []
     if found.dtype != DTYPES.get(found.dtype.name):
-        raise FileFormatError(f"{found.dtype} has a grid that AIMET has no name for; use {_full(found.dtype)}")
+        raise FileFormatError(
+            f"{found.dtype} has a grid that AIMET has no name for; use {_full_grid_name(found.dtype)}"
+        )
     if version in _LEGACY:
         if not found.dtype.is_integer:
             raise FileFormatError(f"it has no {found.dtype}; write version 2.0.0")
@@ -114,7 +116,7 @@ def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[
             loss.append("sign (the same values in an unsigned dtype)")
         if found.axis is not None:
             loss.append("axis (the reader's model gives it)")
-    stated = stated_of(found, tensor)
+    stated = to_stated(found, tensor)
     lost = ", ".join(loss)
     if version == "0.6.1":
         return _to_0_6_1(stated), stated.granularity, lost
@@ -123,7 +125,7 @@ def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[
     return *_to_2(stated, nested=version == "2.1.0"), lost
 
 
-def _full(dtype: DType) -> str:
+def _full_grid_name(dtype: DType) -> str:
     return dtype.name.removesuffix("_strict")
 
 
