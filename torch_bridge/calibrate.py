@@ -12,7 +12,14 @@ from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import encoding_from_range
-from qsdk.core.ranges.statistics import Gather, Statistics, activation_encodings, alone, observed, of_all_ranks
+from qsdk.core.ranges.statistics import (
+    Gather,
+    Statistics,
+    activation_encodings,
+    alone,
+    merge_over_ranks,
+    observed_sites,
+)
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.methods import Methods
@@ -48,10 +55,10 @@ def calibrate(
     chosen = estimator(method, percentile)
     for_weights = estimator(weight_method or "min_max", percentile)
     quantizers = sim.quantizers
-    wanted = observed(quantizer.decision for quantizer in quantizers.values())
+    wanted = observed_sites(quantizer.decision for quantizer in quantizers.values())
     statistics = Statistics(chosen)
     if wanted:  # otherwise only weights need ranges, and the data is not read
-        statistics = of_all_ranks(lambda: _observe(sim, data, Observers(wanted, chosen), forward, progress), gather)
+        statistics = merge_over_ranks(lambda: _observe(sim, data, Observers(wanted, chosen), forward, progress), gather)
     frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
     known = {site for site, quantizer in quantizers.items() if quantizer.calibrated}
     activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=known)

@@ -18,7 +18,14 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.ranges.statistics import Gather, Statistics, activation_encodings, alone, observed, of_all_ranks
+from qsdk.core.ranges.statistics import (
+    Gather,
+    Statistics,
+    activation_encodings,
+    alone,
+    merge_over_ranks,
+    observed_sites,
+)
 from qsdk.core.report import Report
 
 
@@ -62,14 +69,14 @@ def find_encodings(
     frozen = {site: encoding for site, encoding in own.items() if encoding.frozen}
     stored = stored_tensors(marked, plan)
     found = _weight_encodings(plan, stored, for_weights)
-    wanted = observed(plan.decisions.values())
+    wanted = observed_sites(plan.decisions.values())
     statistics = Statistics(chosen)
     if wanted:  # else only weights need ranges, and the data is not needed
 
         def observing() -> Statistics:
             return observe(marked, wanted, batches, chosen, progress=progress, sessions=sessions)
 
-        statistics = of_all_ranks(observing, gather)
+        statistics = merge_over_ranks(observing, gather)
     found.update(activation_encodings(wanted.values(), statistics, frozen=frozen, known=own))
     _make_room_for_biases(plan, stored, found, {**own, **found, **frozen}, frozen)
     rows = [_row(site, encoding) for site, encoding in found.items() if site not in frozen]

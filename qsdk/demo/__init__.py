@@ -1,1 +1,1 @@
-"""A real model on real data, so that every claim of qsdk can be run in two minutes."""
+"""A real model on real data, on which every claim of qsdk can be checked in two minutes."""

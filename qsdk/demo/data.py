@@ -45,7 +45,7 @@ def normalize(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 
 def load() -> DemoData:
-    """Return the demo's images and labels; reads only the file inside the package."""
+    """Return the demo's images and labels, from the file inside the package."""
     with (
         resources.files("qsdk.demo").joinpath("fashion_mnist.npz").open("rb") as file,
         np.load(file, allow_pickle=False) as arrays,

@@ -113,7 +113,7 @@ def _onnx_predictor(path: Path) -> Callable[[Array], Array]:
 
 
 def _stored_bytes(sim: Any) -> int:
-    """What the weights and biases take when they are stored as the sim says, with their scales."""
+    """Return the bytes of weights and biases, stored as in the sim's plan, with their scales."""
     total = 0
     for site, decision in sim.plan.decisions.items():
         if decision.kind in ("weight", "bias"):
@@ -124,7 +124,7 @@ def _stored_bytes(sim: Any) -> int:
 
 
 def _agreement(parity: Any, logits: dict[str, Array], scale: float) -> dict[str, str]:
-    """Return how well each form agrees with the one it was made from; free-running, rounding noise compounds."""
+    """Return how well each form agrees with the one it was made from. Free-running, rounding noise compounds."""
 
     def free_running(left: str, right: str) -> str:
         steps = np.rint(np.abs(logits[left] - logits[right]) / scale)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from qsdk.algorithms import ranks
-from qsdk.core.ranges.channel_statistics import ChannelStatistics, merged
+from qsdk.core.ranges.channel_statistics import ChannelStatistics, merge
 from qsdk.core.report import Report
 from qsdk.core.sims.frozen_values import require_frozen_values
 from qsdk.verbs.doors.choose import Sim, door_of
@@ -61,4 +61,4 @@ def reestimate_batch_norm(
 
 def _together(owner: str, found: ChannelStatistics) -> ChannelStatistics:
     ranks.require_same_layers([owner])
-    return merged(ranks.all_gather(found))
+    return merge(ranks.all_gather(found))

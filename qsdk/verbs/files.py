@@ -21,7 +21,7 @@ from qsdk.core.encodings.aimet.write import dumps_aimet
 from qsdk.core.encodings.formats import OWN, facts_of, own_rows, read_any, require_version
 from qsdk.core.encodings.provenance import installed, provenance_of
 from qsdk.core.encodings.qsdk_format import StoredEncodings
-from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, moved, tensor_facts
+from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, in_layout_of, tensor_facts
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import norms_to_json, read_norms
@@ -81,7 +81,9 @@ def save_encodings(
         pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
         tensors = {mine.site: theirs for mine, theirs in pairs}
         encodings |= {
-            mine.site: moved(encodings[mine.site], mine, theirs) for mine, theirs in pairs if mine.site in encodings
+            mine.site: in_layout_of(encodings[mine.site], mine, theirs)
+            for mine, theirs in pairs
+            if mine.site in encodings
         }
     kinds = {site: decision.kind for site, decision in sim.plan.decisions.items()}
     names = {site: facts.name for site, facts in tensors.items()}
@@ -126,7 +128,9 @@ def load_encodings(
     stored = read_stored(path, where, [replace(theirs, site=mine.site, wanted=mine.wanted) for mine, theirs in pairs])
     if model is not None:
         facts = {mine.site: (theirs, mine) for mine, theirs in pairs}
-        stored = replace(stored, encodings={s: moved(e, *facts[s]) for s, e in stored.encodings.items() if s in facts})
+        stored = replace(
+            stored, encodings={s: in_layout_of(e, *facts[s]) for s, e in stored.encodings.items() if s in facts}
+        )
     state, report = with_loaded(sim.snapshot(), stored, where, freeze=freeze, strict=strict)
     with put_back_on_error(sim), without_shifts(sim, rounds=False):
         sim.restore(state)

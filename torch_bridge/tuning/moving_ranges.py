@@ -17,7 +17,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.estimators import Estimator
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.ranges.statistics import Statistics, activation_encodings, channel_axis, observed
+from qsdk.core.ranges.statistics import Statistics, activation_encodings, channel_axis, observed_sites
 from torch_bridge.calibrate import calibrate_weights, install
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
@@ -106,7 +106,7 @@ class RangeObserver:
         self.momentum, self._largest, self._model = np.float32(momentum), largest, sim.model
         quantizers = sim.quantizers
         calibrate_weights(sim)
-        wanted = observed(quantizer.decision for quantizer in quantizers.values())
+        wanted = observed_sites(quantizer.decision for quantizer in quantizers.values())
         fixed = activation_encodings(wanted.values(), Statistics(Estimator()), frozen=(), known=wanted)
         for site, encoding in fixed.items():
             if not quantizers[site].calibrated:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import DataError
-from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merged
+from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merge
 from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import factor_of, statistics_of
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
@@ -117,7 +117,7 @@ class _NormWalk:
                 try:
                     parts = [_statistics(one.at[1]) for one in there]
                     before = [seen[path]] if path in seen else []
-                    statistics = seen[path] = merged([*before, together(path, merged(parts))])
+                    statistics = seen[path] = merge([*before, together(path, merge(parts))])
                     error, note = _write(self._sim, path, statistics)
                 except DataError as failed:
                     raise DataError(f"{failed} (batches {', '.join(str(one.number) for one in there)})") from failed

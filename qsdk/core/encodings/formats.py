@@ -5,7 +5,7 @@ from typing import Any
 
 from qsdk.core.encodings.aimet.at_sites import at_sites
 from qsdk.core.encodings.aimet.read import VERSIONS, is_aimet, read_aimet
-from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, parsed, read_own
+from qsdk.core.encodings.qsdk_format import FORMAT, StoredEncodings, is_own, parse_json, read_own
 from qsdk.core.encodings.tensor_facts import TensorFacts, by_name
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DType
@@ -39,7 +39,7 @@ def read_any(text: str, where: str, tensors: Sequence[TensorFacts] | None = None
         FileFormatError: the text is truncated, foreign, of an unknown version, or contradicts itself; the message names
             the file and the place in it.
     """
-    data = parsed(text, where)
+    data = parse_json(text, where)
     if is_own(data):
         return read_own(data, where)
     if is_aimet(data):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from qsdk.core.encodings.qsdk_format import StoredEncodings
-from qsdk.core.encodings.tensor_facts import TensorFacts, by_name, counterparts, moved, tensor_facts
+from qsdk.core.encodings.tensor_facts import TensorFacts, by_name, counterparts, in_layout_of, tensor_facts
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DType
@@ -155,7 +155,7 @@ def _match(
         site = target.site
         encoding, cast = file.encodings.get(name), (file.casts or {}).get(name)
         if encoding is not None and source is not None:
-            encoding = moved(encoding, source, target)
+            encoding = in_layout_of(encoding, source, target)
         if site in names:
             if encodings.get(site) != encoding or casts.get(site) != cast:
                 problems[name] = (MISFIT, f"{names[site]} is the same tensor here, and says otherwise")

@@ -1,4 +1,4 @@
-"""qsdk's own encodings file: versioned JSON in which float32 scales survive digit for digit.
+"""qsdk's own encodings file: versioned JSON in which float32 scales survive to the last digit.
 
 `encodings.schema.json` beside this module is its JSON Schema.
 """
@@ -17,7 +17,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Kind
 
 FORMAT = "qsdk.encodings"
-VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 no tensor names, and wrote what goes without saying
+VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and wrote defaults
 _FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
 _KINDS = get_args(Kind)
 _MAX_RANK = 64  # of NumPy
@@ -25,14 +25,14 @@ _MAX_RANK = 64  # of NumPy
 
 @dataclass(frozen=True)
 class StoredEncodings:
-    """What an encodings file, or a Q/DQ model, says.
+    """The content of an encodings file, or of the nodes of a Q/DQ model.
 
     Attributes:
         encodings: by site.
-        casts: site -> float16 or bfloat16; None where a file could not say.
-        provenance: plain values that say where they come from.
-        tensors: site -> name in the ONNX model, as far as the file says.
-        kinds: site -> weight, bias, activation, input or output, as far as the file says.
+        casts: site -> float16 or bfloat16; None for a format without casts.
+        provenance: plain values about the origin of the file.
+        tensors: site -> name in the ONNX model, as far as the file holds it.
+        kinds: site -> weight, bias, activation, input or output, as far as the file holds it.
         misfits: name -> why its entry fits nothing in the model that was given with it.
     """
 
@@ -52,19 +52,19 @@ def dumps(
     tensors: Mapping[str, str] | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> str:
-    """Write encodings as JSON text, one line per site.
+    """Return encodings as JSON text, one line per site.
 
     Args:
         encodings: by site.
-        provenance: plain values that say where they come from (config, method, versions).
+        provenance: plain values about the origin of the encodings (config, method, versions).
         casts: site -> float16 or bfloat16.
         tensors: site -> name in the ONNX model.
         kinds: site -> weight, bias, activation, input or output.
     """
     entries = {site: _plain(encoding) for site, encoding in encodings.items()}
     entries |= {site: {"dtype": dtype.name} for site, dtype in (casts or {}).items()}
-    for key, said in (("tensor", tensors), ("kind", kinds)):
-        for site, text in (said or {}).items():
+    for key, texts in (("tensor", tensors), ("kind", kinds)):
+        for site, text in (texts or {}).items():
             if site in entries:
                 entries[site][key] = text
     body = ",\n".join(f"    {json.dumps(site)}: {json.dumps(entry)}" for site, entry in entries.items())
@@ -73,7 +73,7 @@ def dumps(
 
 
 def loads(text: str, where: str) -> StoredEncodings:
-    """Read what `dumps` wrote.
+    """Return the encodings that `dumps` wrote.
 
     Args:
         text: the file's content.
@@ -83,19 +83,19 @@ def loads(text: str, where: str) -> StoredEncodings:
         FileFormatError: the text is truncated, foreign, of a later version, or contradicts itself; the message names
             the file and the place in it.
     """
-    data = parsed(text, where)
+    data = parse_json(text, where)
     if not is_own(data):
         raise FileFormatError(f"{where} is no {FORMAT} file; write one with qsdk.save_encodings")
     return read_own(data, where)
 
 
 def is_own(data: Any) -> bool:
-    """Return whether JSON data calls itself an encodings file of qsdk."""
+    """Return whether JSON data has the format of a qsdk encodings file."""
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
-    """Read JSON data of this format; see `loads`."""
+    """Return the encodings in JSON data of this format; see `loads`."""
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FileFormatError(f"{where} has version {version!r}, this qsdk reads up to {VERSION}; update qsdk")
@@ -125,8 +125,8 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
 
 
 def _plain(encoding: Encoding) -> dict[str, Any]:
-    """Return an entry without what goes without saying: zero points of 0, a list's own length, no axis, not frozen."""
-    # the shortest decimal that names a float32 reads back as that float32, also through a double
+    """Return an entry without defaults: zero points of 0, the shape of a list, no axis, not frozen."""
+    # the shortest decimal of a float32 is read back as that float32, also through a double
     found: dict[str, Any] = {
         "dtype": encoding.dtype.name,
         "scale": [float(str(value)) for value in encoding.scale.reshape(-1)],
@@ -142,11 +142,11 @@ def _plain(encoding: Encoding) -> dict[str, Any]:
     return {**found, "frozen": True} if encoding.frozen else found
 
 
-def parsed(text: str, where: str) -> Any:
-    """Read JSON.
+def parse_json(text: str, where: str) -> Any:
+    """Return the values in JSON text.
 
     Raises:
-        FileFormatError: it is truncated or none, names a key twice, or is nested too deeply; names the place.
+        FileFormatError: it is truncated or no JSON, has a key twice, or is nested too deeply; names the place.
     """
 
     def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def parsed(text: str, where: str) -> Any:
 
 
 def _cast(entry: Mapping[str, Any]) -> DType | None:
-    """Return the float dtype of an entry that says no more than one."""
+    """Return the float dtype of an entry without a scale, else None."""
     if not set(entry) <= {"dtype", "tensor", "kind"}:
         return None
     return next((dtype for dtype in (float16, bfloat16) if dtype.name == entry["dtype"]), None)

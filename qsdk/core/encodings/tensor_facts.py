@@ -1,4 +1,4 @@
-"""What encodings files need to know of a model's tensors: their names, shapes and axes."""
+"""The facts about a model's tensors that encodings files need: names, shapes and axes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from qsdk.core.planning.plan import Plan
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A tensor of a model, as far as encodings go.
+    """The facts about a tensor of a model.
 
     Attributes:
-        site: its name in qsdk; that of the tensor where it has none.
+        site: its site, or the tensor's name where there is none.
         name: its name in the ONNX model; for a parameter of a module its path.
         stored: whether it is a parameter.
         shape: dimensions; a name or None where dynamic; None where even the rank is unknown.
         channel_axis: output channels, None where per channel has no meaning.
         block_axis: input channels, which blocks run along.
-        wanted: the dtype that a plan gives it, or None.
+        wanted: its dtype in a plan, or None.
     """
 
     site: str
@@ -43,11 +43,11 @@ class TensorFacts:
 
 
 def tensor_facts(graph: Graph, plan: Plan | None = None) -> list[TensorFacts]:
-    """List the float tensors of a graph, those that have a site first and in graph order.
+    """Return the facts about the float tensors of a graph, those with a site first and in graph order.
 
     Args:
         graph: of a model.
-        plan: its axes and dtypes come first; None for those that the ops give.
+        plan: its axes and dtypes take precedence; None for those of the ops.
     """
     facts = _facts_by_id(graph, plan)
     sited = [facts[index] for index in graph.sites.values()]
@@ -74,7 +74,7 @@ def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
 
 
 def _axes(graph: Graph) -> dict[int, tuple[int | None, int | None]]:
-    """Stored tensor -> the axes of output and input channels that the first op to read it gives."""
+    """Return, by stored tensor, the axes of output and input channels in the first op that reads it."""
     found: dict[int, tuple[int | None, int | None]] = {}
     for index in range(len(graph.ops)):
         for operand in operands_of(graph, index):
@@ -95,10 +95,10 @@ def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
 
 
 def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[TensorFacts, TensorFacts]]:
-    """Pair the tensors of a graph with those of another model that play the same part, on structure alone.
+    """Return pairs of the tensors of a graph and of another model that play the same part, by structure alone.
 
     Returns:
-        What is known of each tensor in the graph and in the model; tensors without a counterpart are left out.
+        The facts about each tensor in the graph and in the model; tensors without a counterpart are left out.
     """
     mine, theirs = _facts_by_id(graph, plan), _facts_by_id(model, None)
     matched = match_graphs(graph, model)
@@ -109,8 +109,8 @@ def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[Te
     ]
 
 
-def moved(encoding: Encoding, source: TensorFacts, target: TensorFacts) -> Encoding:
-    """Return the encoding of a matrix as its counterpart has it, which may be stored transposed."""
+def in_layout_of(encoding: Encoding, source: TensorFacts, target: TensorFacts) -> Encoding:
+    """Return the encoding of a matrix in the layout of its counterpart, which may be stored transposed."""
     pair = (source.channel_axis, target.channel_axis)
     if encoding.axis is None or None in pair or pair[0] == pair[1] or len(source.shape or ()) != 2:
         return encoding

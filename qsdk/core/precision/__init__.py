@@ -1,1 +1,1 @@
-"""What one scale serves badly, and the search for the few sites that must be wider."""
+"""Sites that one scale serves badly, and the search for the few that must be wider."""

@@ -18,15 +18,15 @@ from qsdk.core.ranges.ranges import Range, encoding_from_range
 from qsdk.core.report import Report
 from qsdk.core.site import owner_of
 
-_ENOUGH = 20.0  # dB; below it a site is named
+_ENOUGH = 20.0  # dB; sites below it are listed
 _NARROW = 8.0  # a member of a tie this many times narrower than its class loses three bits
 _OUTLIER = 16.0  # a channel this many times larger than the median one ...
 _LEVELS = 8.0  # ... which is left fewer steps of the grid than this
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A site that is served badly: what was found, and the remedy that is tried first."""
+class PrecisionAdvice:
+    """A site that is served badly: the problem, the first remedy to try, and the SQNR after it."""
 
     what: str
     remedy: str
@@ -47,7 +47,7 @@ def decibels(noise: float) -> float:
 
 
 def advise(plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, SiteSample]) -> Report:
-    """Name the activations that their encoding serves badly, worst first, each with the cheapest remedy.
+    """Return the activations that their encoding serves badly, worst first, each with the cheapest remedy.
 
     Args:
         plan: of the sim.
@@ -63,19 +63,21 @@ def advise(plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, 
         if decision is None or site not in encodings or not sample.values.size or decision.passes_through:
             continue
         now = decibels(noise_to_signal(sample.values, encodings[site]))
-        found = _finding(plan, decision, encodings[site], sample, now)
+        found = _advice_for(plan, decision, encodings[site], sample, now)
         if found is not None:
             row: dict[str, Any] = {"site": site, "dtype": encodings[site].dtype.name, "sqnr_db": now}
             rows.append(row | {"finding": found.what, "remedy": found.remedy, "sqnr_db_then": found.after})
     return Report("Precision advice", sorted(rows, key=lambda row: row["sqnr_db"]), {"sites": len(rows)})
 
 
-def _finding(plan: Plan, decision: Decision, encoding: Encoding, sample: SiteSample, now: float) -> Finding | None:
+def _advice_for(
+    plan: Plan, decision: Decision, encoding: Encoding, sample: SiteSample, now: float
+) -> PrecisionAdvice | None:
     spec = decision.spec
     assert spec is not None
     outlier = _outlier_channel(sample, encoding)
     if outlier is not None:
-        return _wider(decision, spec, encoding, sample, outlier)
+        return _widen(decision, spec, encoding, sample, outlier)
     if now >= _ENOUGH:
         return None
     own = encoding_from_range(_range_of(sample), replace(spec, fixed_range=None))
@@ -87,23 +89,23 @@ def _finding(plan: Plan, decision: Decision, encoding: Encoding, sample: SiteSam
         )
         joint = _joint_of(plan, decision)
         if alone >= _ENOUGH and joint is not None:
-            return Finding(what, f"config.override({joint!r}, tie=False)", alone)
-    return _wider(decision, spec, encoding, sample, what)
+            return PrecisionAdvice(what, f"config.override({joint!r}, tie=False)", alone)
+    return _widen(decision, spec, encoding, sample, what)
 
 
-def _wider(decision: Decision, spec: Spec, encoding: Encoding, sample: SiteSample, what: str) -> Finding:
+def _widen(decision: Decision, spec: Spec, encoding: Encoding, sample: SiteSample, what: str) -> PrecisionAdvice:
     owner = owner_of(decision.site)
     held = Range(encoding.low, encoding.high)
     if spec.dtype.bits < 16:
         wide = encoding_from_range(held, replace(spec, dtype=uint16, symmetric=False, fixed_range=None))
         after = decibels(noise_to_signal(sample.values, wide))
         if after >= _ENOUGH:
-            return Finding(what, f'config.override({owner!r}, activation="uint16")', after)
+            return PrecisionAdvice(what, f'config.override({owner!r}, activation="uint16")', after)
     rounded = sample.values.astype(np.float16).astype(np.float64)
     error = float(np.square(rounded - sample.values).sum())
     power = float(np.square(sample.values.astype(np.float64)).sum())
     after = decibels(error / power) if np.isfinite(error) else 0.0
-    return Finding(what, f'config.override({owner!r}, activation="float16")', after)
+    return PrecisionAdvice(what, f'config.override({owner!r}, activation="float16")', after)
 
 
 def _range_of(sample: SiteSample) -> Range:

@@ -1,4 +1,4 @@
-"""Mixed precision: the few sites that must be wider so that a metric stays within a budget."""
+"""Mixed precision: raise the few sites that must be wider to keep a metric within a budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,22 +24,25 @@ LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "act
 
 
 class PlannedSim(HasBiases, HasState, Protocol):
-    """What the search asks of a sim of either door."""
+    """The part of a sim, of either side, that the search needs."""
 
     frozen_values: frozenset[str]
 
     @property
     def config(self) -> QuantConfig | None:
-        """What was asked for; None for a sim opened from a Q/DQ file."""
+        """Return the config; None for a sim opened from a Q/DQ file."""
         ...
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        """Site -> encoding."""
+        """Return the encoding of each site."""
         ...
 
     def replan(self, config: QuantConfig) -> None:
-        """Plan again; sites whose spec stays keep their encodings, the others derive theirs from the old ranges."""
+        """Plan again.
+
+        Sites with an unchanged spec keep their encodings, the others derive theirs from the old ranges.
+        """
         ...
 
 
@@ -50,8 +53,8 @@ class Candidate:
     Attributes:
         sites: all of them.
         choice: `weight` or `activation`, the config's word for their kind.
-        dtype: as they are.
-        elements: how many values they hold (of one batch, for activations).
+        dtype: the present one.
+        elements: number of their values (of one batch, for activations).
         noise: quantization noise over signal.
     """
 
@@ -72,16 +75,16 @@ def search_precision(
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = 32,
 ) -> Report:
-    """Raise as few sites as it takes to keep `metric(sim)` within `max_drop` of the float model's, and leave them so.
+    """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the float model's.
 
     Args:
-        sim: calibrated, of either door.
+        sim: calibrated, of either side; it has the chosen precision afterwards.
         samples: site -> sample of its float values.
         metric: larger is better; called with the sim.
-        as_given: inside, stored tensors are as the user gave them; gives whether verbs have changed any.
-        max_drop: how much the metric may lose against the model that was given, every site in float32.
-        levels: what a site may be raised to, the cheapest first; names of dtypes by `weight` and `activation`.
-        max_evaluations: of the metric, after which no more sites are taken back.
+        as_given: context in which stored tensors are those of the original model; it yields whether verbs changed any.
+        max_drop: allowed loss of the metric against the original model with every site in float32.
+        levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
+        max_evaluations: of the metric, after which no more raised sites are lowered again.
 
     Returns:
         One row per assignment tried, by the sum of `weight_bits` and `activation_bits` (means over the elements of all
@@ -90,7 +93,7 @@ def search_precision(
 
     Raises:
         ConfigError: a budget that is no number, an unknown dtype, or a sim without config. Whatever is raised, also by
-            the metric, the sim is what it was.
+            the metric, the sim is unchanged.
     """
     config = sim.config
     if config is None:
@@ -112,23 +115,23 @@ def search_precision(
             take(assignment)
             return _number(metric(sim))
 
-        references, asked = _references(sim, config, metric, as_given, shifted)
+        references, evaluations = _references(sim, config, metric, as_given, shifted)
         reference = references["reference"]
         options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
         noise = [candidate.noise for candidate in candidates]
         search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
         chosen, met = search.run()
         take(chosen)
-    facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + asked}
-    told = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before), "advice": advice.to_dict()["rows"]}
-    return Report("Mixed precision", _rows(search, candidates, dtypes, reference, chosen), {**facts, **told})
+    facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
+    outcome = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before), "advice": advice.to_dict()["rows"]}
+    return Report("Mixed precision", _rows(search, candidates, dtypes, reference, chosen), {**facts, **outcome})
 
 
 def require_budget(metric: Any, max_drop: Any) -> None:
-    """Refuse what is no metric, or no budget of it.
+    """Raise an error for a metric that is no function, or a budget that is no number.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: names the argument.
     """
     if not callable(metric):
         raise ConfigError(
@@ -151,7 +154,7 @@ def _references(
 ) -> tuple[dict[str, float], int]:
     """Return the metric in float32: `reference` of the original model, `float_now` of the stored weights.
 
-    Gives how often it was asked as well.
+    The second value is the number of evaluations.
     """
     in_float, before = config.override("*", weight=float32, activation=float32, bias=float32), sim.snapshot()
     with as_given() as moved:
@@ -212,7 +215,7 @@ def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Cand
 def _values_of(
     decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
 ) -> tuple[FloatArray, int] | None:
-    """Return the values of a site to measure its noise on, and how many it holds; None where nothing was seen."""
+    """Return values of a site to measure its noise on, and their full number; None if no batch reached it."""
     if decision.kind == "weight":
         values = stored.get(decision.site)
         return None if values is None else (values, values.size)

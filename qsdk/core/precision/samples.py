@@ -1,4 +1,4 @@
-"""Samples: a bounded look at the float values of every site, from one pass over the data."""
+"""Samples: a bounded number of float values of every site, and their extremes, from one pass over the data."""
 
 from dataclasses import dataclass, field
 
@@ -12,14 +12,14 @@ _CHANNELS = 8_192  # longer axes are no channels
 
 @dataclass
 class SiteSample:
-    """What one pass has shown of a site.
+    """The sample of one site.
 
     Attributes:
         low: the smallest value.
         high: the largest value.
         values: at most 32,768 of the values, taken evenly.
         channels: axis -> largest magnitude per index, for the axes that may be channels (the second and the last).
-        elements: values of one batch, the largest seen.
+        elements: number of values of the largest batch.
     """
 
     low: float = np.inf
@@ -29,7 +29,7 @@ class SiteSample:
     elements: int = 0
 
     def add(self, x: npt.NDArray[np.floating]) -> None:
-        """Take in the values of one batch; those that are not finite are left out."""
+        """Add the values of one batch; those that are not finite are left out."""
         flat = x.reshape(-1)
         if flat.size == 0:
             return
@@ -53,6 +53,6 @@ class SiteSample:
 
 
 def _thinned(values: npt.NDArray[np.floating]) -> FloatArray:
-    """At most `_LARGEST` values, evenly spaced; an odd step does not walk along one channel."""
+    """Return at most `_LARGEST` values, evenly spaced. An odd step visits more than one channel."""
     step = -(-values.size // _LARGEST)
     return values[:: step + (step > 1 and step % 2 == 0)].astype(np.float32)

@@ -1,1 +1,1 @@
-"""From statistics of a tensor to its range, and which ranges no grid serves."""
+"""From statistics of a tensor to its range, and the sites whose range no grid can serve."""

@@ -1,4 +1,4 @@
-"""Means and variances per channel, put together from parts of the data whatever their sizes."""
+"""Means and variances per channel, combined from parts of the data of any sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ChannelStatistics:
-    """What is known of the values of each channel.
+    """The statistics of the values of each channel.
 
     Attributes:
         count: of values per channel.
@@ -26,7 +26,7 @@ class ChannelStatistics:
     squares: FloatArray
 
     def variance(self, owner: str) -> FloatArray:
-        """Return the unbiased variance, as PyTorch keeps it in a BatchNorm.
+        """Return the unbiased variance, as in PyTorch's BatchNorm.
 
         Raises:
             DataError: there are fewer than two values, or some are not finite; names the owner.
@@ -38,11 +38,11 @@ class ChannelStatistics:
         return np.asarray(self.squares / (self.count - 1))
 
 
-#: puts together what all ranks have found for an owner
+#: merges the statistics of all ranks for an owner
 Together = Callable[[str, ChannelStatistics], ChannelStatistics]
 
 
-def merged(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
+def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
     """Return the statistics of all values of the parts (Chan et al. 1979)."""
     found = parts[0]
     for part in parts[1:]:
@@ -58,11 +58,11 @@ def merged(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
 
 
 def deviation(now: ChannelStatistics, mean: FloatArray, variance: FloatArray) -> float:
-    """Return how far what a BatchNorm gives is from mean 0 and deviation 1: root mean square over the channels.
+    """Return how far a BatchNorm's output is from mean 0 and deviation 1: root mean square over the channels.
 
     Args:
         now: of its input.
-        mean: that it takes off.
+        mean: that it subtracts.
         variance: that it divides by, with its epsilon.
     """
     spread = np.sqrt(variance)

@@ -1,8 +1,8 @@
-"""Range estimators: statistics of a tensor in, the range that its encoding is made from out.
+"""Range estimators: from the statistics of a tensor to the range of its encoding.
 
-`min_max` keeps everything, `moving_average` averages the extremes of batches, `percentile` cuts both tails, `mse` and
-`tf_enhanced` search the range whose grid moves the values least, `entropy` the one that keeps most of their
-distribution. All work on groups (a tensor, its channels, its blocks) at once.
+`min_max` covers all values, `moving_average` averages the extremes of batches, `percentile` cuts both tails, `mse` and
+`tf_enhanced` search the range with the smallest quantization error, `entropy` the one that changes the distribution
+least. All work on groups (a tensor, its channels, its blocks) at once.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from qsdk.core.numerics.encoding import FloatArray
 from qsdk.core.numerics.spec import Granularity, PerBlock, PerTensor, Spec
 from qsdk.core.ranges.histogram import BINS, Histogram, histogram_of, percentiles
 from qsdk.core.ranges.ranges import Range, range_of, scale_and_zero_point
-from qsdk.core.ranges.search import cast_to, least_moved, least_moved_counted
+from qsdk.core.ranges.search import cast_to, least_error, least_error_counted
 
-#: Every name that `calibrate` takes -> the estimator.
+#: each name that `calibrate` accepts -> the estimator
 METHODS: Mapping[str, str] = MappingProxyType(
     {name: name for name in ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy")}
     | {"post_training_tf": "min_max", "post_training_tf_enhanced": "tf_enhanced", "sqnr": "tf_enhanced"}
@@ -28,16 +28,16 @@ METHODS: Mapping[str, str] = MappingProxyType(
 PERCENTILE = 99.99
 MOMENTUM = 0.1
 
-_GAMMA = 3.0  # what a clipped value's error counts for in `tf_enhanced`
+_GAMMA = 3.0  # weight of the error of clipped values in `tf_enhanced`
 _FEWEST_BINS, _VALUES_PER_BIN = 128, 4
-_ROWS = 1 << 17  # values, or bins, of the groups that are searched together
+_ROWS = 1 << 17  # number of values, or bins, that are searched together
 _THRESHOLDS = 64  # candidates of `entropy`
 _SMOOTH = 1e-4  # ONNX Runtime's and TensorRT's floor on a distribution
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A way from statistics to a range.
+    """A method that turns statistics into a range.
 
     Attributes:
         name: a canonical name of `METHODS`.
@@ -49,7 +49,7 @@ class Estimator:
 
     @property
     def reads_histogram(self) -> bool:
-        """Return whether minimum and maximum are not enough."""
+        """Return whether the method needs more than minimum and maximum."""
         return self.name not in ("min_max", "moving_average")
 
 
@@ -66,7 +66,7 @@ def estimator(method: str, percentile: float = PERCENTILE) -> Estimator:
     return Estimator(METHODS[method], percentile)
 
 
-def averaged(before: Range | None, new: Range) -> Range:
+def moving_average(before: Range | None, new: Range) -> Range:
     """Return the moving average of the extremes of batches, momentum 0.1."""
     if before is None:
         return new
@@ -76,7 +76,7 @@ def averaged(before: Range | None, new: Range) -> Range:
 
 
 def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) -> Range:
-    """Estimate the range of each group, [G], from a histogram."""
+    """Return the range of each group, [G], estimated from a histogram."""
     full = Range(histogram.low, histogram.high)
     match chosen.name:
         case "percentile":
@@ -84,15 +84,15 @@ def range_from_histogram(histogram: Histogram, spec: Spec, chosen: Estimator) ->
             low, high = (np.asarray(end, np.float32) for end in ends)
             return Range(low, high)
         case "mse" | "tf_enhanced":
-            return least_moved_counted(histogram.centers, histogram.counts, full, spec, _gamma(chosen))
+            return least_error_counted(histogram.centers, histogram.counts, full, spec, _gamma(chosen))
         case "entropy":
-            return _most_alike(histogram, spec)
+            return _least_divergent(histogram, spec)
         case _:
             return full
 
 
 def range_of_stored(x: npt.ArrayLike, spec: Spec, chosen: Estimator) -> Range:
-    """Estimate the range of a stored tensor at the spec's granularity.
+    """Return the range of a stored tensor at the spec's granularity.
 
     Raises:
         CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
@@ -116,9 +116,9 @@ def _range_of_groups(values: FloatArray, spec: Spec, chosen: Estimator) -> Range
         low, high = (np.asarray(end, np.float32) for end in ends)
         return Range(low, high)
     if chosen.name in ("mse", "tf_enhanced") and values.shape[1] <= BINS:
-        # few values: they themselves, rather than the bins they would fall into
-        return least_moved(values, spec, _gamma(chosen))
-    # a few values in each bin: what a distribution of one in each says is noise
+        # few values are searched one by one instead of in bins
+        return least_error(values, spec, _gamma(chosen))
+    # a few values in each bin: a distribution with one value in each would be noise
     bins = min(max(values.shape[1] // _VALUES_PER_BIN, _FEWEST_BINS), BINS)
     return range_from_histogram(histogram_of(values, bins=bins), spec, chosen)
 
@@ -128,7 +128,7 @@ def _gamma(chosen: Estimator) -> float:
 
 
 def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-    """Return x as [G, n], one row per scale, and how many values of each row count: a last block may be shorter."""
+    """Return x as [G, n], one row per scale, and the number of valid values per row: a last block may be shorter."""
     if isinstance(granularity, PerTensor):
         return x.reshape(1, -1), np.array([x.size])
     if not isinstance(granularity, PerBlock):
@@ -148,14 +148,14 @@ def grouped(x: FloatArray, granularity: Granularity) -> tuple[FloatArray, npt.ND
 # --- the grid that keeps the distribution -------------------------------------------------------------------------
 
 
-def _most_alike(histogram: Histogram, spec: Spec) -> Range:
-    """Search the threshold on |x| with the smallest KL divergence between what is clipped and what its levels tell.
+def _least_divergent(histogram: Histogram, spec: Spec) -> Range:
+    """Return the range with the smallest KL divergence between the clipped histogram and its quantized form.
 
     After Migacz 2017, "8-bit inference with TensorRT"; the levels are those of the grid itself.
     """
     low, high = np.minimum(histogram.low, 0), np.maximum(histogram.high, 0)
     if spec.dtype.is_integer and spec.dtype.hi - spec.dtype.lo >= 2 * histogram.counts.shape[1]:
-        return Range(low, high)  # every bin has a level of its own: nothing is lost
+        return Range(low, high)  # every bin has a level of its own, so nothing is lost
     shares = np.arange(_THRESHOLDS, _THRESHOLDS // 16 - 1, -1) / _THRESHOLDS
     thresholds = (np.maximum(-low, high) * shares[:, None]).astype(np.float32)
     lows, highs = np.maximum(low, -thresholds), np.minimum(high, thresholds)
@@ -174,7 +174,7 @@ def _most_alike(histogram: Histogram, spec: Spec) -> Range:
 def _divergence(
     centers: FloatArray, counts: npt.NDArray[np.float64], ends: tuple[FloatArray, FloatArray], spec: Spec
 ) -> npt.NDArray[np.float64]:
-    """KL divergence of the clipped histogram from what remains of it on the grid, [G]."""
+    """Return the KL divergence of the clipped histogram from its quantized form, [G]."""
     groups, bins = counts.shape
     scale, zero_point = (value[:, None] for value in scale_and_zero_point(*ends, spec))
     if spec.dtype.is_integer:
@@ -197,8 +197,8 @@ def _divergence(
     held = reference > 0
     sums = np.bincount(level.ravel(), kept.ravel(), groups * bins)
     members = np.bincount(level.ravel(), held.ravel(), groups * bins)
-    told = (sums / np.maximum(members, 1))[level] * held
-    p, q = (_smoothed(value) for value in (reference, told))
+    quantized = (sums / np.maximum(members, 1))[level] * held
+    p, q = (_smoothed(value) for value in (reference, quantized))
     found = (p * np.log(p / q) * held).sum(axis=1)
     return np.where(inside.any(axis=1), found, np.inf)
 

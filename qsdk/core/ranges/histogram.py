@@ -1,7 +1,7 @@
-"""Histograms that grow: bins of a power-of-two width, aligned to multiples of it, so that merging moves no count.
+"""Histograms that grow: bins of a power-of-two width, aligned to multiples of it, so that merging is exact.
 
-Where data outgrows the bins their width doubles and neighbours are added up, which is what counting everything in the
-wider bins would have given. The result depends neither on the order of the batches nor on who merges with whom.
+Where data outgrows the bins, their width doubles and neighbours are added up: the same result as counting all values in
+the wider bins. It depends neither on the order of the batches nor on the order of merging.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from qsdk.core.ranges.ranges import Range
 
 #: Bins of a histogram; between half of them and all are in use.
 BINS = 2048
-#: How many values of a tensor one batch contributes at most; of larger tensors every `sample_step`-th counts.
+#: Upper bound of the values that a batch of a tensor contributes; of larger tensors, every `sample_step`-th counts.
 SAMPLES = 1 << 15
 #: Steps through a flattened tensor. Primes, so that a step does not fall on the same channels or columns every time.
 STEPS = (1, 3, 5, 11, 17, 23, 37, 53, 79, 113, 163, 233, 331, 479, 677, 967, 1373, 1951, 2767, 3931, 5569, 7901)
@@ -68,12 +68,12 @@ class Histogram:
 
     @property
     def centers(self) -> npt.NDArray[np.float64]:
-        """Return the middles of the bins, [G, bins], of the first and last one as far as values reach."""
+        """Return the centres of the bins, [G, bins], with the first and last bin cut at the extremes."""
         edges = self.edges.clip(self.low[:, None], self.high[:, None])
         return np.asarray((edges[:, 1:] + edges[:, :-1]) / 2)
 
     def merge(self, other: "Histogram") -> "Histogram":
-        """Return the histogram of what both have counted.
+        """Return the histogram of the values of both.
 
         Raises:
             CalibrationError: their groups or numbers of bins differ.
@@ -99,13 +99,13 @@ def histogram_of(
     weight: float = 1.0,
     ends: Range | None = None,
 ) -> Histogram:
-    """Count finite values.
+    """Return the histogram of finite values.
 
     Args:
         values: float32 [G, n].
-        bins: how many.
-        weight: what each value counts for: the step it was sampled with.
-        ends: the extremes of all values, [G], where `values` is a sample; they count once.
+        bins: their number.
+        weight: count of each value: the step it was sampled with.
+        ends: the extremes of all values, [G], where `values` is a sample; each counts once.
 
     Raises:
         CalibrationError: there are no values.
@@ -132,7 +132,7 @@ def _count(
     high: FloatArray,
     bins: int,
 ) -> npt.NDArray[np.float64]:
-    """Return how often values [G, n] fall into each bin, [G, bins]."""
+    """Return the number of values [G, n] in each bin, [G, bins]."""
     groups, length = values.shape
     shrink = np.exp2(-exponent).astype(np.float32)[:, None]  # a power of two, so that the products are exact
     last = _last(high, exponent)[:, None].astype(np.float32)
@@ -187,13 +187,13 @@ def _shifted(
 def _moved(
     histogram: Histogram, exponent: npt.NDArray[np.int64], first: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return the counts in wider bins that begin elsewhere: neighbours add up."""
+    """Return the counts in wider bins with another first bin: neighbours are added up."""
     groups, bins = histogram.counts.shape
     if np.array_equal(exponent, histogram.exponent) and np.array_equal(first, histogram.first):
         return histogram.counts
     index = histogram.first[:, None] + np.arange(bins)
     places = _shifted(index, histogram, exponent) - first[:, None]
-    # what lies beyond the new bins is empty: it was beyond the largest value before
+    # bins beyond the new ones are empty, since they were beyond the largest value
     places = places.clip(0, bins - 1) + np.arange(groups)[:, None] * bins
     counted = np.bincount(places.ravel(), histogram.counts.ravel(), groups * bins)
     return np.asarray(counted.reshape(groups, bins), np.float64)
@@ -202,13 +202,13 @@ def _moved(
 def percentiles(histogram: Histogram, percent: float) -> npt.NDArray[np.float64]:
     """Return the value below which `percent` of the values lie, [G], interpolated inside its bin.
 
-    Values are taken to lie evenly in their bin; a rank r of n values is NumPy's, `percent / 100 * (n - 1)`.
+    Values are assumed evenly spaced in their bin; the rank among n values is NumPy's, `percent / 100 * (n - 1)`.
     """
     counts = histogram.counts
     before = np.cumsum(counts, axis=1) - counts
     total = before[:, -1] + counts[:, -1]
     rank = percent / 100 * (total - 1).clip(0)
-    # the last bin that holds anything and begins at or below the rank
+    # the last bin that is not empty and begins at or below the rank
     reached = (before <= rank[:, None]) & (counts > 0)
     place = counts.shape[1] - 1 - reached[:, ::-1].argmax(axis=1)
     rows = np.arange(len(counts))

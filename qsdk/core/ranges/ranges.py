@@ -1,4 +1,4 @@
-"""Ranges: observed minima and maxima, and the scale and zero point they lead to.
+"""Ranges: observed minima and maxima, and the scale and zero point that follow from them.
 
 Conventions and their measured values: a range always contains 0, which is exactly representable; a symmetric
 scale is the smallest that covers both ends, `max(high / hi, -low / -lo)`; scales never fall below float32's
@@ -21,7 +21,7 @@ SMALLEST_SCALE = np.float32(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True)
 class Range:
-    """Minimum and maximum per tensor (shape (1,)), channel (C,) or block (x's rank); float32."""
+    """The minimum and maximum per tensor (shape (1,)), channel (C,) or block (x's rank); float32."""
 
     low: FloatArray
     high: FloatArray
@@ -32,7 +32,7 @@ class Range:
 
 
 def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
-    """Observe the minimum and maximum of x at the spec's granularity.
+    """Return the minimum and maximum of x at the spec's granularity.
 
     Raises:
         CalibrationError: x is empty, lacks the axis, or holds NaN or an infinity.
@@ -66,7 +66,7 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
     Jain et al. 2020, TQT, section 3).
 
     Raises:
-        CalibrationError: the range is not finite, or its ends are the wrong way round.
+        CalibrationError: the range is not finite, or its minimum is above its maximum.
     """
     low = np.minimum(np.asarray(observed.low, np.float32), np.float32(0))
     high = np.maximum(np.asarray(observed.high, np.float32), np.float32(0))
@@ -82,7 +82,7 @@ def encoding_from_range(observed: Range, spec: Spec) -> Encoding:
 def scale_and_zero_point(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
     """Return the scale and zero point of ranges that contain 0, elementwise, for arrays of any shape.
 
-    Scales that depend on those of other blocks are not confined yet; see `block_scales.confined`.
+    Scales that depend on those of other blocks are not restricted yet; see `restrict_block_scales`.
     """
     if spec.scale_dtype == float8e8m0:
         scale = shared_exponents(np.maximum(-low, high), spec.dtype)

@@ -1,8 +1,8 @@
-"""The search for the range whose grid moves values least: squared error, clipped values counting `gamma` times.
+"""The search for the range with the smallest squared error, where clipped values count `gamma` times.
 
-Ranges inside the full one are tried coarsely, then finely around the best. Values that are given one by one are
-quantized under every candidate; values that were counted in bins are not: with F(b) the sum of count * (b - x) over
-x <= b, which is piecewise linear and made once, the error of a grid of scale s that ends at e is
+Ranges inside the full one are tried coarsely, then finely around the best. Single values are quantized under every
+candidate. For values that were counted in bins, F(b), the sum of count * (b - x) over x <= b, is piecewise linear and
+computed once. The error of a grid of scale s that ends at e is then the
 sum of count * (e - x)^2 - 2 s * sum of F(b) over the boundaries b between its levels (summation by parts), so that a
 candidate costs a look-up per level, not a pass over the bins.
 """
@@ -18,19 +18,19 @@ from qsdk.core.numerics.encoding import FloatArray, storage_type
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.ranges import Range, scale_and_zero_point
 
-_CHUNK = 1 << 16  # elements of one candidate x value array: what a core's own cache holds
+_CHUNK = 1 << 16  # elements of one candidate x value array, which fits a core's own cache
 _COARSE, _FINE = 32, 8  # candidates (i / 32), then i / 256 around the best
 _COARSE_ENDS = 16  # of each end, where both are searched
 
 Scales = npt.NDArray[np.float32]
 ZeroPoints = npt.NDArray[np.int32]
 Doubles = npt.NDArray[np.float64]
-#: Scales and zero points of candidates, [C, G] -> their costs, [C, G].
+#: scales and zero points of candidates, [C, G] -> their costs, [C, G]
 Cost = Callable[[Scales, ZeroPoints], Doubles]
 
 
-def least_moved(values: FloatArray, spec: Spec, gamma: float) -> Range:
-    """Search the range of each group of values, [G, n]."""
+def least_error(values: FloatArray, spec: Spec, gamma: float) -> Range:
+    """Return the range of each group of values, [G, n], with the smallest error."""
 
     def cost(scale: Scales, zero_point: ZeroPoints) -> Doubles:
         return _each_cost(values, None, scale, zero_point, spec.dtype, gamma)
@@ -38,15 +38,15 @@ def least_moved(values: FloatArray, spec: Spec, gamma: float) -> Range:
     return _search(cost, Range(values.min(axis=1), values.max(axis=1)), spec, values.size)
 
 
-def least_moved_counted(centers: Doubles, counts: Doubles, full: Range, spec: Spec, gamma: float) -> Range:
-    """Search the range of each group from how often each value occurs.
+def least_error_counted(centers: Doubles, counts: Doubles, full: Range, spec: Spec, gamma: float) -> Range:
+    """Return the range of each group with the smallest error, from the count of each value.
 
     Args:
         centers: [G, n], ascending.
         counts: [G, n].
         full: the extremes of each group.
-        spec: what the grid is like.
-        gamma: what the error of a clipped value counts for.
+        spec: of the grid.
+        gamma: weight of the error of clipped values.
     """
     levels = spec.dtype.hi - spec.dtype.lo
     if not spec.dtype.is_integer or levels > centers.shape[1]:
@@ -79,8 +79,8 @@ def _search(cost: Cost, full: Range, spec: Spec, size: int) -> Range:
     Args:
         cost: of candidates.
         full: the extremes of each group, [G].
-        spec: what the grid is like.
-        size: numbers that one candidate for every group takes.
+        spec: of the grid.
+        size: amount of work for one candidate of every group.
     """
     low, high = np.minimum(full.low, 0), np.maximum(full.high, 0)
     full = Range(low, high)
@@ -119,7 +119,7 @@ def _each_cost(
 ) -> Doubles:
     """Return the weighted squared error of each candidate and group, [C, G], of values [G, n]; scales are [C, G].
 
-    In units of the scale, and without the zero point: a few passes fewer than quantizing as it is exported.
+    In units of the scale and without the zero point, which needs fewer passes than the exact formula.
     """
     scaled = x * (1 / scale[:, :, None])
     # a minifloat has the zero point 0
@@ -131,16 +131,16 @@ def _each_cost(
     else:
         error = cast_to(dtype)(scaled.clip(*ends))
     error -= scaled
-    found = _summed(error, counts)
+    found = _sum_squares(error, counts)
     if gamma != 1:
         np.clip(scaled, *ends, out=error)
         error -= scaled  # of clipped values alone
-        found += (gamma - 1) * _summed(error, counts)
+        found += (gamma - 1) * _sum_squares(error, counts)
     return np.asarray(found * np.square(scale, dtype=np.float64))
 
 
-def _summed(error: FloatArray, counts: Doubles | None) -> Doubles:
-    """Squares [C, G, n] added up over n; they are overwritten where values are counted."""
+def _sum_squares(error: FloatArray, counts: Doubles | None) -> Doubles:
+    """Return the sum over n of the squares of [C, G, n]. With counts, the input is overwritten."""
     if counts is None:
         return np.asarray(np.einsum("cgn,cgn->cg", error, error), np.float64)
     error *= error
@@ -148,7 +148,7 @@ def _summed(error: FloatArray, counts: Doubles | None) -> Doubles:
 
 
 class _Counted:
-    """Sums over the counted values of a group up to a bound, by which the cost of a grid is looked up."""
+    """Sums over the counted values of a group up to a bound, from which the cost of a grid is looked up."""
 
     def __init__(self, values: Doubles, counts: Doubles) -> None:
         held = counts > 0
@@ -174,7 +174,7 @@ class _Counted:
         return np.asarray(squared + (gamma - 1) * clipped)
 
     def _shortfall(self, bounds: Doubles) -> Doubles:
-        """F at any bound: linear between values, 0 below them, and beyond the last one of the slope of all counts."""
+        """Return F at any bound: linear between values, 0 below them, with the slope of all counts beyond the last."""
         found = np.interp(bounds, self.values, self.shortfall, left=0)
         return np.asarray(found + self.sums[0, -1] * np.maximum(bounds - self.values[-1], 0))
 

@@ -1,4 +1,4 @@
-"""Statistics of activations, collected batch by batch at either door, and the encodings they lead to."""
+"""Statistics of activations, collected batch by batch for either side, and the encodings that follow from them."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import Spec, axis_of
 from qsdk.core.planning.plan import Decision
-from qsdk.core.ranges.estimators import Estimator, averaged, range_from_histogram
+from qsdk.core.ranges.estimators import Estimator, moving_average, range_from_histogram
 from qsdk.core.ranges.histogram import Histogram, histogram_of
 from qsdk.core.ranges.ranges import Range, encoding_from_range
 
-#: What each rank gives -> what all of them gave, in the order of the ranks.
+#: returns the values of all ranks, in the order of the ranks
 Gather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Return the `Gather` of a process that is the only one."""
+    """Return the value in a list: the `Gather` of a single process."""
     return [value]
 
 
 class Statistics:
-    """The extremes of each site, and a histogram where the estimator reads one. Its size does not depend on the data.
+    """The extremes of each site, and a histogram if the estimator reads one. Its size does not depend on the data.
 
     Attributes:
         ranges: site -> extremes so far (their moving average, if that is the estimator).
-        histograms: site -> what was counted so far.
+        histograms: site -> the histogram so far.
     """
 
     def __init__(self, chosen: Estimator) -> None:
@@ -41,10 +41,10 @@ class Statistics:
     def add(
         self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
     ) -> None:
-        """Take in a batch at a site.
+        """Add a batch of a site.
 
         Args:
-            site: whose.
+            site: of the values.
             low: the smallest value, or that of each channel; finite.
             high: the largest.
             sample: every `step`-th value, flattened; needed if the estimator reads histograms, but not per channel,
@@ -54,7 +54,7 @@ class Statistics:
         new = Range(*(np.array(end, np.float32).reshape(-1) for end in (low, high)))
         before = self.ranges.get(site)
         if self.chosen.name == "moving_average":
-            self.ranges[site] = averaged(before, new)
+            self.ranges[site] = moving_average(before, new)
         else:
             self.ranges[site] = new if before is None else before.merge(new)
         if sample is not None:
@@ -63,9 +63,9 @@ class Statistics:
             self.histograms[site] = counted if known is None else known.merge(counted)
 
     def merge(self, *others: "Statistics") -> "Statistics":
-        """What all of them have seen, exactly as one would have found that had seen it all, in any order.
+        """Return the statistics of all together, exactly as if one had observed all the data, in any order.
 
-        Moving averages depend on an order that ranks do not have: there it is the mean of theirs.
+        Moving averages depend on an order that ranks do not have: the result is the mean of theirs.
         """
         merged, everyone = Statistics(self.chosen), (self, *others)
         for site in dict.fromkeys(site for one in everyone for site in one.ranges):
@@ -77,7 +77,7 @@ class Statistics:
         return merged
 
     def range_of(self, sites: Iterable[str], spec: Spec) -> Range | None:
-        """Return the range that all these sites share, or None if no batch has reached any of them."""
+        """Return the range of these sites together, or None if no batch has reached any of them."""
         seen = [site for site in sites if site in self.ranges]
         if not seen:
             return None
@@ -100,20 +100,20 @@ def _mean(ranges: list[Range]) -> Range:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a rank has no statistics."""
+    """The reason why a rank has no statistics."""
 
     reason: str
 
 
-def of_all_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistics:
-    """Observe this rank's data, and merge what the ranks have found.
+def merge_over_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistics:
+    """Observe the data of this rank, and return the statistics of all ranks together.
 
     Args:
         observe: over the data of this rank.
-        gather: gives what every rank gave.
+        gather: returns the values of all ranks.
 
     Raises:
-        DataError: observing failed on another rank. What this one raises is raised here, after the others know of it.
+        DataError: observing failed on another rank. An error of this rank is raised after the others know of it.
     """
     try:
         own = observe()
@@ -128,7 +128,7 @@ def of_all_ranks(observe: Callable[[], Statistics], gather: Gather) -> Statistic
 
 
 def require_finite(site: str, number: int, *values: npt.ArrayLike) -> None:
-    """Refuse what is not finite.
+    """Raise an error for values that are not finite.
 
     Raises:
         DataError: NaN or an infinity; names the site and the batch.
@@ -151,8 +151,8 @@ def reads_histogram(decision: Decision, chosen: Estimator) -> bool:
     return chosen.reads_histogram and not fixed and channel_axis(decision) is None
 
 
-def observed(decisions: Iterable[Decision]) -> dict[str, Decision]:
-    """Return the sites whose range counts: those of tie classes too, but nothing that merely passes values on."""
+def observed_sites(decisions: Iterable[Decision]) -> dict[str, Decision]:
+    """Return the sites whose range is observed: members of tie classes too, but no site that only passes values on."""
     kinds = ("activation", "input", "output")
     return {d.site: d for d in decisions if d.quantized and d.kind in kinds and not d.passes_through}
 
@@ -162,11 +162,11 @@ def activation_encodings(
 ) -> dict[str, Encoding]:
     """Return the encodings of the sites that have one of their own.
 
-    A fixed range holds whatever the data says. Members of a tie share one range, estimated from all they have seen.
+    A fixed range does not depend on the data. Members of a tie share one range, estimated from all their statistics.
 
     Args:
-        wanted: see `observed`.
-        statistics: what the data has shown.
+        wanted: see `observed_sites`.
+        statistics: of the data.
         frozen: sites whose encoding stays.
         known: sites that have an encoding, and keep it if no batch reached them.
 

@@ -1,4 +1,4 @@
-"""Sites that the ranges of a calibration show no grid to serve: divisors that would become 0, angles of many turns."""
+"""Sites for which calibration shows that no grid serves them: divisors that would become 0, angles of many turns."""
 
 import math
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ _PERIODIC = frozenset({"Sin", "Cos"})
 #: ops whose result is 0 where their operands are
 _ZERO_OF_ZERO = frozenset({"Abs", "Sqrt", "Mul", "Pow", "Neg"})
 _SAME_SIZE = frozenset({"Add", "Sub", "Sum", "Neg", "Abs", "Where", "Cast", "Mod", "Clip"})
-#: a MatMul over so few is one of coordinates with frequencies, and no layer
+#: a MatMul over so few inputs multiplies coordinates by frequencies, and is no layer
 _COORDINATES = 4
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What a calibration has found.
+class CalibrationResult:
+    """The result of a calibration.
 
     Attributes:
-        plan: by which it observed.
-        ranges: site -> smallest and largest value that was seen there.
-        encodings: of the sites that have one of their own.
+        plan: of the sim.
+        ranges: site -> observed range.
+        encodings: of the sites that own one.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class Observed:
     encodings: Mapping[str, Encoding]
 
     def of(self, site: str | None) -> tuple[Range | None, Encoding | None]:
-        """Return the range and the encoding of a site that a calibration decides; None where there are none."""
+        """Return the range and the encoding of a site that calibration decides; None where there are none."""
         decision = None if site is None else self.plan.decisions.get(site)
         if decision is None or not decision.quantized or decision.kind in ("weight", "bias"):
             return None, None
@@ -49,8 +49,8 @@ class Observed:
         return found, encoding if free else None
 
 
-def too_coarse(graph: Graph, observed: Observed) -> dict[str, str]:
-    """Return site -> why it has to stay float, for what reads it and the range that it was seen to have.
+def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
+    """Return, by site, why it has to stay float, given what reads it and its observed range.
 
     Args:
         graph: that was planned.
@@ -60,12 +60,12 @@ def too_coarse(graph: Graph, observed: Observed) -> dict[str, str]:
 
 
 def left_float(plan: Plan) -> dict[str, str]:
-    """Return the sites that calibrations have left float, and why."""
+    """Return, by site, why calibrations have left it float."""
     decisions = plan.decisions.values()
     return {d.site: d.reason for d in decisions if d.rule == BY_CALIBRATION and d.state == "float"}
 
 
-def _divisors_of_zero(graph: Graph, observed: Observed) -> dict[str, str]:
+def _divisors_of_zero(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
     found: dict[str, str] = {}
     waiting, seen = list(divisors(graph)), set[int]()
     while waiting:
@@ -86,13 +86,13 @@ def _divisors_of_zero(graph: Graph, observed: Observed) -> dict[str, str]:
     return found
 
 
-def _wide_angles(graph: Graph, observed: Observed) -> dict[str, str]:
+def _wide_angles(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
     found: dict[str, str] = {}
     gains: dict[int, float] = {}
     for op in graph.ops:
         if op.type in _PERIODIC and op.inputs[0] is not None:
             gains[op.inputs[0]] = 1.0
-    # from the last op to the first, so that a tensor's gain is known when it is asked for
+    # from the last op to the first, so that the gain of a tensor is known before that of its inputs
     for index in reversed(range(len(graph.ops))):
         gain = max((gains.get(t, 0.0) for t in graph.ops[index].outputs), default=0.0)
         if gain > 0.0:
@@ -106,8 +106,8 @@ def _wide_angles(graph: Graph, observed: Observed) -> dict[str, str]:
     return found
 
 
-def _factors(graph: Graph, index: int, observed: Observed) -> dict[int, float]:
-    """Return the tensors that an op makes an angle of, and by how much it multiplies an error of theirs."""
+def _factors(graph: Graph, index: int, observed: CalibrationResult) -> dict[int, float]:
+    """Return the operands that an op computes an angle from, and how much it multiplies their errors."""
     op = graph.ops[index]
     read = [t for t in op.inputs if t is not None and graph.tensors[t].is_float]
     if op.type in _SAME_SIZE:
@@ -124,10 +124,10 @@ def _factors(graph: Graph, index: int, observed: Observed) -> dict[int, float]:
     return {}
 
 
-def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed: Observed) -> dict[int, float]:
-    """Return the operands of a product over a few coordinates; the inputs of a layer are no angles, and it ends there.
+def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed: CalibrationResult) -> dict[int, float]:
+    """Return the operands of a product over a few coordinates; {} for a layer, whose inputs are no angles.
 
-    What a layer with a bias of its own hands to it is an angle like the sum.
+    The result of a layer whose bias a separate op adds is an angle like the sum.
     """
     weights = [o for o in operands_of(graph, index) if o.role == "weight" and o.input_axis is not None]
     shape = (
@@ -140,8 +140,8 @@ def _of_coordinates(graph: Graph, op: Op, index: int, read: list[int], observed:
     return {left: width * _largest(graph, right, observed), right: width * _largest(graph, left, observed)}
 
 
-def _largest(graph: Graph, tensor: int, observed: Observed) -> float:
-    """Return the largest size of a tensor's values, as far as it is known; 1 where it is not."""
+def _largest(graph: Graph, tensor: int, observed: CalibrationResult) -> float:
+    """Return the largest magnitude of a tensor, as far as it is known; 1 where it is not."""
     root = graph.constant_root(tensor)
     value = graph.value(tensor if root is None else root)
     if value is not None and value.size:

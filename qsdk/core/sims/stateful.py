@@ -17,7 +17,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import explanation
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.ranges import Range
-from qsdk.core.ranges.too_coarse import Observed, left_float, too_coarse
+from qsdk.core.ranges.too_coarse import CalibrationResult, left_float, too_coarse
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import bias_remarks, with_left_float
 from qsdk.core.sims.corrected_biases import OriginalBiases, without_shifts
@@ -216,7 +216,7 @@ class StatefulSim(ABC):
         before = self.snapshot()
         if before.config is None:
             return report
-        coarse = too_coarse(self.graph, Observed(before.plan, ranges, before.own))
+        coarse = too_coarse(self.graph, CalibrationResult(before.plan, ranges, before.own))
         if not coarse:
             return report
         after = self.planned(before.config, coarse={**left_float(before.plan), **coarse})

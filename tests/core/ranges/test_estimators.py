@@ -9,9 +9,9 @@ from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.ranges.estimators import (
     METHODS,
     Estimator,
-    averaged,
     estimator,
     grouped,
+    moving_average,
     range_from_histogram,
     range_of_stored,
 )
@@ -277,8 +277,8 @@ def test_names():
 
 def test_moving_averages():
     first = Range(np.float32([-1]), np.float32([1]))
-    assert averaged(None, first) == first
-    second = averaged(first, Range(np.float32([-2]), np.float32([11])))
+    assert moving_average(None, first) == first
+    second = moving_average(first, Range(np.float32([-2]), np.float32([11])))
     assert (second.low.tolist(), second.high.tolist()) == (pytest.approx([-1.1]), pytest.approx([2.0]))
 
 

@@ -10,7 +10,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerChannel, Spec
 from qsdk.core.ranges.histogram import histogram_of
 from qsdk.core.ranges.ranges import Range, encoding_from_range, range_of
-from qsdk.core.ranges.search import _Counted, _each_cost, least_moved, least_moved_counted
+from qsdk.core.ranges.search import _Counted, _each_cost, least_error, least_error_counted
 
 
 def by_definition(values, counts, found: Encoding, gamma: float) -> float:
@@ -58,8 +58,8 @@ def test_counted_values_lead_where_the_values_themselves_do(spec: Spec, gamma: f
     histogram = histogram_of(values)
     assert histogram.width.tolist() == [1, 1, 1]
     full = range_of(values, spec)
-    counted = least_moved_counted(histogram.centers, histogram.counts, full, spec, gamma)
-    each = least_moved(values, spec, gamma)
+    counted = least_error_counted(histogram.centers, histogram.counts, full, spec, gamma)
+    each = least_error(values, spec, gamma)
     assert counted.low == pytest.approx(each.low, rel=0.02)
     assert counted.high == pytest.approx(each.high, rel=0.02)
 
@@ -67,5 +67,5 @@ def test_counted_values_lead_where_the_values_themselves_do(spec: Spec, gamma: f
 def test_a_group_of_one_value_keeps_it():
     for value in (-2.0, 0.0, 3.0):
         centers, full = np.full((1, 4), value), Range(np.float32([value]), np.float32([value]))
-        found = least_moved_counted(centers, np.array([[0.0, 2, 0, 0]]), full, Spec(uint8, symmetric=False), 3.0)
+        found = least_error_counted(centers, np.array([[0.0, 2, 0, 0]]), full, Spec(uint8, symmetric=False), 3.0)
         assert (found.low[0], found.high[0]) == (min(value, 0), max(value, 0))

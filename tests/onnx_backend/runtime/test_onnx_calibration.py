@@ -17,7 +17,7 @@ from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.ranges.estimators import METHODS, estimator, range_from_histogram, range_of_stored
 from qsdk.core.ranges.histogram import SAMPLES, histogram_of
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
-from qsdk.core.ranges.statistics import observed
+from qsdk.core.ranges.statistics import observed_sites
 
 node = helper.make_node
 RNG = np.random.default_rng(23)
@@ -189,7 +189,7 @@ def test_large_tensors_are_sampled_evenly_and_keep_their_extremes():
     batch[1234, 5] = 50
     assert batch.size > 4 * SAMPLES
     sim = sim_of(large_model())
-    wanted = observed(sim.plan.decisions.values())
+    wanted = observed_sites(sim.plan.decisions.values())
     statistics = observing.observe(sim._marked, wanted, [batch], estimator("mse"), progress=False)
     histogram = statistics.histograms["x:input"]
     assert histogram.high == 50

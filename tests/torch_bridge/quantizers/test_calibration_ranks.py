@@ -16,7 +16,7 @@ from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.estimators import METHODS, estimator
 from qsdk.core.ranges.histogram import sample_step
-from qsdk.core.ranges.statistics import Statistics, alone, of_all_ranks
+from qsdk.core.ranges.statistics import Statistics, alone, merge_over_ranks
 
 EXACT = sorted(set(METHODS.values()) - {"moving_average"})
 SPEC = Spec(uint8, symmetric=False)
@@ -70,11 +70,11 @@ def test_a_failure_elsewhere_is_named_and_one_here_is_told():
         return [value, *told]
 
     with pytest.raises(DataError, match=r"^no data$"):
-        of_all_ranks(failing, gather)
+        merge_over_ranks(failing, gather)
     with pytest.raises(DataError, match=r"^rank 1: no data$"):
-        of_all_ranks(lambda: statistics("min_max", batches(1)), lambda value: [value, *told])
+        merge_over_ranks(lambda: statistics("min_max", batches(1)), lambda value: [value, *told])
     own = statistics("min_max", batches(1))
-    assert of_all_ranks(lambda: own, alone) is own
+    assert merge_over_ranks(lambda: own, alone) is own
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
