@@ -178,7 +178,7 @@ def calibrate(
     door = door_of(sim)
     options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     with without_shifts(sim):
-        return door.calibrate(data, forward, progress=progress, gather=gathered, **options)
+        return door.calibrate(data, forward, progress=progress, gather=all_gather, **options)
 
 
 def export(
