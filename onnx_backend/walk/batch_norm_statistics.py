@@ -64,7 +64,7 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
         start = time.perf_counter()
-        found = together(node_label(node), merged([_statistics(x) for x in run.reach(step)]))
+        found = together(node_label(node), merge([_statistics(x) for x in run.reach(step)]))
         variance = found.variance(node_label(node))
         mean_name, variance_name = node.input[3:5]
         old = now[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))

@@ -155,13 +155,13 @@ def test_nan_that_an_op_makes_is_named_where_it_is_made():
 
 def test_only_what_may_make_nan_is_checked_for_it():
     sim = sim_of(convnet())
-    _, watched = statistics_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
+    _, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=False)
     assert [item.site for item in watched if item.check] == ["x:input"]
 
 
 def test_a_positive_op_is_reduced_once_and_beside_a_convolution_in_its_layout():
     sim = sim_of(convnet())
-    model, watched = statistics_graph(sim._marked, observed(sim.plan.decisions.values()), sampled=False)
+    model, watched = statistics_graph(sim._marked, observed_sites(sim.plan.decisions.values()), sampled=False)
     relus = [item for item in watched if item.site.startswith("relu")]
     assert relus
     assert not any(item.low for item in relus)
