@@ -70,7 +70,7 @@ def test_reestimated_statistics_are_those_of_all_the_data_and_can_be_undone(door
 
 
 @both
-def test_batches_do_not_matter_and_a_second_time_changes_nothing(door):
+def test_the_split_into_batches_does_not_change_statistics_and_a_second_pass_changes_nothing(door):
     one, other = sim_at(door), sim_at(door)
     reestimate_batch_norm(one, given(door), progress=False)
     reestimate_batch_norm(other, given(door, [np.concatenate(RAGGED)]), progress=False)
@@ -169,7 +169,7 @@ class Twice(nn.Module):
         return self.free(self.norm(torch.relu(self.norm(torch.relu(self.linear(x))))))
 
 
-def test_a_norm_that_is_called_twice_counts_both_and_what_is_left_has_its_reason():
+def test_a_norm_called_twice_counts_both_calls_and_skipped_norms_have_a_reason():
     torch.manual_seed(0)
     batches = [torch.randn(n, 4) for n in (6, 3)]
     sim = calibrated(Twice().eval(), batches[0])

@@ -81,7 +81,7 @@ def test_a_batch_norm_after_a_layer_that_computes_something_else_stays_with_a_re
     assert all(torch.equal(value, before[name]) for name, value in sim.unwrap().state_dict().items())
 
 
-def test_a_layer_that_cannot_be_tried_alone_keeps_its_batch_norm():
+def test_a_layer_that_cannot_be_run_alone_keeps_its_batch_norm():
     model, example = randomized(Gained()).eval(), seeded(2, 3, 6, 6)
     sim = sim_of(model, example)
     assert sim.coverage().summary["norm (BatchNorm) not folded"].startswith("conv computes something else")

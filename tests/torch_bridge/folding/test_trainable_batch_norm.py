@@ -63,7 +63,7 @@ def trained(model: nn.Module, inputs: list[Tensor], *, lr: float = 0.05) -> list
 
 
 @layers
-def test_without_quantizers_it_trains_like_the_float_model(name: str):
+def test_without_quantizers_trainable_norms_train_like_the_float_model(name: str):
     torch.manual_seed(1)
     model, shape = LAYERS[name]()
     randomized(model)
@@ -111,7 +111,7 @@ def quick(sim: QuantSim, steps: int, *, after: float = 2, **options: Any) -> Ten
 
 
 @pytest.mark.parametrize("config", [w4a8(), w8a8().skip("conv1", dtype="float16")])
-def test_what_was_trained_is_what_is_left_and_exported(config: QuantConfig, tmp_path):
+def test_trained_norms_are_folded_as_trained_and_exported(config: QuantConfig, tmp_path):
     sim = fresh(config)
     untrained = sim(seeded(4, 2, 6, 6, seed=99))
     inside = quick(sim, 5, learn_scales=True)
@@ -124,7 +124,7 @@ def test_what_was_trained_is_what_is_left_and_exported(config: QuantConfig, tmp_
     assert parity.summary["weights_max_lsb"] == 0
 
 
-def test_an_integer_only_model_is_made_of_it(tmp_path):
+def test_a_model_with_trained_norms_becomes_integer_only(tmp_path):
     sim = fresh()
     quick(sim, 4)
     qsdk.export(sim, str(tmp_path / "model.onnx"))
@@ -132,7 +132,7 @@ def test_an_integer_only_model_is_made_of_it(tmp_path):
     assert report.summary["float_tensors"] == 0
 
 
-def test_frozen_it_runs_as_it_is_exported_and_trains_gamma_through_the_folded_weight():
+def test_a_frozen_norm_runs_as_exported_and_trains_gamma_through_the_folded_weight():
     model, x = net(), seeded(8, 2, 6, 6)
     sim = sim_of(model, x, FLOAT)
     frozen = copy.deepcopy(model).eval()
@@ -193,7 +193,7 @@ def test_a_batch_norm_in_eval_mode_uses_its_running_statistics():
     assert torch.equal(sim(seeded(4, 2, 6, 6)), inside)
 
 
-def test_one_value_per_channel_is_torchs_own_error():
+def test_one_value_per_channel_raises_torchs_own_error():
     sim = calibrated(pair(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), seeded(8, 3))
     with sim.training(freeze_bn_after=math.inf) as live, pytest.raises(ValueError, match="more than 1 value"):
         live(seeded(1, 3))
@@ -210,7 +210,7 @@ def test_a_number_that_is_none_is_refused(number: Any):
     assert same(state(sim.model), before)
 
 
-def test_an_uncalibrated_sim_is_left_as_it_was():
+def test_training_an_uncalibrated_sim_raises_and_changes_nothing():
     sim = sim_of(net(), seeded(8, 2, 6, 6))
     before = state(sim.model)
     with pytest.raises(CalibrationError), sim.training(freeze_bn_after=2, learn_scales=True):
@@ -220,7 +220,7 @@ def test_an_uncalibrated_sim_is_left_as_it_was():
     assert not sim.model.training
 
 
-def test_an_exception_leaves_a_folded_sim_with_what_was_trained():
+def test_an_exception_leaves_a_folded_sim_with_the_trained_values():
     sim = fresh()
     before = state(sim.model)
     inside = []
@@ -238,7 +238,7 @@ def test_an_exception_leaves_a_folded_sim_with_what_was_trained():
     assert not same(state(sim.model), before)
 
 
-def test_blocks_follow_one_another_as_one():
+def test_two_training_blocks_equal_one():
     """What a block has trained is what the next one starts from: gamma, statistics and all."""
     sim, other = (fresh() for _ in range(2))
     inputs = [seeded(8, 2, 6, 6, seed=k) for k in range(4)]
@@ -264,7 +264,7 @@ def test_a_snapshot_from_before_leads_back_bit_for_bit_and_trains_the_same():
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
-def test_equalized_layers_train_on_from_what_they_do_now(trained_before: bool):
+def test_equalized_layers_are_trained_from_their_present_weights(trained_before: bool):
     """Factors that went through folded layers are in gamma, so that batch statistics do not undo them."""
     model, x = net(3), seeded(64, 2, 6, 6)
     with torch.no_grad():
@@ -281,7 +281,7 @@ def test_equalized_layers_train_on_from_what_they_do_now(trained_before: bool):
         torch.testing.assert_close(live(x), model.train()(x), rtol=1e-3, atol=1e-3)
 
 
-def test_a_corrected_bias_stays():
+def test_training_keeps_a_corrected_bias():
     sim, x = calibrated(net(), seeded(64, 2, 6, 6), w4a8()), seeded(4, 2, 6, 6, seed=9)
     bias = sim.model.conv1.bias.detach().clone()
     qsdk.correct_bias(sim, [seeded(64, 2, 6, 6)], progress=False)
@@ -292,7 +292,7 @@ def test_a_corrected_bias_stays():
     torch.testing.assert_close(sim.model.conv1.bias, bias, rtol=1e-6, atol=1e-7)
 
 
-def test_rounded_weights_stay():
+def test_training_keeps_rounded_weights():
     sim, x = calibrated(net(), seeded(64, 2, 6, 6), w4a8()), seeded(4, 2, 6, 6, seed=9)
     qsdk.adaround(sim, [seeded(64, 2, 6, 6)], iterations=50, progress=False)
     output, codes = sim(x), sim.stored_floats(["conv1:weight"])

@@ -33,7 +33,7 @@ def optimizer_of(sim: QuantSim) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_checkpoint_of_the_block_goes_on_in_another_bit_for_bit(at: int):
+def test_a_checkpoint_of_a_training_block_resumes_in_another_bit_for_bit(at: int):
     """Saved before or after the statistics were frozen."""
     options: dict[str, Any] = {"learn_scales": True, "freeze_bn_after": 2}
     with (sim := fresh()).training(**options) as live:
@@ -53,7 +53,7 @@ def test_a_checkpoint_of_the_block_goes_on_in_another_bit_for_bit(at: int):
     assert torch.equal(sim(TEST), other(TEST))
 
 
-def test_a_checkpoint_of_the_block_loads_outside_and_a_folded_one_not_inside():
+def test_a_checkpoint_of_a_training_block_loads_outside_but_a_folded_one_does_not_load_inside():
     sim, other = fresh(), fresh(seed=5)
     with sim.training(freeze_bn_after=2) as live:
         steps(live, optimizer_of(sim), range(3))
@@ -83,7 +83,7 @@ def test_a_saved_sim_trains_on_from_the_same_function(tmp_path):
         torch.testing.assert_close(one(TEST), other(TEST), rtol=0.02, atol=0.02)
 
 
-def test_copies_and_pickles_inside_the_block_are_live_on_their_own():
+def test_copies_and_pickles_made_inside_the_block_can_be_trained_on_their_own():
     sim = fresh()
     with sim.training(learn_scales=True, freeze_bn_after=math.inf) as live:
         steps(live, optimizer_of(sim), range(2))
@@ -108,7 +108,7 @@ def test_copies_and_pickles_inside_the_block_are_live_on_their_own():
     assert torch.equal(sim(TEST), output)
 
 
-def test_export_and_save_inside_the_block_write_what_evaluation_gives_and_changes_nothing(tmp_path):
+def test_export_and_save_inside_the_block_write_the_folded_model_and_change_nothing(tmp_path):
     sim = fresh()
     with sim.training(learn_scales=True, freeze_bn_after=math.inf) as live:
         optimizer = optimizer_of(sim)
@@ -188,7 +188,7 @@ def test_recomputed_gradients_are_the_same_bit_for_bit(reentrant: bool):
     assert same(*found)
 
 
-def test_accumulated_gradients_see_one_weight():
+def test_accumulated_gradients_use_one_weight():
     """The factor in the weight follows the running variance from step to step, not from forward to forward."""
     sim = fresh(w4a8())
     with sim.training(freeze_bn_after=math.inf) as live:
@@ -201,7 +201,7 @@ def test_accumulated_gradients_see_one_weight():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that
-def test_torch_compile_takes_it_whole_and_once_more_when_it_freezes():
+def test_torch_compile_compiles_trainable_norms_once_and_once_more_when_they_freeze():
     torch._dynamo.reset()
     sims = [fresh() for _ in range(2)]
     torch._dynamo.utils.counters.clear()
@@ -246,7 +246,7 @@ class Shared(nn.Module):
         return found
 
 
-def test_layers_with_a_forward_of_their_own_and_several_paths_are_live():
+def test_norms_of_layers_with_their_own_forward_or_several_paths_can_be_trained():
     own = nn.Sequential(OwnPadding(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     for model in (own, Shared()):
         sim = calibrated(randomized(model), X)
@@ -260,7 +260,7 @@ def test_layers_with_a_forward_of_their_own_and_several_paths_are_live():
         assert torch.equal(sim(TEST), output)
 
 
-def test_what_stays_folded_is_named():
+def test_norms_that_stay_folded_are_named():
     model = nn.Sequential(
         nn.BatchNorm2d(2), nn.Conv2d(2, 3, 1), nn.ReLU(), OwnPadding(3, 3, 3), nn.BatchNorm2d(3), nn.Flatten()
     )
@@ -273,7 +273,7 @@ def test_what_stays_folded_is_named():
         steps(live, optimizer_of(sim), range(1))
 
 
-def test_batch_norms_that_are_synchronized_are_live_too():
+def test_synchronized_batch_norms_can_be_trained():
     sim = calibrated(nn.SyncBatchNorm.convert_sync_batchnorm(net()), X)
     with sim.training(freeze_bn_after=1) as live:
         assert isinstance(live.bn1, nn.SyncBatchNorm)

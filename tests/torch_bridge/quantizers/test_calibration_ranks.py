@@ -59,7 +59,7 @@ def test_moving_averages_of_ranks_are_averaged():
     assert first.ranges["site"].high.tolist() == [1]
 
 
-def test_a_failure_elsewhere_is_named_and_one_here_is_told():
+def test_a_failure_on_another_rank_is_named_and_one_on_this_rank_is_sent():
     told = []
 
     def failing() -> Statistics:
@@ -115,7 +115,7 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(tmp_path: Path):
+def test_two_ranks_find_the_encodings_of_one(tmp_path: Path):
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in (0, 1))
     one = found_by(*sims(), batches())

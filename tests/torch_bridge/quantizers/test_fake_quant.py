@@ -126,7 +126,7 @@ def quantizer_of(spec: Spec, encoding: Encoding, shape: tuple[int, ...]) -> Quan
 
 @settings(**FLOAT32)
 @given(cases((*INTEGERS, *FLOAT8, float4e2m1)))
-def test_a_quantizer_does_what_its_encoding_says(case: Case):
+def test_a_quantizer_computes_the_formula_of_its_encoding(case: Case):
     e = case.encoding
     granularity = PerTensor() if e.axis is None else PerChannel(e.axis)
     if e.axis is not None and e.block_size is not None:
@@ -304,7 +304,7 @@ def test_scales_are_learned_inside_the_block_and_fixed_after_it(sim: QuantSim):
     assert not any(buffer.requires_grad for buffer in sim.model.buffers())
 
 
-def test_a_block_without_a_step_changes_nothing(sim: QuantSim):
+def test_a_training_block_without_a_step_changes_nothing(sim: QuantSim):
     before, output = sim.encodings, sim(seeded(6, 6))
     with sim.training(learn_scales=True) as model:
         model(seeded(6, 6)).sum().backward()
@@ -366,7 +366,7 @@ def test_a_block_that_raises_leaves_eval_mode_and_fixed_ranges(sim: QuantSim, er
     assert sim.encodings != moved
 
 
-def test_learning_needs_encodings_and_says_where():
+def test_learning_without_encodings_is_refused_and_names_the_site():
     sim = sim_of(ConvNet(), seeded(2, 3, 6, 6))
     with pytest.raises(CalibrationError, match=r"has no encoding yet"), sim.training(learn_scales=True):
         pass

@@ -80,7 +80,7 @@ def extremes(sim: Any, x: Tensor) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_observed_ranges_are_the_moving_average_of_what_training_brings():
+def test_observed_ranges_are_the_moving_average_of_the_training_batches():
     sim = sim_of()
     specs = {site: sim.plan.decisions[site].spec for site in CNN_SITES}
     averages = {site: (sim.encodings[site].low, sim.encodings[site].high) for site in CNN_SITES}

@@ -110,7 +110,7 @@ def test_only_ranges_of_activations_change(sim):
     assert all(parameter.requires_grad for parameter in sim.model.parameters())
 
 
-def test_ranges_that_are_no_better_are_given_up(sim):
+def test_learned_ranges_that_are_no_better_are_discarded(sim):
     before = state(sim)
     report = qsdk.tune_ranges(sim, batches(), steps=2, lr=40.0, progress=False)
     assert not report.to_dict()["summary"]["kept"]

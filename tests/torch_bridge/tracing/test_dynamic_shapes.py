@@ -132,12 +132,12 @@ def test_only_tensors_that_share_the_batch_are_dynamic_by_default(tmp_path: Path
     assert came.inputs == {"x": ["batch", 4], "table": [7, 4], "gain": []}
 
 
-def test_nothing_is_dynamic_where_nothing_is_named(tmp_path: Path):
+def test_no_axis_is_dynamic_where_none_is_named(tmp_path: Path):
     came = road(nn.Linear(4, 4).eval(), seeded(3, 4), [], tmp_path, dynamic_shapes={})
     assert came.inputs == {"input": [3, 4]}
 
 
-def test_the_path_that_a_length_chooses_is_told():
+def test_coverage_reports_a_path_that_depends_on_a_length():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -156,13 +156,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_is_written_into_a_view_is_in_the_simulation_and_in_the_file(name: str, results: dict[str, Any]):
+def test_writes_into_a_view_are_in_the_simulation_and_in_the_file(name: str, results: dict[str, Any]):
     want, simulated, made = results[name]
     assert (want - simulated).abs().max() < 0.1 * want.abs().max()
     np.testing.assert_allclose(made, simulated.numpy(), atol=1e-4)
 
 
-def test_views_that_nothing_is_written_into_keep_their_sites():
+def test_views_without_writes_keep_their_sites():
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,7 +231,7 @@ def test_a_state_that_a_file_cannot_keep_is_refused(model: type[nn.Module], name
         sim_of(model().eval(), seeded(2, 3, 4))
 
 
-def test_what_is_written_and_never_read_is_no_state():
+def test_a_buffer_that_is_written_and_never_read_is_not_a_state():
     assert states(sim_of(Counting().eval(), seeded(2, 3, 4)))["fc:output"] == "quantized"
 
 
@@ -285,7 +285,7 @@ class HiddenBesideAnother(Hidden):
     ("model", "place"),
     [(Hidden, "what fc:output gives"), (HiddenBesideAnother, r"HiddenBesideAnother.forward, line 3")],
 )
-def test_a_write_that_nobody_sees_is_refused(model: type[nn.Module], place: str):
+def test_a_write_that_cannot_be_followed_is_refused(model: type[nn.Module], place: str):
     with pytest.raises(ModelError, match=rf"written in place \({place}.* cannot be followed.* torch.cat"):
         sim_of(model().eval(), seeded(2, 4))
 

@@ -55,7 +55,7 @@ def has_no_form(x: Tensor) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_traced(compute: Callable[[Tensor], Any], match: str):
+def test_a_model_that_cannot_be_traced_is_refused_with_a_remedy(compute: Callable[[Tensor], Any], match: str):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_an_argument_whose_tensors_the_trace_would_not_see():
         quantize(Model(), (seeded(2, 4), Cache(seeded(2, 4))), w8a8())
 
 
-def test_an_output_that_is_no_tensor_is_left_out_and_told():
+def test_an_output_that_is_not_a_tensor_is_left_out_with_a_note():
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {"y": x.sigmoid(), "past": Cache(x)}

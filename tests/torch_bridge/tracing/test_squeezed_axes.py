@@ -28,7 +28,7 @@ def squeezed(x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("exact_products")
-def test_only_axes_that_are_one_long_go(tmp_path: Path):
+def test_squeeze_removes_only_axes_that_are_one_long(tmp_path: Path):
     road(Squeezing(squeezed).eval(), seeded(2, 5, 4), [seeded(3, 5, 4)], tmp_path)
 
 

@@ -143,7 +143,7 @@ UNSEEN = [change_number, change_inside_a_container, change_a_callable, change_an
 
 
 @pytest.mark.parametrize("change", UNSEEN)
-def test_what_the_forward_reads_besides_its_state_is_traced_anew(sim, traces, tmp_path, change):
+def test_a_changed_attribute_that_the_forward_reads_causes_a_new_trace(sim, traces, tmp_path, change):
     before = sim(X)
     change(sim)
     assert not torch.equal(sim(X), before)

@@ -161,7 +161,7 @@ def test_a_trained_sim_is_saved_and_loaded(name: str, tmp_path: Path):
     assert torch.equal(loaded(x), sim(x))
 
 
-def test_nothing_of_the_training_stays_in_the_sim():
+def test_distillation_leaves_nothing_of_the_training_in_the_sim():
     sim = trained("small")
     assert not any(q.finer_grid or q.input_observer or q.learned_names for q in sim.quantizers.values())
     assert {e.dtype.name for site, e in sim.encodings.items() if site.endswith(":weight")} == {"int4"}

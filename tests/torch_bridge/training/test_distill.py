@@ -192,7 +192,7 @@ def test_logits_are_found_by_name(how: str):
     torch.testing.assert_close(found.loss, teachers.loss)
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_meaningless_arguments_are_refused():
     sim, teacher = sim_of()
     net, (pair, other) = teacher.unwrap(), sim_of("pair")
     with pytest.raises(ModelError, match=r"gives 2 tensors; say which are the logits"):

@@ -105,7 +105,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Pa
     assert same_model(other, trained)
 
 
-def test_a_checkpoint_goes_on_in_a_sim_that_was_never_calibrated(tmp_path: Path):
+def test_training_resumes_from_a_checkpoint_in_a_sim_that_was_never_calibrated(tmp_path: Path):
     losses, trained = whole("adam")
     first, path = sim_of(), tmp_path / "checkpoint.pt"
     with block(first):

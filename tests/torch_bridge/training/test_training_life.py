@@ -150,7 +150,7 @@ def test_clipping_counts_the_gradients_of_scales(sim: QuantSim):
         assert float(after) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_an_average_of_models_goes_back_into_the_sim(sim: QuantSim):
+def test_an_average_of_models_loads_into_the_sim(sim: QuantSim):
     seen: dict[str, list[Tensor]] = {}
     with sim.training(learn_scales=True) as model:
         average = AveragedModel(model)
@@ -255,7 +255,7 @@ class Teaching(Dataset[Tensor]):
 
 
 @pytest.mark.slow
-def test_a_model_goes_to_the_workers_of_a_data_loader(sim: QuantSim):
+def test_a_model_can_be_sent_to_the_workers_of_a_data_loader(sim: QuantSim):
     with sim.training(learn_scales=True) as model:
         one_step(sim, model)
         model.eval()

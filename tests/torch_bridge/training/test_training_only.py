@@ -139,7 +139,7 @@ def test_a_branch_of_training_trains_and_is_in_no_file(
 
 
 @pytest.mark.parametrize("used", ["never", "without gradients", "with gradients"])
-def test_what_is_cached_of_parameters_is_computed_anew(used: str, tmp_path: Path):
+def test_values_cached_from_parameters_are_computed_again(used: str, tmp_path: Path):
     torch.manual_seed(0)
     model = Cached().eval()
     if used != "never":
@@ -208,7 +208,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_look_at_training_changes_nothing(in_place: bool):
+def test_the_run_in_train_mode_changes_nothing(in_place: bool):
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)

@@ -142,7 +142,7 @@ class Shifting(nn.Module):
 
 
 @pytest.mark.parametrize(("act", "name"), [(None, "relu.1"), (nn.ReLU(), "act@1")])
-def test_a_left_out_call_does_not_give_its_encoding_to_the_next(act: nn.Module | None, name: str):
+def test_the_call_after_one_that_is_left_out_keeps_its_own_encoding(act: nn.Module | None, name: str):
     sim = calibrated(Shifting(act), seeded(4, 4))
     expected = sim(seeded(4, 4))
     sim.model.taken = False
@@ -178,7 +178,7 @@ SMALL: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_batch_of_one_and_one_of_none(name: str):
+def test_batches_of_one_sample_and_of_none_run(name: str):
     make, shape, options = SMALL[name]
     torch.manual_seed(0)
     sim = calibrated(make(), seeded(4, *shape), w8a8(), **options)
@@ -197,7 +197,7 @@ def test_a_batch_of_one_and_one_of_none(name: str):
 
 
 @pytest.mark.parametrize("freeze_after", [0, 10])
-def test_live_batch_norms_take_a_batch_of_one_where_float_ones_do(freeze_after: int):
+def test_trained_batch_norms_accept_a_batch_of_one_where_float_ones_do(freeze_after: int):
     sim = calibrated(randomized(BatchNormNet()), seeded(4, 2, 6, 6))
     trained(sim, seeded(1, 2, 6, 6), freeze_bn_after=freeze_after)
     flat = calibrated(randomized(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))), seeded(4, 4))

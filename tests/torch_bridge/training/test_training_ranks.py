@@ -34,7 +34,7 @@ def furthest(one: dict[str, list[float]], other: dict[str, list[float]], *, loga
 
 
 @pytest.mark.parametrize("way", ["ddp", "static", "fsdp"])
-def test_two_ranks_train_what_one_trains_on_the_joined_batches(found: list[dict[str, Any]], way: str):
+def test_two_ranks_train_the_same_values_as_one_on_the_joined_batches(found: list[dict[str, Any]], way: str):
     one, other, alone, before = found[0][way], found[1][way], found[0]["alone"], found[0]["before"]
     assert one["scales"] == other["scales"]
     assert one["zero_points"] == other["zero_points"]
@@ -47,7 +47,7 @@ def test_two_ranks_train_what_one_trains_on_the_joined_batches(found: list[dict[
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_what_rank_0_exports_is_what_was_trained(found: list[dict[str, Any]], way: str):
+def test_rank_0_exports_the_trained_model(found: list[dict[str, Any]], way: str):
     parity = found[0][way]["parity"]
     assert parity["passed"]
     assert parity["weights_max_lsb"] == 0

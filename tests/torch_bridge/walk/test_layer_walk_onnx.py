@@ -103,7 +103,7 @@ def compare_products(sim: OnnxSim, walk: Any, step: Any, x: np.ndarray, result: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ZOO)
-def test_inputs_are_those_of_whole_runs(name: str) -> None:
+def test_inputs_of_layers_equal_those_of_full_runs(name: str) -> None:
     sim, data = from_zoo(name)
     before = spread(sim)
     assert compare_with_whole_runs(sim, data) > 1
@@ -149,7 +149,7 @@ def branched(config: QuantConfig | None = None) -> tuple[OnnxSim, list[Feeds]]:
     ],
     ids=["w4a8", "symmetric", "blocks", "float16 islands", "weights only"],
 )
-def test_inputs_of_branches_are_those_of_whole_runs(config: QuantConfig) -> None:
+def test_inputs_of_branches_equal_those_of_full_runs(config: QuantConfig) -> None:
     sim, data = branched(config)
     before = spread(sim)
     compare_with_whole_runs(sim, data)
@@ -234,7 +234,7 @@ def test_every_spelling_of_a_layer(name: str, config: QuantConfig) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-def test_the_hidden_states_are_what_a_recurrent_weight_multiplies(direction: str) -> None:
+def test_inputs_of_a_recurrent_weight_are_the_hidden_states(direction: str) -> None:
     """Y_t = tanh(W x_t + R h_t) with both inputs as the walk gives them."""
     count = 2 if direction == "bidirectional" else 1
     rnn = helper.make_node("RNN", ["x", "w", "r", "", "", "h"], ["", "last"], "rnn", hidden_size=3, direction=direction)
@@ -255,7 +255,7 @@ def test_the_hidden_states_are_what_a_recurrent_weight_multiplies(direction: str
         assert np.abs(np.stack(ends) - whole).max() < 1e-5
 
 
-def test_what_cannot_be_solved_is_left_with_its_reason() -> None:
+def test_layers_that_cannot_be_solved_are_skipped_with_a_reason() -> None:
     nodes = [
         node("Gather", "table ids", "e"),
         node("MatMul", "e w", "a"),
@@ -319,7 +319,7 @@ def halved(walk: Any, site: str) -> tuple[Any, np.ndarray]:
     return encoding, encoding.fake_quantize(walk.weight(site) * np.float32(0.8))
 
 
-def test_every_step_sees_what_was_written_before_it_and_the_sim_gets_it_all(tmp_path: Path) -> None:
+def test_every_step_uses_earlier_writes_and_the_sim_keeps_them_all(tmp_path: Path) -> None:
     sim, data = chain()
     seen: list[tuple[list[str], list[str], list[Any]]] = []
     written: dict[str, np.ndarray] = {}
@@ -360,7 +360,7 @@ def test_every_step_sees_what_was_written_before_it_and_the_sim_gets_it_all(tmp_
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", None])
-def test_a_bias_is_shifted_in_whatever_type_it_has(dtype: str | None) -> None:
+def test_a_bias_is_shifted_in_its_own_dtype(dtype: str | None) -> None:
     sim, data = chain()
     if dtype is not None:
         sim.set_precision("Conv_a", bias=dtype)
@@ -378,7 +378,7 @@ def test_a_bias_is_shifted_in_whatever_type_it_has(dtype: str | None) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["block", "commit", "start", "section"])
-def test_what_fails_leaves_the_sim_as_it_was(
+def test_a_walk_that_fails_leaves_the_sim_as_it_was(
     where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim, data = chain()
@@ -405,7 +405,7 @@ def test_what_fails_leaves_the_sim_as_it_was(
     assert np.array_equal(sim.run(data[0])[0], result)
 
 
-def test_wrong_use_is_an_error_that_says_so() -> None:
+def test_wrong_use_of_a_walk_is_an_error() -> None:
     sim, data = chain()
     with pytest.raises(DataError, match="holds no batch"), walk_layers(sim, [], progress=False):
         pass

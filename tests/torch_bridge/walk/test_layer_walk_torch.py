@@ -107,7 +107,7 @@ def change(walk: LayerWalk, site: str) -> None:
     walk.write(site, encoding=encoding, weight=found, bias_shift=torch.full((outputs,), 0.01) if layer.bias else None)
 
 
-def test_inputs_are_those_of_full_runs_with_what_was_written_before(sim: QuantSim, branches: QuantSim) -> None:
+def test_inputs_equal_those_of_full_runs_after_earlier_writes(sim: QuantSim, branches: QuantSim) -> None:
     seen = []
     with walk_layers(sim, branch_data()) as walk:
         assert walk.batches == 3

@@ -211,7 +211,7 @@ def test_memory_bound_changes_nothing() -> None:
         )
 
 
-def test_modules_are_walked_with_what_they_give() -> None:
+def test_a_walk_over_modules_yields_their_arguments_and_results() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
     data = tokens(2, 3, 4)

@@ -174,7 +174,7 @@ def test_each_kept_block_is_better_on_held_back_samples_and_the_network_on_new_d
     assert missed(sim, model, new) < 0.7 * before
 
 
-def test_it_is_better_than_adaround_where_bits_are_few() -> None:
+def test_block_tuning_is_better_than_adaround_at_few_bits() -> None:
     data, new = images(8, 16), images(12, 16)[8:]
     model, tuned, rounded = residuals(), residual_sim("int2"), residual_sim("int2")
     qsdk.tune_blocks(tuned, data, iterations=80, progress=False)
@@ -199,7 +199,7 @@ def test_rounded_weights_are_on_their_grids_and_frozen_and_within_a_step_and_a_h
         assert np.abs((stored - raw)[inside]).max() <= 1.5001 * encoding.scale.max()
 
 
-def test_scales_alone_leave_the_weights_and_nothing_is_frozen() -> None:
+def test_learning_scales_alone_changes_no_weight_and_freezes_nothing() -> None:
     data = images()
     model, sim = residuals(), residual_sim()
     before = {site: q.encoding() for site, q in sim.quantizers.items() if q.owns_encoding}
@@ -246,7 +246,7 @@ def test_a_decoder_with_blocks_of_scales_float16_and_mixed_precision(config) -> 
     np.testing.assert_array_equal(sim.stored_floats(["embed:weight"])["embed:weight"], table)
 
 
-def test_frozen_sites_stay() -> None:
+def test_block_tuning_leaves_frozen_sites() -> None:
     data = images()
     sim = residual_sim()
     sim.freeze("2*")
@@ -273,7 +273,7 @@ class Shared(nn.Module):
         return x
 
 
-def test_what_is_called_twice_or_shared_with_another_block_is_left() -> None:
+def test_modules_called_twice_or_shared_between_blocks_are_skipped() -> None:
     torch.manual_seed(0)
     data = [torch.randn(16, 5, 8) for _ in range(8)]
     sim = calibrated(Shared().eval(), data, low_bits())
@@ -311,7 +311,7 @@ def test_a_block_that_does_not_repeat_itself_is_left_with_a_note() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_failing_or_interrupted_it_leaves_the_sim_as_it_was(monkeypatch, error) -> None:
+def test_a_failed_or_interrupted_tuning_leaves_the_sim_as_it_was(monkeypatch, error) -> None:
     data = images()
     sim = residual_sim()
     sim.model.train()
@@ -380,7 +380,7 @@ def test_an_uncalibrated_sim_is_refused() -> None:
         qsdk.tune_blocks(sim, images(), progress=False)
 
 
-def test_the_onnx_door_says_what_to_do_instead(tmp_path) -> None:
+def test_block_tuning_of_an_onnx_file_is_refused_with_a_remedy(tmp_path) -> None:
     path = tmp_path / "m.onnx"
     sim = residual_sim()
     qsdk.export(sim, path)
@@ -388,7 +388,7 @@ def test_the_onnx_door_says_what_to_do_instead(tmp_path) -> None:
         qsdk.tune_blocks(qsdk.quantize(path, None, None), images(), progress=False)
 
 
-def test_it_can_be_exported(tmp_path) -> None:
+def test_a_tuned_model_can_be_exported(tmp_path) -> None:
     data = images()
     sim = residual_sim("int4")
     qsdk.tune_blocks(sim, data, iterations=5, progress=False)

@@ -137,7 +137,7 @@ def test_unaveraged_weights_and_causal_hint():
 
 
 @pytest.mark.parametrize("inputs", ["self", "cross", "all"])
-def test_each_projection_is_a_weight_per_channel_with_its_bias(inputs: str):
+def test_each_projection_has_a_weight_per_channel_and_its_bias(inputs: str):
     model = distinct(Attention(inputs))
     given_inputs = tuple(seeded(5, 2, 8, seed=i) for i in range(3))
     sim = calibrated(model, given_inputs)
@@ -299,7 +299,7 @@ def test_a_fully_padded_sequence_does_not_stop_calibration():
     assert torch.isfinite(sim(x, src_key_padding_mask=padding)).all()
 
 
-def test_what_cannot_be_quantized_is_refused_by_name():
+def test_attention_that_cannot_be_quantized_is_refused_by_name():
     x, weight = seeded(4, 2, 8), seeded(24, 8)
     given_arguments = (x, x, x, 8, 2, weight, None, None, None, False, 0.0, seeded(8, 8), None)
 

@@ -102,7 +102,7 @@ def test_computed_weights_are_folded_and_checkpoints_still_load(name: str):
 
 
 @pytest.mark.parametrize("name", SOME_SLOW)
-def test_in_place_gives_back_what_computes_the_weights(name: str):
+def test_in_place_preparation_restores_what_computes_the_weights(name: str):
     model = network(WAYS[name])
     expected, before = model(X).detach(), state(model)
     with pytest.raises(ConfigError):

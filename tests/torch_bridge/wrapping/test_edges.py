@@ -150,7 +150,7 @@ def test_a_name_of_an_edge_that_a_stored_tensor_has(tmp_path: Path):
     assert list(came.outputs) == ["fc.weight"]
 
 
-def test_only_integers_come_out(tmp_path: Path):
+def test_a_model_may_return_only_integers(tmp_path: Path):
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).argmax(-1)

@@ -77,7 +77,7 @@ def test_weights_are_handed_over_without_a_copy():
     assert (traced.weights["0.weight"] == 2).all()
 
 
-def test_half_precision_weights_stay_what_they_are(tmp_path):
+def test_half_precision_weights_are_not_converted(tmp_path):
     class Half(nn.Module):
         def __init__(self):
             super().__init__()

@@ -95,7 +95,7 @@ def test_an_operand_of_arithmetic_is_quantized_without_a_declaration(form: Form,
 
 
 @pytest.mark.parametrize(("form", "reason"), FLOAT.values(), ids=FLOAT)
-def test_what_no_op_reads_in_integers_stays_float_with_a_reason(form: Form, reason: str, tmp_path: Path):
+def test_a_parameter_that_no_integer_op_reads_stays_float_with_a_reason(form: Form, reason: str, tmp_path: Path):
     sim = calibrated(network(form), X)
     row = next(row for row in sim.coverage().rows if row["site"] == "1:t")
     assert row["state"] == "float"
@@ -103,7 +103,7 @@ def test_what_no_op_reads_in_integers_stays_float_with_a_reason(form: Form, reas
     assert exported(sim, tmp_path)["passed"]
 
 
-def test_it_is_simulated_trained_and_named_by_rules():
+def test_unknown_modules_are_simulated_trained_and_matched_by_rules():
     form = ARITHMETIC["x * g"]
     sim = calibrated(network(form), X, w4a8())
     gain = sim.plan.decisions["1:g"].spec
@@ -124,7 +124,7 @@ def test_it_is_simulated_trained_and_named_by_rules():
     assert not torch.equal(sim(X), before)
 
 
-def test_a_declaration_still_says_which_are_read_through_quantizers():
+def test_declared_layers_decide_which_parameters_are_quantized():
     form = ARITHMETIC["x * g + b"]
     declared = calibrated(network(form), X, w8a8().layer("Own", "g"))
     assert declared.plan.decisions["1:g"].quantized
@@ -133,7 +133,7 @@ def test_a_declaration_still_says_which_are_read_through_quantizers():
     assert not skipped.plan.decisions["1:g"].quantized
 
 
-def test_a_model_that_is_one_such_module():
+def test_a_model_that_is_one_unknown_module_is_quantized():
     sim = calibrated(Own(ARITHMETIC["x * g + b"]), X)
     assert sim.plan.decisions["self:g"].quantized
     assert set(sim.plan.decisions) == {"self:g", "self:b", "x:input", "mul.0:output", "add.0:output"}
@@ -163,7 +163,7 @@ class FakeQuantGrid(nn.Module):
 
 
 @pytest.mark.parametrize("own", [Positions(), FakeQuantGrid()], ids=["slice", "grid"])
-def test_what_a_module_reads_of_its_own_in_part_or_keeps_beside_its_parameters(own: nn.Module, tmp_path: Path):
+def test_parts_of_parameters_and_plain_attributes_are_simulated_as_exported(own: nn.Module, tmp_path: Path):
     sim = calibrated(nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).eval(), X)
     summary = exported(sim, tmp_path)
     assert summary["passed"]

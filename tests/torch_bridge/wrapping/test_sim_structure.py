@@ -411,7 +411,7 @@ def test_no_computed_tensor_stays_float_by_accident(named: tuple[str, nn.Module,
                 assert row["op_type"] in INNER_OPS, row
 
 
-def test_the_sim_gives_what_its_encodings_say(named: tuple[str, nn.Module, Any, QuantSim]):
+def test_the_sim_computes_the_formula_of_its_encodings(named: tuple[str, nn.Module, Any, QuantSim]):
     """Everything that leaves the model lies on the grid of its site."""
     _, _, example, sim = named
     with sim.captured() as found:
@@ -631,7 +631,7 @@ def test_calibration_covers_all_batches_whatever_their_size(conv_sim: QuantSim):
 # dead and unexercised sites
 
 
-def test_what_reaches_no_output_is_dead_and_stays_float():
+def test_a_site_that_reaches_no_output_is_dead_and_stays_float():
     sim = calibrated(Dead(), seeded(2, 4))
     rows = {row["site"]: row for row in sim.coverage().rows}
     for site in ("sigmoid.0:output", "mul.0:output"):
@@ -640,14 +640,14 @@ def test_what_reaches_no_output_is_dead_and_stays_float():
     assert sim(seeded(2, 4)).shape == (2, 4)
 
 
-def test_what_only_tracing_reaches_is_not_exercised():
+def test_a_site_that_only_tracing_reaches_is_not_exercised():
     sim = sim_of(TracedOnly(), seeded(2, 4))
     assert sim.not_exercised == ("mul.0:output",)
     assert states(sim)["mul.0:output"] == "not exercised"
     assert sim.coverage().summary["not_exercised"] == 1
 
 
-def test_what_only_eager_code_reaches_is_an_error():
+def test_a_site_that_only_eager_code_reaches_is_an_error():
     with pytest.raises(ModelError, match=r"the eager model reaches sigmoid\.0:output but the traced one does not"):
         quantize(EagerOnly(), seeded(2, 4), w8a8())
 
@@ -665,7 +665,7 @@ def test_a_path_that_the_example_did_not_take_is_named():
 # freezing
 
 
-def test_freeze_holds_encodings_against_calibration():
+def test_calibration_leaves_encodings_that_were_frozen():
     sim = calibrated(ConvNet(), seeded(2, 3, 6, 6))
     before = sim.encodings
     assert sim.freeze("conv1") == 1

@@ -26,7 +26,7 @@ class Branching(nn.Module):
         return torch.tanh(self.fc(y.flatten(1))) + self.fc(y.flatten(1) * 2)
 
 
-def test_every_thread_gets_what_it_gets_alone():
+def test_every_thread_gets_the_outputs_it_gets_alone():
     torch.manual_seed(0)
     sim = calibrated(Branching().eval(), seeded(4, 3, 4, 4), w4a8())
     inputs = [[seeded(4, 3, 4, 4, seed=20 * part + number) for number in range(20)] for part in range(6)]
@@ -37,7 +37,7 @@ def test_every_thread_gets_what_it_gets_alone():
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_sim_that_another_thread_holds_in_a_phase_is_not_run():
+def test_a_sim_in_a_phase_of_another_thread_is_not_run():
     torch.manual_seed(0)
     x = seeded(4, 3, 4, 4)
     sim = calibrated(Branching().eval(), x)
@@ -67,7 +67,7 @@ class Caching(nn.Module):
         return y + self.bias
 
 
-def test_threads_do_not_forget_what_others_have_cached():
+def test_threads_do_not_clear_the_caches_of_others():
     torch.manual_seed(0)
     sim = calibrated(Caching().eval(), seeded(4, 8), w4a8())
     assert sim.runtime.caches

@@ -302,7 +302,7 @@ def test_a_copy_of_an_uncalibrated_sim_can_be_calibrated():
     assert not any(sim.ready().values())
 
 
-def test_the_wrapped_model_saves_whole(conv_sim: QuantSim):
+def test_the_whole_wrapped_model_can_be_saved(conv_sim: QuantSim):
     stream = io.BytesIO()
     torch.save(conv_sim.model, stream)
     stream.seek(0)
@@ -529,6 +529,6 @@ def test_the_float_model_runs_as_before_in_the_float_phase(conv_sim: QuantSim):
     assert conv_sim.runtime.phase == "quantize"
 
 
-def test_the_sim_gives_no_gradients_and_its_model_does(conv_sim: QuantSim):
+def test_a_sim_computes_no_gradients_and_its_model_does(conv_sim: QuantSim):
     assert not conv_sim(X).requires_grad
     assert conv_sim.model(X).requires_grad
