@@ -1,6 +1,7 @@
 """The fingerprint of a model: all that a trace depends on besides the values of parameters and buffers."""
 
 import hashlib
+import weakref
 from collections.abc import Mapping, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -38,7 +39,7 @@ def fingerprint(model: nn.Module) -> Any:
     outside the model is not seen: a global that its code reads, a variable that a function closes over. Objects count
     by identity and by what they hold, so a copied model is described differently.
     """
-    seen = {id(module) for module in model.modules()}
+    seen = {id(known) for known in (*model.modules(), *model.parameters(), *model.buffers())}
     modules = [
         (path, _Identity(_user_class(module)), [(name, _describe(x, seen)) for name, x in _attributes(module).items()])
         for path, module in model.named_modules()
@@ -69,6 +70,8 @@ def _describe(value: Any, seen: set[int]) -> Any:
         return type(value), repr(value)
     if isinstance(value, _BY_IDENTITY) or id(value) in seen:
         return _Identity(value)
+    if isinstance(value, weakref.ref):  # recurrent layers hold their weights so too
+        return weakref.ref, _describe(value(), seen)
     seen.add(id(value))
     if isinstance(value, Tensor):
         small = value.tolist() if value.numel() <= LARGE else None  # a trace holds it as a constant of its own

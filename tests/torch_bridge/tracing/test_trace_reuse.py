@@ -79,6 +79,21 @@ def test_exports_of_the_same_network_trace_once(sim, traces, tmp_path):
     assert (tmp_path / "0.onnx").read_bytes() == (tmp_path / "2.onnx").read_bytes()
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_is_traced_once_whatever_it_learns(kind, traces, tmp_path):
+    torch.manual_seed(1)
+    sim = qsdk.quantize(kind(6, 5), X[:, None], qsdk.w8a8())
+    qsdk.calibrate(sim, [X[:, None]], progress=False)
+    with sim.training() as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(X[:, None])[0].square().mean().backward()
+        optimizer.step()
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert traces == []
+    report = qsdk.check_parity(sim, tmp_path / "model.onnx", [X[:, None]], progress=False)
+    assert report.summary["passed"]
+
+
 def fill(sim):
     with torch.no_grad():
         sim.model.first.weight.fill_(0.25)

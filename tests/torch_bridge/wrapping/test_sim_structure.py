@@ -42,7 +42,6 @@ from qsdk.core.numerics.dtypes import float16, int8, int32, uint8
 from qsdk.core.numerics.spec import PerChannel, PerTensor, Spec
 from qsdk.verbs.quantize import calibrate, export, quantize
 from torch_bridge.sim import QuantSim
-from torch_bridge.tracing.trace import trace_marked
 
 
 @pytest.fixture(scope="module")
@@ -373,8 +372,7 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Any, QuantSim
 
 def test_every_float_tensor_of_the_traced_graph_is_a_row_with_a_reason(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
-    traced = trace_marked(sim.model, sim.runtime, sim.example)
-    graph = open_traced(traced.model, traced.stored.values_in(sim.model)).graph
+    graph = open_traced(*sim.traced()).graph
     floats = [t for t in graph.tensors if t.is_float]
     rows = sim.coverage().rows
     assert all(row["reason"] for row in rows)
