@@ -460,7 +460,7 @@ def test_a_single_sample_judges_itself() -> None:
 
 def test_the_error_of_a_block_is_a_share_of_its_float_outputs_energy() -> None:
     class Off(BlockRun):
-        def quantized(self, arguments: Arguments) -> list[Tensor]:
+        def run_quantized(self, arguments: Arguments) -> list[Tensor]:
             return [arguments.args[0]]
 
     wanted = 10 * torch.ones(4, 3)
