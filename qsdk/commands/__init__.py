@@ -1,1 +1,1 @@
-"""What the command line runs, one file per group of commands; `qsdk.cli` loads them on use."""
+"""The commands of the command line, one file per group; `qsdk.cli` loads them on use."""

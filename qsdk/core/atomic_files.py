@@ -41,7 +41,7 @@ class Stage:
         self._open: dict[Path, int] = {}
 
     def write(self, write: Callable[[Path], None]) -> Path:
-        """Have `write(temporary_path)` produce a file, and return that path."""
+        """Call `write(temporary_path)` to produce a file, and return that path."""
         temporary = self._new()
         write(temporary)
         return temporary
@@ -54,7 +54,7 @@ class Stage:
             for temporary, final in renames:
                 temporary.replace(final)
             for path in drop():
-                with contextlib.suppress(OSError):  # the new files are in place; what stays is only litter
+                with contextlib.suppress(OSError):  # the new files are in place; a leftover does no harm
                     path.unlink()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def _require_replaceable(path: Path) -> None:
     """Raise an error if the target exists and is no ordinary file: root could even replace a device."""
     try:
         mode = path.lstat().st_mode
-    except OSError:  # nothing is there, or writing says what is wrong
+    except OSError:  # there is no file, or writing raises the error
         return
     if stat.S_ISDIR(mode):
         raise ExportError(f"{path} is a directory; give the name of a file to write")

@@ -55,7 +55,7 @@ def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int =
         archive: open.
         size: of the archive, in bytes.
         where: its name, for messages.
-        times: how many times as large they may be; 1 for what is stored uncompressed.
+        times: their allowed size as a multiple; 1 for uncompressed archives.
 
     Raises:
         FileFormatError: they are larger.

@@ -1,1 +1,1 @@
-"""The verbs of the public face: the only folder that knows both doors. Import the files."""
+"""The verbs of the public face: the only folder that knows both sides. Import the files."""

@@ -203,7 +203,7 @@ class WalkOptions:
         progress: show a progress bar.
         seed: of whatever is sampled.
         max_memory: bytes that kept activations may take; None for no bound.
-        checkpoint: a folder that keeps what was solved.
+        checkpoint: a folder for the solved layers.
     """
 
     forward: Forward | None

@@ -26,7 +26,7 @@ from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.planning.make_plan import make_plan
-from qsdk.core.ranges.estimators import PERCENTILE
+from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
@@ -146,8 +146,8 @@ def calibrate(
     sim: Sim,
     data: Iterable[Any],
     *,
-    method: str = "min_max",
-    weight_method: str | None = None,
+    method: CalibrationMethod = "min_max",
+    weight_method: CalibrationMethod | None = None,
     percentile: float = PERCENTILE,
     forward: Forward | None = None,
     progress: bool = True,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -298,16 +298,8 @@ def _write(
     sim.folded_norms.update(scalings.norms(sim.folded_norms))
     if not calibrated:
         return 0
-    again = sim.methods
-    calibrate(
-        sim,
-        [] if data is None else data,
-        method=again.method,
-        weight_method=again.weight_method,
-        percentile=again.percentile,
-        forward=forward,
-        progress=progress,
-    )
+    batches = [] if data is None else data
+    calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
     return 1 if sim.plan.calibrated_sites() else 0
 
 

@@ -57,7 +57,7 @@ def observe_ranges(steps: int, *, momentum: float = MOMENTUM) -> Schedule:
 
 @contextmanager
 def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
-    """Let the ranges of activations follow the data that is trained on inside the block; see `observe_ranges`.
+    """Observe the ranges of activations on the data that is trained on inside the block; see `observe_ranges`.
 
     Args:
         sim: in a training block.

@@ -66,7 +66,7 @@ class Moments:
         self._by_outputs = outputs <= k
         self._few = k if few is None else few
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._weights: list[float] = []  # of what is pending
+        self._weights: list[float] = []  # of the pending rows
         self._waiting = 0
         self._folded: list[Tensor] = []
         self._sums = torch.zeros(2, groups, k, dtype=torch.float64, device=weight.device)  # of X~ and D

@@ -1,1 +1,1 @@
-"""What the user asks for: presets, rules, and their JSON form."""
+"""The user's configuration: presets, rules, and their JSON form."""

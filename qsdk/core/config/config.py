@@ -8,7 +8,7 @@ from typing import Any
 
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.json_form import read_object, to_json
-from qsdk.core.config.rules import FixedRange, Rule, Shape, make_rule
+from qsdk.core.config.rules import FixedRange, Rule, Shape, TensorDType, make_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
     DType,
@@ -100,7 +100,7 @@ class QuantConfig:
         *,
         op_type: str | Sequence[str] | None = None,
         shape: Shape | Sequence[int | None] | None = None,
-        tensor_dtype: DType | str | None = None,
+        tensor_dtype: DType | TensorDType | None = None,
         weight: WeightType | str | None = None,
         activation: DType | str | None = None,
         bias: DType | str | None = None,
@@ -113,39 +113,39 @@ class QuantConfig:
         dynamic_activations: bool | None = None,
         per_channel_activations: bool | None = None,
         two_level_scales: bool | None = None,
-        fixed_range: tuple[float, float] | str | None = None,
+        fixed_range: FixedRange | None = None,
         tie: bool | None = None,
         supergroup: bool | None = None,
         scale_bits: int | None = None,
         optional: bool = False,
     ) -> "QuantConfig":
-        """Add a rule for the places that fit `pattern` and every condition given; gives a new config.
+        """Return a config with one more rule, for the places that fit `pattern` and every condition given.
 
         Args:
             pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-            op_type: ONNX type or types, globs too.
-            shape: of the tensor; None stands for any dimension.
-            tensor_dtype: of the tensor in the float model.
-            weight: dtype or format of blocks, as are the choices that follow those of `QuantConfig`.
-            activation: counts for inputs and outputs too, unless they are given beside it.
-            bias: int32 or a float dtype.
-            input: of the model's inputs.
-            output: of the model's outputs.
-            block_size: input channels per scale.
-            per_channel: one weight scale per output channel.
-            symmetric_weights: fixes the zero points of weights.
-            symmetric_activations: fixes the zero points of activations.
-            dynamic_activations: the range of each tensor, found while the model runs.
-            per_channel_activations: one scale per channel where only sums and layer normalizations read.
-            two_level_scales: block scales are small integers times one scale per channel.
-            fixed_range: `(low, high)`, or "observed" to drop the range that belongs to the op.
-            tie: share the inputs' encoding.
-            supergroup: False to quantize the members of a supergroup one by one.
-            scale_bits: significant binary digits of scales.
-            optional: the rule may match nothing, so it keeps no BatchNorm from being folded either.
+            op_type: condition: the ONNX type, one of several, or a glob, such as "MatMul".
+            shape: condition: the shape of the tensor; None stands for any dimension.
+            tensor_dtype: condition: the dtype of the tensor in the float model, where that has several.
+            weight: raise it (int8, float16) where accuracy falls, lower it (int4, mxfp4) to save memory.
+            activation: likewise; also for inputs and outputs, unless they are given. uint16 for wide ranges.
+            bias: float32 where int32 biases are clipped or round to 0, which reports mention; else int32.
+            input: dtype of the model's inputs, where the caller needs another one.
+            output: dtype of the model's outputs, likewise, or a wider one for scores and boxes.
+            block_size: input channels per weight scale: 32 to 128 for accurate 4-bit weights.
+            per_channel: False for one scale per weight tensor, where a chip has no scales per channel.
+            symmetric_weights: False for zero points in weights; helps where all weights have one sign.
+            symmetric_activations: True where a chip has no zero points; costs accuracy on lopsided ranges.
+            dynamic_activations: True for ranges found while the model runs: no calibration data, slower.
+            per_channel_activations: True for transformers whose residual sums have outlier channels.
+            two_level_scales: True to store block scales as small integers times one scale per channel (LPBQ).
+            fixed_range: `(low, high)` known beforehand; "observed" to calibrate ops such as Softmax too.
+            tie: False gives each part of a Concat its own scale, True one to all; see `qsdk.advise`.
+            supergroup: False quantizes the members one by one, where a runtime does not fuse them.
+            scale_bits: digits of scales: 1 for powers of two, where a chip rescales by shifts.
+            optional: the rule may match nothing, and keeps no BatchNorm from being folded.
 
         Raises:
-            ConfigError: an unknown dtype, or a rule that says nothing.
+            ConfigError: an unknown dtype, or a rule without any choice.
         """
         options = {n: v for n, v in locals().items() if n not in ("self", "pattern", "optional")}
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
@@ -157,7 +157,7 @@ class QuantConfig:
         *,
         op_type: str | Sequence[str] | None = None,
         shape: Shape | Sequence[int | None] | None = None,
-        tensor_dtype: DType | str | None = None,
+        tensor_dtype: DType | TensorDType | None = None,
         optional: bool = False,
     ) -> "QuantConfig":
         """Return a config that leaves the places that fit `pattern` and every condition in a float dtype.

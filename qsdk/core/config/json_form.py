@@ -105,7 +105,7 @@ _LAYERS = JsonType(
     lambda value: {name: list(parameters) for name, parameters in value.items()},
 )
 
-_POWER_OF_TWO = "power_of_two"  # what files called scale_bits = 1 before there were other numbers of digits
+_POWER_OF_TWO = "power_of_two"  # the name of scale_bits = 1 in older files
 
 _FLAGS = (
     *("per_channel", "symmetric_weights", "symmetric_activations", "dynamic_activations"),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase, translate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, weight_type_named
@@ -14,7 +14,8 @@ Shape = tuple[int | str | None, ...]
 FixedRange = tuple[float, float] | Literal["observed"]
 
 #: the float types that a tensor of a model can have
-TENSOR_DTYPES = ("float32", "float16", "bfloat16", "float64")
+TensorDType = Literal["float32", "float16", "bfloat16", "float64"]
+TENSOR_DTYPES: tuple[str, ...] = get_args(TensorDType)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Encoding:
 
     def quantize(self, x: npt.ArrayLike) -> npt.NDArray[Any]:
         """Quantize x; the result has the container's NumPy type (ml_dtypes' own for 2 and 4 bits and minifloats)."""
-        with np.errstate(over="ignore"):  # what overflows saturates
+        with np.errstate(over="ignore"):  # overflow saturates
             values = np.asarray(x, np.float32)
             scale, zero_point = self._aligned(values.shape)
             if not self.dtype.is_integer:

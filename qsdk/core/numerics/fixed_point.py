@@ -58,7 +58,7 @@ def requantize(
         accumulator: integers in [-2**31, 2**31).
         mantissa: integers in [0, 2**31), broadcast against the accumulator.
         shift: integers >= 1, broadcast against the accumulator.
-        rounding: what happens to exact ties; everything else goes to the nearest integer, except with `gemmlowp`,
+        rounding: of exact ties; all else goes to the nearest integer, except with `gemmlowp`,
             which rounds twice (see `round_shift`).
 
     Raises:

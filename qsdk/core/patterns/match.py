@@ -235,7 +235,7 @@ class PatternMatcher:
         if self._furthest is None or len(found.ops) > len(self._furthest.ops):
             self._furthest = _Mismatch(found.ops, tensor, wanted)
 
-    # what lies behind a tensor
+    # the sources of a tensor
 
     def _chain(self, tensor: int) -> list[tuple[int, frozenset[int]]]:
         """Return the sources of a tensor through casts and identities, furthest first, each with the ops between."""

@@ -53,7 +53,7 @@ class PlanningContext:
         for index, made in enumerate(graph.ops):
             layer = any(o.role in ("weight", "embedding", "bias") for o in self.operands[index])
             if made.outputs and all(t in self.steers and not (layer and t in counted) for t in made.outputs):
-                self.operands[index] = []  # what it reads stays as it is stored
+                self.operands[index] = []  # its stored operands stay float
 
     def result_choice(self, tensor: int, op: int | None) -> ResolvedConfig:
         """Return the config that applies to an op's result, or to a graph input (`op` is None)."""

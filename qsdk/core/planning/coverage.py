@@ -22,7 +22,7 @@ def coverage_report(
         plan: of the sim.
         not_exercised: sites that the example did not reach.
         dead: sites whose values reach no output.
-        only_training: site -> kind of what a forward computes in train mode alone.
+        only_training: site -> kind, for tensors that a forward computes in train mode alone.
     """
     rows = [_row(decision, decision.site in not_exercised) for decision in plan.decisions.values()]
     rows += [_row(decision, False) for decision in plan.inside]

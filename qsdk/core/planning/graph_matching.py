@@ -76,7 +76,7 @@ class _Reduced:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.fixed = self._fixed()
-        self.guard_of: dict[int, int] = {}  # Softmax output -> what its guard against NaN makes of it
+        self.guard_of: dict[int, int] = {}  # Softmax output -> output of its guard against NaN
         self.guards: set[int] = set()
         for index in range(len(graph.ops)):
             self._find_guard(index)

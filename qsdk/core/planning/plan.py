@@ -1,4 +1,4 @@
-"""Plans: what was decided for every tensor, and why. Plain frozen data."""
+"""Plans: the decision for every tensor, and the reason. Plain frozen data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ least. All work on groups (a tensor, its channels, its blocks) at once.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,19 @@ from qsdk.core.ranges.histogram import BINS, Histogram, histogram_of, percentile
 from qsdk.core.ranges.ranges import Range, range_of, scale_and_zero_point
 from qsdk.core.ranges.search import cast_to, least_error, least_error_counted
 
-#: each name that `calibrate` accepts -> the estimator
+#: the names that `calibrate` accepts; the last three are synonyms
+CalibrationMethod = Literal[
+    "min_max",
+    "moving_average",
+    "percentile",
+    "mse",
+    "tf_enhanced",
+    "entropy",
+    "post_training_tf",
+    "post_training_tf_enhanced",
+    "sqnr",
+]
+#: each of these names -> the estimator
 METHODS: Mapping[str, str] = MappingProxyType(
     {name: name for name in ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy")}
     | {"post_training_tf": "min_max", "post_training_tf_enhanced": "tf_enhanced", "sqnr": "tf_enhanced"}

@@ -1,1 +1,1 @@
-"""The state of a sim, the same at both doors: freezing, planning again, files."""
+"""The state of a sim, the same for both sides: freezing, planning again, files."""

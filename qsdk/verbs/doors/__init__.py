@@ -1,1 +1,1 @@
-"""The two doors behind one protocol, so that a verb is written once."""
+"""One protocol for sims of both sides (the two doors), so that each verb is written once."""

@@ -1,4 +1,4 @@
-"""Which door a sim has: the one place that asks for its class."""
+"""The choice of a sim's door: the only place that checks its class."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ Sim = QuantSim | OnnxSim
 
 
 def door_of(sim: Any) -> Door:
-    """Return the door of a sim.
+    """Return the door of a sim: the object by which verbs use it.
 
     Raises:
-        ConfigError: it is no sim; the message says what it is and where a sim comes from.
+        ConfigError: it is no sim; the message names its type and how to make a sim.
     """
     require_sim(sim)
     return OnnxDoor(sim) if isinstance(sim, OnnxSim) else ModuleDoor(sim)
@@ -27,9 +27,9 @@ def module_sim(sim: Any, verb: str, instead: str) -> QuantSim:
     """Return the sim of an nn.Module, for a verb that needs gradients.
 
     Args:
-        sim: what the user gave.
+        sim: the user's argument.
         verb: its name, for the message.
-        instead: what does the same for an ONNX model, for the message.
+        instead: the alternative for an ONNX model, for the message.
 
     Raises:
         ConfigError: it is no sim.

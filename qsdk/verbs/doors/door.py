@@ -1,4 +1,4 @@
-"""What a verb asks of a sim, whether it simulates an nn.Module or an ONNX model."""
+"""The operations on a sim that verbs need, the same for an nn.Module and an ONNX model."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -14,15 +14,15 @@ from qsdk.core.report import Report
 
 #: Calls a module on a batch: `(model, batch)`.
 Forward = Callable[[Any, Any], Any]
-#: Takes the float values at a site, as (site, values).
+#: receives the float values at a site, as (site, values)
 Visit = Callable[[str, npt.NDArray[Any]], None]
 
 
 class Door(Protocol):
     """A sim as the verbs see it.
 
-    `forward` is for modules alone: every method refuses it (ConfigError) for an ONNX model. Data that the model does
-    not take is a DataError everywhere.
+    `forward` is for modules alone: for an ONNX model every method raises a ConfigError. Data that does not fit the
+    model is a DataError everywhere.
     """
 
     def calibrate(self, data: Iterable[Any], forward: Forward | None, **options: Any) -> Report:
@@ -32,7 +32,7 @@ class Door(Protocol):
     def layer_walk(
         self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
     ) -> AbstractContextManager[tuple[Walk, dict[str, npt.NDArray[Any]]]]:
-        """Open a walk over the layers, and the dict of `noting_shifts`; if the block raises, the sim stays as it was.
+        """Open a layer walk, with the dict of `noting_shifts`; if the block raises, the sim is unchanged.
 
         Args:
             data: batches.
@@ -51,13 +51,13 @@ class Door(Protocol):
         forward: Forward | None,
         progress: bool,
     ) -> None:
-        """Run the float model over the data and hand the values at computed sites to `each`.
+        """Run the float model over the data and pass the values at computed sites to `each`.
 
         Args:
             data: batches.
             each: is called with site and values, batch by batch.
             title: of the progress bar.
-            sites: of interest; None for all that are no stored tensors.
+            sites: the ones to visit; None for all computed ones.
             forward: calls the module on a batch.
             progress: show a progress bar.
         """
@@ -70,7 +70,7 @@ class Door(Protocol):
         ...
 
     def as_given(self) -> AbstractContextManager[bool]:
-        """Put back, inside the block, the stored tensors that the user gave; yields whether any were changed."""
+        """Restore the user's stored tensors inside the block, and yield whether any had changed."""
         ...
 
     def stored_values(self) -> Mapping[str, npt.NDArray[Any]]:
@@ -78,15 +78,15 @@ class Door(Protocol):
         ...
 
     def store_values(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give stored tensors other values of the same shape."""
+        """Store other values of the same shape."""
         ...
 
     def running_graph(self) -> Graph:
-        """Return the sim's graph, with a Relu in the place of each ReLU6 that has lost its upper bound."""
+        """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
         ...
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-        """Return why a ReLU6 cannot lose its upper bound, "" where it can.
+        """Return why the upper bound of a ReLU6 cannot be removed, by site; "" where it can.
 
         Args:
             clips: site -> op of every ReLU6.
@@ -95,13 +95,13 @@ class Door(Protocol):
         ...
 
     def unbind(self, sites: Collection[str]) -> None:
-        """Take the upper bound of the ReLU6 at these sites away."""
+        """Remove the upper bound of the ReLU6 at these sites."""
         ...
 
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
     ) -> tuple[list[dict[str, Any]], float]:
-        """Give BatchNorms the statistics of their inputs in the simulation; if it fails, the sim stays as it was.
+        """Set the statistics of BatchNorms to those of their inputs in the simulation, or leave the sim unchanged.
 
         Returns:
             One row per BatchNorm, and the seconds that the data takes in float.

@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ModuleDoor:
-    """See `Door`."""
+    """The door of a sim of an nn.Module; see `Door`."""
 
     sim: QuantSim
 
@@ -40,7 +40,7 @@ class ModuleDoor:
     def layer_walk(
         self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
     ) -> Iterator[tuple[Walk, dict[str, Array]]]:
-        """Walk; a module's walk can itself take back all that was written until it ends."""
+        """Open a layer walk, which undoes by itself what was written if it does not end."""
         begun = layer_walk.walk_layers(self.sim, data, forward=forward, max_memory=max_memory)
         with begun as walk, noting_shifts(self.sim) as rounded:
             yield walk, rounded
@@ -65,7 +65,7 @@ class ModuleDoor:
         return outputs.outputs(self.sim, batches, forward, in_float=in_float)
 
     def as_given(self) -> AbstractContextManager[bool]:
-        """Put the given parameters and buffers back."""
+        """Restore the user's parameters and buffers."""
         return given_weights.as_given(self.sim)
 
     def stored_values(self) -> Mapping[str, Array]:
@@ -77,16 +77,16 @@ class ModuleDoor:
         stored_by_name.change_stored(self.sim, values)
 
     def running_graph(self) -> Graph:
-        """Look the bounds up in the ReLU6 modules."""
+        """Return the graph with the bounds of the ReLU6 modules."""
         return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-        """Look for other calls of the same ReLU6 module."""
+        """Return the reasons: other calls of the same ReLU6 module."""
         owners = {site: without_calls(owner_of(site)) for site in clips}
         return relu6.of_calls(self.sim.model, owners, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
-        """Make ReLU of the ReLU6 modules."""
+        """Replace ReLU6 modules by ReLU."""
         relu6.unbind(self.sim.model, {without_calls(owner_of(site)) for site in sites})
 
     def reestimate_batch_norm(

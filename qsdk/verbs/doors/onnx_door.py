@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class OnnxDoor:
-    """See `Door`."""
+    """The door of a sim of an ONNX model; see `Door`."""
 
     sim: OnnxSim
 
@@ -41,7 +41,7 @@ class OnnxDoor:
     def layer_walk(
         self, data: Iterable[Any], forward: Forward | None, max_memory: int | None
     ) -> Iterator[tuple[Walk, dict[str, Array]]]:
-        """Walk under a snapshot of the sim, which costs nothing: it keeps what is replaced."""
+        """Open a layer walk under a snapshot of the sim, which costs nothing: it refers to the replaced tensors."""
         require_no_forward(forward)
         begun = layer_walk.walk_layers(self.sim, data, max_memory=max_memory, progress=False)
         with put_back_on_error(self.sim, weights=True), noting_shifts(self.sim) as rounded, begun as walk:
@@ -69,7 +69,7 @@ class OnnxDoor:
         return outputs.outputs(self.sim, batches, in_float=in_float)
 
     def as_given(self) -> AbstractContextManager[bool]:
-        """Put the given initializers back."""
+        """Restore the user's initializers."""
         return given_weights.as_given(self.sim)
 
     def stored_values(self) -> Mapping[str, Array]:
@@ -81,11 +81,11 @@ class OnnxDoor:
         self.sim.change_stored(values)
 
     def running_graph(self) -> Graph:
-        """Look the bounds up in the inputs of the Clips."""
+        """Return the graph with the bounds of the Clips' inputs."""
         return relu6.graph_as_it_runs(self.sim)
 
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
-        """Look for other ops that read the same bound."""
+        """Return the reasons: other ops that read the same bound."""
         return relu6.shared_bound_reasons(self.sim, clips, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:

@@ -1,1 +1,1 @@
-"""Tensors that no grid serves: divisors, positions, angles, masks, and what proves it."""
+"""Tensors that no grid serves: divisors, positions, angles, masks, and the bounds that prove it."""
