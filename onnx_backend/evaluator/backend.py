@@ -43,11 +43,11 @@ class QsdkBackendRep(BackendRep):
         self._program = Program(model.graph, versions, self.ran)
 
     def evaluators(self) -> list[tuple[str, Evaluator]]:
-        """Give what runs each node of the graph, in order: (op_type, evaluator)."""
+        """Return the evaluator of each node of the graph, in order: (op_type, evaluator)."""
         return [(step.node.op_type, step.evaluator) for step in self._program.steps]
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Give the outputs as a tuple that also knows them by name.
+        """Return the outputs as a tuple that can also be read by name.
 
         Args:
             inputs: a sequence in graph order, a mapping by name, or the one array. Arrays in the dtypes of the graph,
@@ -76,7 +76,7 @@ class QsdkBackendRep(BackendRep):
 
 
 def _checked(declared: ValueInfoProto, value: Any) -> Any:
-    """An input as an array, if it is declared to be a tensor."""
+    """Return an input as an array, if it is declared to be a tensor."""
     kind = declared.type.tensor_type.elem_type
     if not declared.type.HasField("tensor_type") or value is None:
         return value
@@ -88,16 +88,16 @@ def _checked(declared: ValueInfoProto, value: Any) -> Any:
 
 
 class QsdkBackend(Backend):
-    """The backend: all of it are class methods, none of them keeps anything."""
+    """The backend; all methods are class methods without state."""
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """Tell whether a device, such as `CPU` or `CUDA:1`, can be computed on: only the CPU can."""
+        """Return True for devices that can be computed on, which is only the CPU; such as `CPU` or `CUDA:1`."""
         return device.split(":")[0] == "CPU"
 
     @classmethod
     def is_compatible(cls, model: Source, device: str = "CPU", **kwargs: Any) -> bool:
-        """Tell whether `prepare` takes a model."""
+        """Return True if `prepare` accepts a model."""
         try:
             cls.prepare(model, device, **kwargs)
         except QsdkError:
@@ -106,7 +106,7 @@ class QsdkBackend(Backend):
 
     @classmethod
     def prepare(cls, model: Source, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-        """Bind every node of a model to what runs it.
+        """Bind every node of a model to its evaluator.
 
         Args:
             model: a proto (copied), serialized bytes, or a path, which may have external data beside it.
@@ -177,7 +177,7 @@ class QsdkBackend(Backend):
 
 
 def _line(error: Exception) -> str:
-    """A message of onnx's checker, which has several lines, in one."""
+    """Return a message of onnx's checker, which has several lines, in one."""
     return " ".join(str(error).split())
 
 
@@ -187,7 +187,7 @@ def _newest(domain: str) -> dict[str, int]:
 
 
 def _in_one_graph(model: ModelProto) -> ModelProto:
-    """The model with its functions inlined and one name, the empty one, for the standard domain."""
+    """Return the model with its functions inlined and one name, the empty one, for the standard domain."""
     if model.functions:
         model = inliner.inline_local_functions(model)
     for entry in model.opset_import:
@@ -198,17 +198,17 @@ def _in_one_graph(model: ModelProto) -> ModelProto:
 
 
 def supports_device(device: str) -> bool:
-    """Tell whether a device can be computed on: see `QsdkBackend.supports_device`."""
+    """Return True for devices that can be computed on: see `QsdkBackend.supports_device`."""
     return QsdkBackend.supports_device(device)
 
 
 def is_compatible(model: Source, device: str = "CPU", **kwargs: Any) -> bool:
-    """Tell whether `prepare` takes a model."""
+    """Return True if `prepare` accepts a model."""
     return QsdkBackend.is_compatible(model, device, **kwargs)
 
 
 def prepare(model: Source, device: str = "CPU", **kwargs: Any) -> QsdkBackendRep:
-    """Bind every node of a model to what runs it: see `QsdkBackend.prepare`, also for what it raises."""
+    """Bind every node of a model to its evaluator: see `QsdkBackend.prepare`, also for what it raises."""
     return QsdkBackend.prepare(model, device, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""If, Loop, Scan and SequenceMap of the ONNX standard, over bodies that somebody else runs, and Optional.
+"""If, Loop, Scan, SequenceMap and Optional of the ONNX standard; their bodies are run by the caller.
 
 A sequence is a list, and an optional is its value, or None if it holds none.
 """
@@ -54,7 +54,7 @@ def _loop(attrs: Attributes, bodies: Bodies, most: Any = None, condition: Any = 
 
 
 def _collected(found: list[Any], states: int, scanned: list[list[Any]]) -> list[Any]:
-    """Give the first `states` of what a body has found and add the others to `scanned`."""
+    """Return the first `states` results of a body and add the others to `scanned`."""
     for parts, part in zip(scanned, found[states:], strict=True):
         parts.append(part)
     return found[:states]
@@ -65,7 +65,7 @@ def _stacked(scanned: list[list[Any]], declared: Sequence[ValueInfoProto]) -> li
 
 
 def _empty(info: ValueInfoProto) -> npt.NDArray[Any]:
-    """What is stacked where a body never ran; a dimension that is not declared is 0."""
+    """Return the stack of results of a body that never ran; an undeclared dimension is 0."""
     kind = info.type.tensor_type
     dims = [int(dim.dim_value) for dim in kind.shape.dim]
     return np.zeros((0, *dims), helper.tensor_dtype_to_np_dtype(kind.elem_type))

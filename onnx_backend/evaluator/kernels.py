@@ -28,7 +28,7 @@ _SCALES_ONLY = "float8_e8m0fnu"
 
 
 def grid(dtype: Any) -> tuple[float, float]:
-    """Give the smallest and the largest finite value of a NumPy (or ml_dtypes) type.
+    """Return the smallest and the largest finite value of a NumPy (or ml_dtypes) type.
 
     Raises:
         ValueError: no tensor can be quantized to that type.
@@ -48,7 +48,7 @@ def _named(code: int) -> str:
 
 
 def _stored_type(output_dtype: int, zero_point: Array | None) -> Any:
-    """The type of QuantizeLinear's result: the zero point's, else the attribute's, else uint8."""
+    """Return the type of QuantizeLinear's result: the zero point's, else the attribute's, else uint8."""
     if zero_point is None:
         return helper.tensor_dtype_to_np_dtype(output_dtype or TensorProto.UINT8)
     found = helper.np_dtype_to_tensor_dtype(zero_point.dtype)
@@ -74,7 +74,7 @@ def _aligned(attrs: Attributes, shape: tuple[int, ...], scale: Array, zero_point
 
 
 def _division_type(precision: int, scale: Array) -> Any:
-    """The type in which QuantizeLinear divides: what `precision` says, else the scale's own.
+    """Return the type in which QuantizeLinear divides: that of `precision`, else the scale's own.
 
     A float8e8m0 scale divides in float32, which holds every power of two, and an int32 scale in float64, which holds
     every int32: the standard names no precision for them, and neither type has quotients.
@@ -87,7 +87,7 @@ def _division_type(precision: int, scale: Array) -> Any:
 
 
 def _wide(value: Array) -> Array:
-    """A quotient in float64, which holds every one of the narrower types."""
+    """Return a quotient in float64, which holds every one of the narrower types."""
     return value.astype(np.float64)
 
 
@@ -144,7 +144,7 @@ def _dynamic_quantize_linear(attrs: Attributes, x: Array) -> tuple[Array, ...]:
 
 
 def _along_filters(parameter: Array, rank: int) -> Array:
-    """A scale or zero point of a filter so that it broadcasts against a tensor whose axis 0 is that of the filters."""
+    """Return a scale or zero point of a filter, shaped to broadcast along axis 0 of the filters."""
     return parameter.reshape(() if parameter.size == 1 else (-1, *(1,) * (rank - 1)))
 
 
@@ -163,7 +163,7 @@ def _conv_integer(attrs: Attributes, x: Array, w: Array, zx: Array | None = None
 
 
 def _rows(parameter: Array | None, matrix: Array) -> Array | None:
-    """A parameter of the left factor: one value, one per row (M,), or (..., M, 1)."""
+    """Return a parameter of the left factor: one value, one per row (M,), or (..., M, 1)."""
     if parameter is None or parameter.size == 1:
         return None if parameter is None else parameter.reshape(())
     rows = matrix.shape[-2] if matrix.ndim > 1 else 0
@@ -175,7 +175,7 @@ def _rows(parameter: Array | None, matrix: Array) -> Array | None:
 
 
 def _columns(parameter: Array | None, matrix: Array) -> Array | None:
-    """A parameter of the right factor: one value, one per column (N,), or (..., 1, N)."""
+    """Return a parameter of the right factor: one value, one per column (N,), or (..., 1, N)."""
     if parameter is None or parameter.size == 1:
         return None if parameter is None else parameter.reshape(())
     per_column = parameter.shape == matrix.shape[-1:] and matrix.ndim == 2
@@ -189,7 +189,7 @@ def _matmul_integer(attrs: Attributes, a: Array, b: Array, za: Array | None = No
 
 
 def _requantized(accumulator: Array, multiplier: Array, scale: Array, zero_point: Array) -> Array:
-    """Bring an accumulator to the result's grid as ONNX Runtime does: one multiplier in float32, one rounding."""
+    """Return an accumulator on the result's grid as ONNX Runtime rounds it: one float32 multiplier, one rounding."""
     with np.errstate(all="ignore"):
         factor = np.asarray(multiplier / scale.astype(np.float32), np.float32)
         values = accumulator.astype(np.float32) * factor
@@ -199,7 +199,7 @@ def _requantized(accumulator: Array, multiplier: Array, scale: Array, zero_point
 def _qlinear_matmul(
     attrs: Attributes, a: Array, sa: Array, za: Array, b: Array, sb: Array, zb: Array, sy: Array, zy: Array
 ) -> Array:
-    """A float8 factor, which QLinearMatMul takes from opset 21 on, is multiplied and summed in float64."""
+    """Multiply quantized matrices; float8 factors (from opset 21 on) are multiplied and summed in float64."""
     if sy.size != 1 or zy.size != 1:
         raise ValueError(f"y_scale has the shape {sy.shape}, y_zero_point {zy.shape}; give one value for the result")
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":

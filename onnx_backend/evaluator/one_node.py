@@ -1,4 +1,4 @@
-"""One node of any op, run by the evaluators of others: onnx's ReferenceEvaluator or ONNX Runtime."""
+"""Run one node of any op by onnx's ReferenceEvaluator or by ONNX Runtime."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,7 +54,7 @@ def by_runtime(node: NodeProto, since: int) -> Evaluate:
 
 
 def newest_alike(op_type: str, since: int) -> int:
-    """Give the newest opset that the runtime accepts and in which an op is what it has been since `since`.
+    """Return the newest opset that the runtime accepts and that still has the version `since` of an op.
 
     Raises:
         ModelError: the runtime is older than that version of the op.
@@ -84,7 +84,7 @@ def _once_per_type(node: NodeProto, make: Callable[[GraphProto], Evaluate]) -> E
 
 
 def type_of(value: Any) -> TypeProto:
-    """Give the ONNX type of a value, without its shape; what has none (a sparse tensor, a map) is left untyped.
+    """Return the ONNX type of a value, without its shape; sparse tensors and maps are left untyped.
 
     An empty sequence, or an optional that holds nothing, is said to be of float32.
     """

@@ -1,4 +1,4 @@
-"""A graph whose every node is bound to what runs it: our kernels, onnx's ReferenceEvaluator or ONNX Runtime.
+"""A graph whose every node is bound to an evaluator: our kernels, onnx's ReferenceEvaluator or ONNX Runtime.
 
 The choice is made once per node, by op and version alone, in this order:
 
@@ -8,7 +8,7 @@ The choice is made once per node, by op and version alone, in this order:
 3. the ops of `ON_RUNTIME` by ONNX Runtime;
 4. every other op by onnx's ReferenceEvaluator.
 
-There is no second try: what the chosen evaluator cannot run is an error.
+There is no second try: if the chosen evaluator cannot run a node, that is an error.
 """
 
 from collections import ChainMap, Counter
@@ -38,13 +38,13 @@ ON_RUNTIME = frozenset(
 
 
 @dataclass(frozen=True)
-class Step:
-    """A node and what runs it.
+class BoundNode:
+    """A node and its evaluator.
 
     Attributes:
         node: the node.
-        evaluator: what runs it.
-        run: from all values that the node can see to its named outputs.
+        evaluator: its name.
+        run: a function from all values that the node can see to its named outputs.
     """
 
     node: NodeProto
@@ -57,7 +57,7 @@ class Program:
 
     Attributes:
         steps: its nodes, in order.
-        ran: (evaluator, op_type) -> how often; shared with the programs of the bodies inside.
+        ran: (evaluator, op_type) -> number of runs; shared with the programs of the bodies inside.
     """
 
     def __init__(self, graph: GraphProto, opsets: Mapping[str, int], ran: Counter[tuple[Evaluator, str]]) -> None:
@@ -68,11 +68,11 @@ class Program:
         self.steps = [_step(node, opsets, ran) for node in graph.node]
 
     def run(self, fed: Mapping[str, Any], outer: Mapping[str, Any]) -> list[Any]:
-        """Give the outputs, in order.
+        """Return the outputs, in order.
 
         Args:
             fed: inputs by name.
-            outer: what surrounding graphs know.
+            outer: values of the surrounding graphs.
 
         Raises:
             ModelError: a node cannot be run; the message names it.
@@ -85,34 +85,34 @@ class Program:
         return [values[name] for name in self._outputs]
 
     def body(self, declared: GraphProto, outer: Mapping[str, Any]) -> Body:
-        """Give the program as the body of a node that sees `outer`."""
+        """Return the program as the body of a node that sees `outer`."""
         return Body(declared.output, lambda given: self.run(dict(zip(self._inputs, given, strict=True)), outer))
 
 
 def label(node: NodeProto) -> str:
-    """Give what names a node in messages."""
+    """Return the name of a node for messages."""
     return f"{node.op_type} {node.name or next(iter(node.output), '')!r}"
 
 
-def _run(step: Step, values: Mapping[str, Any]) -> list[Any]:
+def _run(step: BoundNode, values: Mapping[str, Any]) -> list[Any]:
     try:
         with np.errstate(all="ignore"):  # the ops of ONNX overflow in silence
             return step.run(values)
     except QsdkError:
-        raise  # a node of a body has said what is wrong
-    except Exception as error:  # the evaluators raise whatever they like
+        raise  # the node of a body that failed is named already
+    except Exception as error:  # the evaluators raise exceptions of any type
         where = f"{label(step.node)} (by {step.evaluator})"
         raise ModelError(f"{where}: {error or type(error).__name__}; check the node's inputs and attributes") from error
 
 
-def _step(node: NodeProto, opsets: Mapping[str, int], ran: Counter[tuple[Evaluator, str]]) -> Step:
+def _step(node: NodeProto, opsets: Mapping[str, int], ran: Counter[tuple[Evaluator, str]]) -> BoundNode:
     since = _since(node, opsets)
     if node.domain == "":
         if node.op_type in KERNELS:
-            return Step(node, "kernels", _by_kernel(node))
+            return BoundNode(node, "kernels", _by_kernel(node))
         first, control = CONTROL_FLOW.get(node.op_type, (0, None))
         if control is not None and since >= first:
-            return Step(node, "control flow", _by_bodies(node, opsets, ran, control))
+            return BoundNode(node, "control flow", _by_bodies(node, opsets, ran, control))
     for inner in all_nodes(graph_node for _, graph in bodies(node) for graph_node in graph.node):
         if inner.domain == "" and inner.op_type in KERNELS:
             raise ModelError(
@@ -120,12 +120,12 @@ def _step(node: NodeProto, opsets: Mapping[str, int], ran: Counter[tuple[Evaluat
                 "move the quantization out of the body"
             )
     if node.domain == "" and (node.op_type, since) in ON_RUNTIME:
-        return Step(node, "onnxruntime", by_runtime(node, since))
-    return Step(node, "reference", by_reference(node, opsets))
+        return BoundNode(node, "onnxruntime", by_runtime(node, since))
+    return BoundNode(node, "reference", by_reference(node, opsets))
 
 
 def _since(node: NodeProto, opsets: Mapping[str, int]) -> int:
-    """The opset that a node's version of its op came with."""
+    """Return the opset that introduced a node's version of its op."""
     if node.domain not in opsets:
         raise ModelError(f"{label(node)} is of the domain {node.domain!r}, which the model does not import; add it")
     try:
@@ -147,7 +147,7 @@ def _inputs(node: NodeProto, values: Mapping[str, Any]) -> list[Any]:
 
 
 def _named(node: NodeProto, found: Any) -> list[Any]:
-    """The outputs that have a name."""
+    """Return the outputs that have a name."""
     results: Sequence[Any] = found if isinstance(found, tuple | list) else (found,)
     return [value for name, value in zip(node.output, results, strict=False) if name]
 

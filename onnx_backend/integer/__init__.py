@@ -1,7 +1,7 @@
-"""Integer-only: from a Q/DQ model to a graph of integers. Import the files.
+"""Convert a Q/DQ model to a graph of integers. Import the files.
 
-`files` writes what `convert` makes. `preparing` writes composed operators out in simpler ones; `lowering` finds the
-form of every node, in the words of `recording` (values and operations) and, where no quantizer stands, of
-`fixed_point`; `writing` puts the operations down as a target has them. `proof` checks and measures the result,
-`reference` executes it without ONNX Runtime, `firmware` turns it into a program for chips.
+`files` writes the result of `convert`. `decompose` writes composite operators as simpler ones; `lowering` finds the
+integer form of every node, in terms of `ir` (values and operations) and, between quantizers, of `fixed_point`;
+`codegen` writes the operations for a target. `verify` checks and measures the result, `reference` executes it without
+ONNX Runtime, `firmware` turns it into a program for chips.
 """

@@ -1,8 +1,8 @@
-"""From a Q/DQ model to an integer-only one: int32 accumulators, fixed-point requantization, no float tensor inside.
+"""Convert a Q/DQ model to integers only: int32 accumulators, fixed-point requantization, no float tensor inside.
 
 The graph is walked once. A float tensor of the Q/DQ model is only a *value* (`values`): codes with an encoding,
-a function of codes, or an accumulator that still has to be requantized. Nodes are written when a QuantizeLinear says
-what the codes are (Jacob et al. 2017, section 2, for every op).
+a function of codes, or an accumulator that still has to be requantized. Nodes are written when a QuantizeLinear
+states the encoding of the codes (Jacob et al. 2017, section 2, for every op).
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import onnx
 from onnx import ModelProto, TensorProto, helper, inliner
 
 from onnx_backend.integer.codegen.expand import expand, live
-from onnx_backend.integer.codegen.runtime import CONTRIB, Kernels
+from onnx_backend.integer.codegen.runtime import CONTRIB, KernelChoice
 from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import Context, label, surroundings
+from onnx_backend.integer.ir.context import LoweringContext, label, lowering_context
 from onnx_backend.integer.ir.operations import Operation
 from onnx_backend.integer.ir.values import Codes, Failed, FloatInput, Refused, Value
 from onnx_backend.integer.lowering.edges import edge_dtype, leave
@@ -45,15 +45,15 @@ _FIRST_OPSET, _WRITTEN_OPSET, _WRITTEN_IR = 13, 21, 10
 
 @dataclass(frozen=True)
 class IntegerResult:
-    """An integer-only model with the proof of how it was made.
+    """An integer-only model with the proof of its conversion.
 
     Attributes:
         model: the integer model.
         certificate: plain values: hashes, edges, one row per requantization.
         report: rows per requantization; summary `float_tensors`, `quantize_nodes`, `max_lsb` (None until measured).
         sites: name of every QuantizeLinear's output in the Q/DQ model -> its codes; not all of them are in `model`.
-        operations: what was recorded and is read, in order, before the target wrote it as nodes.
-        constants: what the operations read by name.
+        operations: the recorded operations that are read, in order, before the target wrote them as nodes.
+        constants: the constants that the operations read.
     """
 
     model: ModelProto
@@ -65,9 +65,11 @@ class IntegerResult:
 
     @property
     def integers(self) -> bool:
-        """Whether the model computes on integers alone: no kernels with scales of their own, no float islands."""
-        made = self.certificate
-        return (made["target"], made["requantize"]) == ("standard", "integer") and not made["float_nodes"]
+        """Return True if the model computes on integers alone: no kernels with float scales, no float islands."""
+        certificate = self.certificate
+        return (certificate["target"], certificate["requantize"]) == ("standard", "integer") and not certificate[
+            "float_nodes"
+        ]
 
 
 def convert(
@@ -113,7 +115,7 @@ def convert(
     if opset < _FIRST_OPSET:
         raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
     builder = Builder(_reserved(source), rounding, product_bits, interpolates=tables == "interpolated")
-    context = surroundings(source, builder, edges, composes=kernels != "onnxruntime")
+    context = lowering_context(source, builder, edges, composes=kernels != "onnxruntime")
     islands = Islands(allow_float)
     values, refusals = walk(source, context, islands)
     outputs = _leave(source, context, values, refusals)
@@ -151,12 +153,12 @@ def _require_options(
         raise ConfigError(f"rounding={rounding!r} is unknown; choose one of {', '.join(ROUNDINGS)}")
 
 
-def _kernels(kernels: str, weights: str) -> Kernels | None:
-    """Say which kernels may be written, None for integer arithmetic alone."""
+def _kernels(kernels: str, weights: str) -> KernelChoice | None:
+    """Return the kernels that may be written, None for integer arithmetic alone."""
     if not kernels:
         return None
     signed = weights == "signed" or (weights == "auto" and not products_saturate())
-    return Kernels(contrib=kernels == "onnxruntime", signed=signed)
+    return KernelChoice(contrib=kernels == "onnxruntime", signed=signed)
 
 
 def _reserved(model: ModelProto) -> list[str]:
@@ -164,7 +166,7 @@ def _reserved(model: ModelProto) -> list[str]:
 
 
 def _leave(
-    model: ModelProto, ctx: Context, values: dict[str, Value], refusals: list[Refusal]
+    model: ModelProto, ctx: LoweringContext, values: dict[str, Value], refusals: list[Refusal]
 ) -> dict[str, Codes | None]:
     outputs: dict[str, Codes | None] = {}
     for info in model.graph.output:
@@ -175,7 +177,7 @@ def _leave(
     read = {name for node in model.graph.node if node.op_type != "Shape" for name in node.input} | set(outputs)
     for info in model.graph.input:
         if info.name not in read and ctx.edges == "float":
-            continue  # it stays as it is, so that the caller need not change
+            continue  # it stays as it is, so that callers need not change
         value = values[info.name]
         raw = info.name in ctx.floats
         if isinstance(value, FloatInput) and info.name not in ctx.inputs and not raw and not refusals:
@@ -195,7 +197,7 @@ def _message(refusals: Sequence[Refusal]) -> str:
 
 
 def _assembled(
-    model: ModelProto, ctx: Context, outputs: dict[str, Codes | None], opset: int, kernels: Kernels | None
+    model: ModelProto, ctx: LoweringContext, outputs: dict[str, Codes | None], opset: int, kernels: KernelChoice | None
 ) -> ModelProto:
     graph = onnx.GraphProto()
     graph.name = f"{model.graph.name or 'model'}.integer"
@@ -224,25 +226,29 @@ def _assembled(
     foreign = [name for node in graph.node if node.domain for name in node.output]
     if foreign:
         imports.append(helper.make_opsetid(CONTRIB, 1))
-        # the checker does not know what these make: codes, all of them
+        # the checker does not know the results of these operators: all of them are codes
         graph.value_info.extend(helper.make_tensor_value_info(name, TensorProto.UINT8, None) for name in foreign)
-    made = helper.make_model(
+    assembled = helper.make_model(
         graph, opset_imports=imports, ir_version=max(_WRITTEN_IR, helper.find_min_ir_version_for(imports[:1]))
     )
-    made.producer_name = "qsdk"
-    helper.set_model_props(made, metadata)
-    return made
+    assembled.producer_name = "qsdk"
+    helper.set_model_props(assembled, metadata)
+    return assembled
 
 
 def _edge_encoding(codes: Codes) -> tuple[float, int]:
-    """Give scale and zero point as the edge's own dtype has them."""
+    """Return scale and zero point in the edge's own dtype."""
     signed = edge_dtype(codes.encoding) in (TensorProto.INT8, TensorProto.INT16)
     half = (codes.encoding.hi + 1) // 2
     return codes.encoding.scale, codes.encoding.zero_point - (half if signed else 0)
 
 
 def _certificate(
-    source: ModelProto, integer: ModelProto, ctx: Context, outputs: dict[str, Codes | None], options: dict[str, str]
+    source: ModelProto,
+    integer: ModelProto,
+    ctx: LoweringContext,
+    outputs: dict[str, Codes | None],
+    options: dict[str, str],
 ) -> dict[str, Any]:
     edge = {
         "inputs": {name: _edge_row(codes[0]) for name, codes in ctx.inputs.items()},

@@ -1,4 +1,4 @@
-"""Whether the runtime's kernels for uint8 activations and int8 weights are exact on this processor."""
+"""Test if the runtime's kernels for uint8 activations and int8 weights are exact on this processor."""
 
 import functools
 

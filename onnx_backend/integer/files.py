@@ -1,4 +1,4 @@
-"""From an opened Q/DQ model to the files of an integer-only one: converted, measured, written."""
+"""Convert an opened Q/DQ model, measure the result, and write its files."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from onnx_backend.integer.decompose.prepare import prepared
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.verify.op_parity import operations, teacher_forced, with_parity
+from onnx_backend.integer.verify.op_parity import add_op_parity, operations, teacher_forced
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.proto import model_io
 from onnx_backend.proto.inputs import open_inputs
@@ -81,12 +81,12 @@ def _converted(
 
 
 def _facts(sizes: Mapping[str, Sequence[int | None]], origin: str) -> dict[str, Any]:
-    """Say to which sizes open ones were fixed, for the report and the certificate: the result takes no others."""
+    """Return the sizes to which open ones were fixed, for report and certificate: the result accepts no others."""
     return {"fixed_shapes": {name: list(given) for name, given in sizes.items()}, "sizes_from": origin}
 
 
 def _hint(model: ModelProto, attempt: Callable[[Mapping[str, Sequence[int]]], Any], refused: IntegerError) -> str:
-    """Say how to fix the sizes of the inputs, if some refusal goes away at fixed ones."""
+    """Return how to fix the sizes of the inputs, if some refusal disappears at fixed ones."""
     for sizes in trial_sizes(model):
         try:
             attempt(sizes)
@@ -122,4 +122,4 @@ def _measured(
         companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, model_io.serialize(result.model), companions)
     summary = {**result.report.summary, **measured, **fixed}
-    return Report(result.report.title, with_parity(result.report.rows, parity), summary)
+    return Report(result.report.title, add_op_parity(result.report.rows, parity), summary)

@@ -1,4 +1,4 @@
-"""Giving the dynamic axes of a model's inputs fixed sizes, which unrolled and normalising operations need."""
+"""Fix the dynamic axes of a model's inputs, as unrolled and normalising operations need it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ _LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNorm
 
 
 def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -> ModelProto:
-    """Give a copy whose inputs have these sizes, and whatever shares the name of a dynamic one with them.
+    """Return a copy whose inputs have these sizes; axes that share the name of a dynamic one change with it.
 
     Args:
         model: any.
@@ -50,13 +50,13 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -
     return fixed
 
 
-def inferred(model: ModelProto) -> ModelProto:
-    """Give a model with the shapes of its tensors as far as ONNX infers them; other operators may stand in it."""
+def with_inferred_shapes(model: ModelProto) -> ModelProto:
+    """Return a model with the shapes that ONNX can infer; it may contain other operators."""
     return shape_inference.infer_shapes(_inferable(model), data_prop=True)
 
 
 def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
-    """Give the dimensions of every tensor whose shape is known, None for a dynamic one."""
+    """Return the dimensions of every tensor whose shape is known, None for a dynamic one."""
     found: dict[str, tuple[int | None, ...]] = {}
     for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if info.type.tensor_type.HasField("shape"):
@@ -69,7 +69,7 @@ def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
 
 
 def _inferable(model: ModelProto) -> ModelProto:
-    """Give a model of the same shapes without the operators that ONNX infers none for: each is as its first input."""
+    """Return a model of the same shapes, each operator without inference replaced by its first input."""
     if all(node.op_type not in _LIKE_THEIR_INPUT for node in model.graph.node):
         return model
     result = ModelProto()

@@ -1,1 +1,1 @@
-"""From recorded operations to ONNX nodes, as each target has them. Import the files."""
+"""Write recorded operations as ONNX nodes, for each target in its own way. Import the files."""

@@ -1,4 +1,4 @@
-"""From the recorded operations to ONNX nodes, as the chosen target writes them.
+"""Turn recorded operations into the ONNX nodes of the chosen target.
 
 The standard forms stand for every operation. Where kernels are allowed, an operation whose only reader is a
 requantization (a Concat, for tables) waits for it, so that both can become one kernel.
@@ -12,7 +12,7 @@ from typing import Any
 from onnx import NodeProto
 
 from onnx_backend.integer.codegen import runtime, standard
-from onnx_backend.integer.codegen.runtime import Kernels
+from onnx_backend.integer.codegen.runtime import KernelChoice
 from onnx_backend.integer.ir import max_of_slices
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
@@ -25,8 +25,8 @@ from onnx_backend.integer.ir.operations import (
     Table,
     WindowSum,
 )
-from onnx_backend.integer.ir.requantization import Plan
-from onnx_backend.integer.ir.values import Encoding
+from onnx_backend.integer.ir.requantization import RequantMultiplier
+from onnx_backend.integer.ir.values import ActivationEncoding
 
 _STANDARD: Mapping[type, Callable[[Builder, Any], None]] = MappingProxyType(
     {
@@ -40,8 +40,8 @@ _STANDARD: Mapping[type, Callable[[Builder, Any], None]] = MappingProxyType(
 )
 
 
-def expand(b: Builder, outputs: set[str], kernels: Kernels | None = None) -> list[NodeProto]:
-    """Give the nodes that make `outputs`, and fill the certificate with a row per requantization and table."""
+def expand(b: Builder, outputs: set[str], kernels: KernelChoice | None = None) -> list[NodeProto]:
+    """Return the nodes that compute `outputs`, and fill the certificate with a row per requantization and table."""
     recorded, b.nodes = live(b.nodes, outputs), []
     readers = _readers(recorded, outputs)
     b.indices = set() if kernels else _indices(recorded, outputs)
@@ -70,7 +70,7 @@ def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:
 
 
 def _readers(operations: Sequence[Operation], outputs: set[str]) -> dict[str, Operation | None]:
-    """Give the one operation that reads a tensor, None where there are several or it leaves the model."""
+    """Return the one operation that reads a tensor, None where there are several or it leaves the model."""
     counts = Counter(name for operation in operations for name in operation.input)
     counts.update(outputs)
     sole: dict[str, Operation | None] = dict.fromkeys(outputs)
@@ -81,12 +81,12 @@ def _readers(operations: Sequence[Operation], outputs: set[str]) -> dict[str, Op
 
 
 def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
-    """Give the codes that a requantization makes for tables alone, which index with int32."""
+    """Return the codes that a requantization computes for tables alone, which index with int32."""
     others = set(outputs)
     for operation in operations:
         if not isinstance(operation, Table) or operation.clips:
             others.update(operation.input)
-    made = (op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, Plan))
+    made = (op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, RequantMultiplier))
     return {op.result for op in made if op.result not in others}
 
 
@@ -97,7 +97,7 @@ def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool
     return isinstance(operation, Table) and operation.plain is not None and isinstance(reader, Join)
 
 
-def _write(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: Kernels | None) -> None:
+def _write(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: KernelChoice | None) -> None:
     b.label = operation.result
     if kernels is None or not _fused(b, operation, held, kernels):
         for part in held.values():
@@ -110,10 +110,10 @@ def _write(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernel
             b.certificate.append(part.row)
 
 
-def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: Kernels) -> bool:
+def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: KernelChoice) -> bool:
     """Write an operation and those that wait for it as one kernel; False where there is none."""
     if any(encoding.wide for part in (operation, *held.values()) for encoding in _encodings(part)):
-        return False  # no kernel takes or gives 16 bits
+        return False  # no kernel reads or writes 16 bits
     if isinstance(operation, Requantization):
         maker = next(iter(held.values()), None)
         if isinstance(maker, Accumulation):
@@ -131,7 +131,7 @@ def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernel
     return isinstance(operation, Table) and kernels.contrib and runtime.function(b, operation)
 
 
-def _encodings(operation: Recorded) -> list[Encoding]:
+def _encodings(operation: Recorded) -> list[ActivationEncoding]:
     if isinstance(operation, Product):
         return [operation.left.encoding, operation.right.encoding]
     sources = [operation.plain] if isinstance(operation, Table) else []

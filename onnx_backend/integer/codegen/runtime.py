@@ -1,6 +1,6 @@
-"""Writing the operations with the quantized kernels of ONNX Runtime: QLinear* and QGemm, requantized in float32.
+"""Write operations with the quantized kernels of ONNX Runtime: QLinear* and QGemm, requantized in float32.
 
-Every writer says whether its kernel computes the operation; where none does, the standard form stands. The kernels
+Every writer returns True if its kernel computes the operation; else the standard form is written. The kernels
 compute `rint(float32(accumulator) * multiplier) + zero point` (float32 throughout), so they differ from the exact
 fixed point on a few elements in a million, by one step.
 """
@@ -15,15 +15,15 @@ from onnx import TensorProto
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import (
     Accumulation,
+    CodesOperand,
     Join,
-    Operand,
     Product,
     Requantization,
     Softmax,
     Table,
     WindowSum,
 )
-from onnx_backend.integer.ir.values import Array, Encoding, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Term
 
 CONTRIB = "com.microsoft"
 _INT32 = (1 << 31) - 1
@@ -34,8 +34,8 @@ _CLOSE = 1.0 / 16.0
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Which kernels may be written.
+class KernelChoice:
+    """The kernels that may be written.
 
     Attributes:
         contrib: those of the domain com.microsoft too, not only the standard QLinearConv and QLinearMatMul.
@@ -47,7 +47,7 @@ class Kernels:
     signed: bool
 
 
-def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: Kernels) -> bool:
+def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: KernelChoice) -> bool:
     """Write a layer and its requantization as one kernel; False if none fits."""
     term = op.value.terms[0]
     scale, bias = _layer_scale(term, maker), _layer_bias(op, term, maker)
@@ -69,7 +69,9 @@ def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: Kernels)
     return False
 
 
-def _gemm(b: Builder, op: Requantization, maker: Accumulation, scale: Array, bias: Array, kernels: Kernels) -> None:
+def _gemm(
+    b: Builder, op: Requantization, maker: Accumulation, scale: Array, bias: Array, kernels: KernelChoice
+) -> None:
     """Write a MatMul with a bias as QGemm, which takes matrices only."""
     depth, width = maker.weight.shape
     codes = maker.codes
@@ -86,7 +88,7 @@ def _gemm(b: Builder, op: Requantization, maker: Accumulation, scale: Array, bia
     _bounded(b, op, "Reshape", [flat, shape])
 
 
-def product(b: Builder, op: Requantization, maker: Product, kernels: Kernels) -> bool:
+def product(b: Builder, op: Requantization, maker: Product, kernels: KernelChoice) -> bool:
     """Write a product of two activations and its requantization as one kernel; False if none fits."""
     term = op.value.terms[0]
     exact = maker.left.encoding.scale * maker.right.encoding.scale
@@ -126,7 +128,7 @@ def softmax(b: Builder, op: Requantization, whole: Softmax) -> bool:
     steps = np.rint(1.0 / op.encoding.scale)
     reach = min(steps, op.encoding.hi)
     error = reach * (abs(steps * op.encoding.scale - 1.0) + (whole.length + 8) * 2.0**-24)
-    if error > _CLOSE or whole.length < 2:  # of one element, whose share is 1, the kernel gives 0
+    if error > _CLOSE or whole.length < 2:  # for one element, whose share is 1, the kernel computes 0
         return False
     scale = np.float32(op.encoding.scale)
     while np.floor(np.float32(1.0) / scale) < steps:
@@ -183,12 +185,12 @@ def function(b: Builder, op: Table) -> bool:
     return True
 
 
-def _silu(b: Builder, op: Table, encoding: Encoding) -> bool:
+def _silu(b: Builder, op: Table, encoding: ActivationEncoding) -> bool:
     """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
 
     The rounding of the sigmoid must not move any code of the result by more than one step; the row says how many do.
     """
-    gate = Encoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
+    gate = ActivationEncoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
     values = encoding.values().astype(np.float64)
     sigmoid = gate.values()[gate.quantize(1.0 / (1.0 + np.exp(-values)))]
     off = np.abs(op.encoding.quantize(values * sigmoid) - op.table)
@@ -217,21 +219,21 @@ def join(b: Builder, op: Join, tables: Mapping[str, Table]) -> bool:
     return True
 
 
-def _activation(b: Builder, codes: str, encoding: Encoding) -> list[str]:
+def _activation(b: Builder, codes: str, encoding: ActivationEncoding) -> list[str]:
     return [codes, *_target(b, encoding)]
 
 
-def _target(b: Builder, encoding: Encoding) -> list[str]:
+def _target(b: Builder, encoding: ActivationEncoding) -> list[str]:
     return [b.constant(np.float32(encoding.scale)), b.constant(np.uint8(encoding.zero_point))]
 
 
-def _scaled(b: Builder, operand: Operand, factor: float) -> list[str]:
+def _scaled(b: Builder, operand: CodesOperand, factor: float) -> list[str]:
     scale = np.float32(operand.encoding.scale * factor)
     return [operand.codes, b.constant(scale), b.constant(np.uint8(operand.encoding.zero_point))]
 
 
 def _layer_scale(term: Term, maker: Accumulation) -> Array | None:
-    """Give the weight's scale, shape () or (channels,), with all that was multiplied into the sum; None if signed."""
+    """Return the weight's scale, shape () or (channels,), with all factors of the sum; None if one is not positive."""
     channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
     scale = term.scale / maker.encoding.scale
     if scale.size not in (1, channels) or np.any(scale <= 0):
@@ -240,7 +242,7 @@ def _layer_scale(term: Term, maker: Accumulation) -> Array | None:
 
 
 def _layer_bias(op: Requantization, term: Term, maker: Accumulation) -> Array | None:
-    """Give the int32 bias, shape (channels,); None if it is not one value per channel or leaves int32."""
+    """Return the int32 bias, shape (channels,); None if it is not one value per channel or leaves int32."""
     channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
     bias = np.rint(op.value.constant / term.scale) - term.zero
     if bias.size not in (1, channels) or np.any(np.abs(bias) > _INT32):
@@ -249,7 +251,7 @@ def _layer_bias(op: Requantization, term: Term, maker: Accumulation) -> Array | 
 
 
 def _weight(b: Builder, op: Accumulation, scale: Array, signed: bool) -> list[str]:
-    """Give the names of a weight, its scale and its zero point."""
+    """Return the names of a weight, its scale and its zero point."""
     low, high = int(op.weight.min(initial=0)), int(op.weight.max(initial=0))
     small = low >= -128 and high <= 127
     as_signed = small and (signed or _pairs_fit(op))
@@ -260,7 +262,7 @@ def _weight(b: Builder, op: Accumulation, scale: Array, signed: bool) -> list[st
 
 
 def _pairs_fit(op: Accumulation) -> bool:
-    """Say whether no two weights of one output channel can overflow a 16-bit sum of two products, in any order."""
+    """Return True if no two weights of an output channel can overflow a 16-bit sum of two products, in any order."""
     channels = (
         op.weight.reshape(len(op.weight), -1) if op.op_type == "Conv" else op.weight.reshape(-1, op.weight.shape[-1]).T
     )
@@ -274,7 +276,7 @@ def _pairs_fit(op: Accumulation) -> bool:
 def _bounded(
     b: Builder, op: Requantization, op_type: str, inputs: list[str], *, domain: str = "", **attrs: Any
 ) -> None:
-    """Write the kernel, behind it a Clip where a Relu or Clip bounds the codes further than their grid."""
+    """Write the kernel, and behind it a Clip where a Relu or Clip bounds the codes further than their grid."""
     op.row.update(form=op_type, rounding="half_even")
     lo, hi = op.bounds
     if (lo, hi) == (0, 255):

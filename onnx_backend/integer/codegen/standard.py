@@ -1,4 +1,4 @@
-"""Writing the operations with standard ONNX operators on integers.
+"""Write operations with standard ONNX operators on integers.
 
 The recipes use only operators whose integer kernels are right on every operand: ONNX Runtime's int64 Sign, Clip, Max
 and Min are wrong for operands in [2**31, 2**32) on x86, so the shift is done on uint64 and the clip on int32.
@@ -14,9 +14,9 @@ from onnx_backend.integer.codegen.standard_narrow import requantize_narrow
 from onnx_backend.integer.codegen.standard_segments import interpolate
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import Accumulation, Join, Product, Requantization, Table, WindowSum
-from onnx_backend.integer.ir.requant32 import NarrowPlan
-from onnx_backend.integer.ir.requantization import Plan
-from onnx_backend.integer.ir.values import Array, Encoding
+from onnx_backend.integer.ir.requant32 import Requant32
+from onnx_backend.integer.ir.requantization import RequantMultiplier
+from onnx_backend.integer.ir.values import ActivationEncoding, Array
 from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT
 
 _INT32 = (1 << 31) - 1
@@ -42,7 +42,7 @@ def multiply(b: Builder, op: Product) -> None:
     b.write("Mul", centred, op.result)
 
 
-def centre(b: Builder, codes: str, encoding: Encoding) -> str:
+def centre(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
     """Write `codes - zero point` as int32 and give its name."""
     wide = b.cast(codes, TensorProto.INT32)
     return b.node("Sub", [wide, b.constant(encoding.zero_point, np.int32)])
@@ -62,8 +62,8 @@ def window_sum(b: Builder, op: WindowSum) -> None:
 
 
 def requantize(b: Builder, op: Requantization) -> None:
-    """Write products, one rounding, zero point and saturation; with a `Plan` in int64."""
-    if isinstance(op.plan, NarrowPlan):
+    """Write products, one rounding, zero point and saturation; with a `RequantMultiplier` in int64."""
+    if isinstance(op.plan, Requant32):
         requantize_narrow(b, op, op.plan)
         return
     if op.rounding == "gemmlowp":
@@ -96,7 +96,7 @@ def look_up(b: Builder, op: Table) -> None:
 
 
 def _rows(b: Builder, op: Table) -> int:
-    """Give how many equal rows a table's codes are split into, so that threads can share the work."""
+    """Return the number of equal rows that a table's codes are split into, so that threads can share the work."""
     sizes = b.shapes.get(op.result, ())
     known = math.prod(size for size in sizes if size is not None)
     if op.table.size > 256 or known < _WORTH_SHARING or 0 in sizes:
@@ -109,7 +109,7 @@ def join(b: Builder, op: Join) -> None:
     b.write("Concat", op.parts, op.result, axis=op.axis)
 
 
-def _shifted(b: Builder, op: Requantization, fixed: Plan) -> tuple[str, Array, bool]:
+def _shifted(b: Builder, op: Requantization, fixed: RequantMultiplier) -> tuple[str, Array, bool]:
     """Write the rounding shift; give the tensor, what it is too large by, and whether it is int32 (else int64)."""
     n = fixed.shift
     u, lift = _halved(b, op, fixed, n)
@@ -130,7 +130,7 @@ def _shifted(b: Builder, op: Requantization, fixed: Plan) -> tuple[str, Array, b
     return b.node("Sub", [signed, b.cast(down, dtype)]), lift, narrow
 
 
-def _halved(b: Builder, op: Requantization, fixed: Plan, n: Array) -> tuple[str, Array]:
+def _halved(b: Builder, op: Requantization, fixed: RequantMultiplier, n: Array) -> tuple[str, Array]:
     """Write `total + addend + half a unit of 2**n + lift * 2**n` as uint64; give it and the lift, an even number."""
     half = np.left_shift(np.int64(1), n - 1)
     lift = np.maximum(0, -(fixed.low >> n))
@@ -151,7 +151,7 @@ def _halved(b: Builder, op: Requantization, fixed: Plan, n: Array) -> tuple[str,
     return b.node("Add", [b.cast(biased, TensorProto.UINT64), b.constant(rest, np.uint64)]), lift
 
 
-def _above_smallest(b: Builder, op: Requantization, fixed: Plan) -> str | None:
+def _above_smallest(b: Builder, op: Requantization, fixed: RequantMultiplier) -> str | None:
     """Write the sum of products less its smallest value as uint64; None if a term has no distance to its end in int32.
 
     A term becomes its distance from the end at which its product is smallest, still in 32 bits: 64 bits cost twice as
@@ -185,7 +185,7 @@ def _sum(b: Builder, products: Sequence[str]) -> str:
     return total
 
 
-def _twice_rounded(b: Builder, op: Requantization, fixed: Plan) -> str:
+def _twice_rounded(b: Builder, op: Requantization, fixed: RequantMultiplier) -> str:
     """Write gemmlowp's two roundings: by up to 31 bits with ties up, by the rest with ties away from zero (int64)."""
     first = np.minimum(fixed.shift, HIGH_MUL)
     u, lift = _halved(b, op, fixed, first)

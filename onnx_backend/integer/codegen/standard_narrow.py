@@ -1,15 +1,15 @@
-"""Writing a requantization with int32 and uint32 operators only (`narrow`)."""
+"""Write a requantization with int32 and uint32 operators only (`narrow`)."""
 
 import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.operations import Requantization
-from onnx_backend.integer.ir.requant32 import NarrowPlan, NarrowTerm
+from onnx_backend.integer.ir.requant32 import Requant32, Requant32Term
 from onnx_backend.integer.ir.values import Array, Term
 
 
-def requantize_narrow(b: Builder, op: Requantization, plan: NarrowPlan) -> None:
+def requantize_narrow(b: Builder, op: Requantization, plan: Requant32) -> None:
     """Write a requantization with int32 and uint32 operators only."""
     total = ""
     for term, how in zip(op.value.terms, plan.terms, strict=True):
@@ -23,7 +23,7 @@ def requantize_narrow(b: Builder, op: Requantization, plan: NarrowPlan) -> None:
     b.write("Cast", [b.node("Clip", [codes, lo, hi])], op.result, to=op.encoding.onnx_kind)
 
 
-def _product(b: Builder, term: Term, how: NarrowTerm) -> str:
+def _product(b: Builder, term: Term, how: Requant32Term) -> str:
     wide = b.cast(term.name, TensorProto.INT32)
     centred = b.node("Sub", [wide, b.constant(how.zero, np.int32)]) if np.any(how.zero) else wide
     if np.any(how.cut):

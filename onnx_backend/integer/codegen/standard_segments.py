@@ -1,4 +1,4 @@
-"""Writing a table of 16-bit codes as straight lines, with int32 and uint32 operators only (`segments`)."""
+"""Write a table of 16-bit codes as straight lines, with int32 and uint32 operators only (`segments`)."""
 
 import numpy as np
 from onnx import TensorProto

@@ -1,1 +1,1 @@
-"""What is written out in simpler operators before the conversion. Import the files."""
+"""Write composite operators as simpler ones before the conversion. Import the files."""

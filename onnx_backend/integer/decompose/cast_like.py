@@ -1,4 +1,4 @@
-"""CastLike written out as the Cast that it is, where the type of its second input is known."""
+"""Write CastLike as the Cast that it is, where the type of its second input is known."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from onnx_backend.integer.decompose.writer import Writer
 
 
 def known_types(shaped: ModelProto) -> dict[str, int]:
-    """Give the ONNX dtype of every tensor that a model with the shapes of its tensors names one of."""
+    """Return the ONNX dtype of every tensor whose type a model with inferred shapes states."""
     graph = shaped.graph
     found = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.output, *graph.value_info)}
     return {name: kind for name, kind in found.items() if kind} | {t.name: t.data_type for t in graph.initializer}

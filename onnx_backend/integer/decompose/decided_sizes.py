@@ -1,4 +1,4 @@
-"""Sizes that a model computes from the sizes of its inputs, computed where those are fixed.
+"""Compute the sizes that follow from fixed sizes of the inputs.
 
 ONNX's inference does not follow them through every operator: a ratio of sizes, a choice between two, a table of them.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
@@ -17,13 +17,13 @@ from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, r
 from onnx_backend.proto.opsets import opset_of
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
-_LARGEST = 4096  # elements of what is computed
+_LARGEST = 4096  # elements of a computed value
 _SIZES = ("Shape", "Size")
-_QDQ = ("QuantizeLinear", "DequantizeLinear")  # what they make is no size, and the conversion needs the codes
+_QDQ = ("QuantizeLinear", "DequantizeLinear")  # their results are no sizes, and the conversion needs the codes
 
 
 def with_decided_sizes(model: ModelProto) -> ModelProto:
-    """Give a model in which what follows from fixed sizes alone is stored; the model itself where nothing does."""
+    """Return a model with all values stored that follow from fixed sizes alone; the model itself if none do."""
     found = model
     for _ in range(_ROUNDS if any(node.op_type in _SIZES for node in model.graph.node) else 0):
         step = _one_round(found)
@@ -34,7 +34,7 @@ def with_decided_sizes(model: ModelProto) -> ModelProto:
 
 
 def _one_round(model: ModelProto) -> ModelProto | None:
-    sizes, opsets = static_sizes(inferred(model)), {"": opset_of(model)}
+    sizes, opsets = static_sizes(with_inferred_shapes(model)), {"": opset_of(model)}
     known = {t.name: array(t) for t in initializers(model.graph).values() if np.prod(t.dims) <= _LARGEST}
     known |= {node.output[0]: array(constant_tensor(node)) for node in model.graph.node if is_constant(node)}
     outputs: set[str] = {info.name for info in model.graph.output}
@@ -63,7 +63,7 @@ def _decided(
     made: Mapping[str, npt.NDArray[np.generic]],
     opsets: Mapping[str, int],
 ) -> Mapping[str, npt.NDArray[np.generic]] | None:
-    """Give what a node makes of sizes, None where it reads something else or they are open."""
+    """Return the results of a node that reads only known sizes, None where it reads something else or they are open."""
     if node.op_type in _SIZES and node.domain in ("", "ai.onnx"):
         shape = sizes.get(node.input[0])
         if shape is None:

@@ -1,4 +1,4 @@
-"""Einsum written out: of one tensor as ReduceSum and Transpose, of two as a MatMul or a Mul of rearranged ones."""
+"""Write Einsum as simpler ops: of one tensor as ReduceSum and Transpose, of two as a MatMul or a Mul."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def einsum(node: NodeProto, taken: set[str], shapes: Sizes) -> Writer | None:
 
 
 def _parsed(node: NodeProto, shapes: Sizes) -> tuple[list[list[str]], list[str]] | None:
-    """Give the labels of every operand and of the result, None where they are unknown or one repeats in a tensor."""
+    """Return the labels of every operand and of the result, None where they are unknown or one repeats in a tensor."""
     left, arrow, right = str(attributes(node)["equation"]).replace(" ", "").partition("->")
     ranks = [len(shapes[name]) if name in shapes else None for name in node.input]
     operands = [_labels(term, rank) for term, rank in zip(left.split(","), ranks, strict=True)]
@@ -43,7 +43,7 @@ def _parsed(node: NodeProto, shapes: Sizes) -> tuple[list[list[str]], list[str]]
 
 
 def _labels(term: str, rank: int | None) -> list[str] | None:
-    """Give one label per axis, those of the ellipsis counted from its right; None where the rank does not say."""
+    """Return one label per axis, those of the ellipsis counted from its right; None where the rank is unknown."""
     before, dots, after = term.partition("...")
     if rank is None or rank < len(before + after):
         return None
@@ -51,7 +51,7 @@ def _labels(term: str, rank: int | None) -> list[str] | None:
 
 
 class _Einsum(Writer):
-    """What one Einsum becomes."""
+    """One Einsum and the ops that replace it."""
 
     def written(self, operands: list[list[str]], result: list[str], shapes: Sizes) -> Writer | None:
         """Write the whole; None where it has no such form."""

@@ -1,4 +1,4 @@
-"""What has to be written out before the conversion: operators that others compute, and decided branches."""
+"""Prepare a model for the conversion: write composite operators as simpler ones, inline decided branches."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -11,7 +11,7 @@ from onnx_backend.integer.decompose.einsum import einsum
 from onnx_backend.integer.decompose.reductions import REDUCTIONS, reduction
 from onnx_backend.integer.decompose.standardized import DEVIATIONS, standardized
 from onnx_backend.integer.decompose.unit_rows import unit_rows
-from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.integer.ir.context import label
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.graph_queries import names_in, nodes_reaching
@@ -48,14 +48,14 @@ def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
     result = ModelProto()
     result.CopyFrom(plain)
     if written or any(node.op_type == "If" for node in result.graph.node):
-        result = simplify(result, declared_types(inferred(result).graph))
+        result = simplify(result, declared_types(with_inferred_shapes(result).graph))
     _write_out_sums(result, allow_float)
     return result
 
 
 def _write_out_sums(model: ModelProto, allow_float: Sequence[str]) -> None:
     """Write out every Einsum and every reduction that is a sum between functions, and norms as such, in place."""
-    shaped, taken = inferred(model), names_in(model.graph)
+    shaped, taken = with_inferred_shapes(model), names_in(model.graph)
     shapes, types = static_sizes(shaped), known_types(shaped)
     quotients = unit_rows(model, shapes)
     norms = standardized(model, shaped, taken, lambda node: _matches(node, allow_float))
@@ -82,7 +82,7 @@ def _matches(node: NodeProto, patterns: Sequence[str]) -> bool:
 
 
 def _written_out(model: ModelProto, op_types: Sequence[str]) -> ModelProto:
-    """Give the model with the standard's own definition in the place of these operators."""
+    """Return the model with these operators replaced by the standard's own definition."""
     result = ModelProto()
     result.CopyFrom(model)
     opset = opset_of(model)

@@ -1,4 +1,4 @@
-"""Norms and logarithms of sums along axes, written out as an elementwise function before and after a ReduceSum."""
+"""Write norms and logarithms of sums along axes as elementwise functions before and after a ReduceSum."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

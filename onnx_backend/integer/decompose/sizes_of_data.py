@@ -1,4 +1,4 @@
-"""Open axes of a model's inputs: taken from data, or its example, where the conversion needs their sizes."""
+"""Sizes for the open axes of a model's inputs, from data or from its example, where the conversion needs them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _FIRST, _TRIAL = 2, (16, 32)  # sizes of a first axis and of others with which a
 
 
 def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]:
-    """Give the sizes that a batch has where the model's inputs are open: with the first axes left open, and all.
+    """Return the sizes of a batch for inputs with open axes: with the first axes left open, and all fixed.
 
     Raises:
         DataError: the model does not take it.
@@ -23,7 +23,7 @@ def sizes_of(model: ModelProto, batch: Any) -> list[dict[str, list[int | None]]]
 
 
 def sizes_of_example(model: ModelProto) -> list[dict[str, list[int | None]]]:
-    """Give the sizes of the example that a model was quantized with, as `sizes_of`; none where the file says none."""
+    """Return the sizes of the example that a model was quantized with, as `sizes_of`; none if the file has none."""
     found = noted_example(model)
     return _in_turn(open_inputs(model), found) if found else []
 
@@ -37,7 +37,7 @@ def _in_turn(
 
 
 def trial_sizes(model: ModelProto) -> Iterator[dict[str, list[int]]]:
-    """Give sizes that a model may take: open axes of the same name are equal."""
+    """Yield sizes that a model may accept: open axes of the same name are equal."""
     for size in _TRIAL:
         yield {
             name: [known or (_FIRST if axis == 0 else size) for axis, known in enumerate(sizes)]
@@ -46,7 +46,7 @@ def trial_sizes(model: ModelProto) -> Iterator[dict[str, list[int]]]:
 
 
 def in_words(sizes: Mapping[str, Sequence[int | None]]) -> tuple[str, str]:
-    """Give sizes as `shapes=` and as `--shape` take them, `?` for an open one."""
+    """Return sizes in the form of `shapes=` and of `--shape`, `?` for an open one."""
     texts = {name: ["?" if size is None else str(size) for size in given] for name, given in sizes.items()}
     call = ", ".join(f'"{name}": ({", ".join(given)})' for name, given in texts.items())
     return f"shapes={{{call}}}", " ".join(f"--shape {name}={','.join(given)}" for name, given in texts.items())

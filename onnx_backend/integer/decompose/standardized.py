@@ -1,4 +1,4 @@
-"""A tensor less its mean over its own deviation, as the LayerNormalization that it is.
+"""Write a tensor less its mean over its own deviation as the LayerNormalization that it is.
 
 Op by op the difference is rounded before it is squared, and an epsilon may be smaller than what that makes of a row
 without any variance.
@@ -74,6 +74,6 @@ def _written(graph: Graph, group: Supergroup, node: NodeProto, taken: set[str]) 
 
 
 def _epsilon(graph: Graph, group: Supergroup) -> float:
-    """Give the one small number of the group; the others are its powers."""
+    """Return the one small number of the group; the others are its powers."""
     numbers = [graph.scalar(tensor) for tensor in group.roles]
     return max((number for number in numbers if number is not None and 0.0 <= number <= 0.1), default=0.0)

@@ -1,4 +1,4 @@
-"""A tensor divided by its own norm, `x / max(norm(x), tiny)`, as the LpNormalization that it is.
+"""Write a tensor divided by its own norm, `x / max(norm(x), tiny)`, as the LpNormalization that it is.
 
 In fixed point the norm of a row of zeros would be 0, however small the bound that keeps it away from 0.
 """
@@ -42,7 +42,7 @@ def unit_rows(model: ModelProto, shapes: Mapping[str, tuple[int | None, ...]]) -
 def _bounded_norm(
     quotient: NodeProto, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]
 ) -> NodeProto | None:
-    """Give the norm of the dividend by which it is divided, None if the divisor is something else."""
+    """Return the norm of the dividend that it is divided by, None if the divisor is something else."""
     dividend, divisor = makers.get(quotient.input[0]), makers.get(quotient.input[1])
     if divisor is not None and divisor.op_type == "Expand":
         divisor = makers.get(divisor.input[0])
@@ -63,7 +63,7 @@ def _bounded_norm(
 
 
 def _axis(norm: NodeProto, stored: Mapping[str, TensorProto]) -> int | None:
-    """Give the one axis of a norm that keeps its dimensions, else None."""
+    """Return the one axis of a norm that keeps its dimensions, else None."""
     attrs = attributes(norm)
     axes = attrs.get("axes", [])
     if len(norm.input) > 1 and norm.input[1] in stored:

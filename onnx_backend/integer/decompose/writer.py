@@ -1,4 +1,4 @@
-"""The nodes and constants by which one node of a Q/DQ model is written out in simpler operators."""
+"""Write the nodes and constants that replace one node of a Q/DQ model by simpler operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ class Writer:
         return self.stored[-1].name
 
     def end(self, name: str) -> "Writer":
-        """Let the tensor, which the last node made or an input is, be the output of the node that is replaced."""
+        """Name the tensor, from the last node or an input, as the output of the replaced node."""
         if not self.nodes or self.nodes[-1].output[0] != name:
             self.add("Identity", [name])
         self.nodes[-1].output[0] = self._node.output[0]

@@ -1,1 +1,1 @@
-"""An integer-only model as a program for firmware. Import the files."""
+"""Write an integer-only model as a program for firmware. Import the files."""

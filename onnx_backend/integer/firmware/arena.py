@@ -1,4 +1,4 @@
-"""What a firmware header is made of: tensors and operations of known sizes, and one arena for what is no constant."""
+"""Tensors and operations of known sizes for a firmware header, and one arena for all but constants."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class StaticTensor:
 
     @property
     def bytes(self) -> int:
-        """Its size in the arena."""
+        """Return its size in the arena."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
@@ -83,10 +83,10 @@ def needed(ops: Sequence[StaticOp], outputs: Sequence[str]) -> list[StaticOp]:
     return kept[::-1]
 
 
-def placed_in_arena(
+def place_in_arena(
     tensors: Mapping[str, StaticTensor], ops: Sequence[StaticOp], inputs: Sequence[str], outputs: Sequence[str]
 ) -> tuple[dict[str, StaticTensor], int]:
-    """Give every tensor that is no constant a place that no other has while it is needed; and the bytes of all."""
+    """Assign a place to every tensor that is no constant, its own while it is needed; return the total bytes too."""
     born, dies = dict.fromkeys(inputs, -1), dict.fromkeys(inputs, -1)
     for index, op in enumerate(ops):
         born.setdefault(op.output, index)

@@ -1,4 +1,4 @@
-"""A firmware program as a file: a NumPy archive, which holds everything, or a C header."""
+"""Write a firmware program as a file: a NumPy archive, which holds everything, or a C header."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import numpy as np
 
 from onnx_backend.integer.convert import IntegerResult
 from onnx_backend.integer.firmware.header import header
-from onnx_backend.integer.firmware.program import Program, program
+from onnx_backend.integer.firmware.program import FirmwareProgram, firmware_program
 from qsdk.core.errors import ConfigError
 
 _SUFFIXES = (".npz", ".h")
@@ -32,19 +32,19 @@ def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os
 
 
 def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
-    """Give what is to be written to `path`: a NumPy archive for `.npz`, a C99 header for `.h`.
+    """Return the bytes of the file `path`: a NumPy archive for `.npz`, a C99 header for `.h`.
 
     Raises:
         ConfigError: the suffix is another, or the conversion is not one to integers alone.
         IntegerError: a header cannot express an operation; it is named.
     """
     require_firmware_path(path)
-    made = program(result)
+    made = firmware_program(result)
     return archive(made) if Path(path).suffix == ".npz" else header(made).encode()
 
 
-def archive(made: Program) -> bytes:
-    """Give a program as the bytes of a NumPy archive.
+def archive(made: FirmwareProgram) -> bytes:
+    """Return a program as the bytes of a NumPy archive.
 
     The member `program.json` is a 0-dimensional array with the text of `Program.to_dict()` as JSON, and in it `arrays`,
     which leads from the names of arrays to the members that hold them. Equal programs give equal bytes.

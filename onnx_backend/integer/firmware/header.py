@@ -1,4 +1,4 @@
-"""A firmware program as a C99 header: constants, tensors in one arena, and a table of operations, for a batch of 1.
+"""Write a firmware program as a C99 header for a batch of 1: constants, tensors in one arena, a table of operations.
 
 The header is made to be included by one source file, such as `examples/c_interpreter/interpreter.c`, whose comments say
 how each kind of operation is computed.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor
-from onnx_backend.integer.firmware.program import Program
+from onnx_backend.integer.firmware.program import FirmwareProgram
 from onnx_backend.integer.firmware.static import static_program
 from onnx_backend.integer.ir.values import Array
 from qsdk.core.errors import IntegerError
@@ -55,8 +55,8 @@ _ROUNDINGS = ("half_even", "half_up", "half_away", "gemmlowp")
 _TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
 
-def header(made: Program) -> str:
-    """Give a program as a C99 header with static data for a batch of 1; equal programs give equal texts.
+def header(made: FirmwareProgram) -> str:
+    """Return a program as a C99 header with static data for a batch of 1; equal programs have equal texts.
 
     Raises:
         IntegerError: sizes are not static, or an operation has no form in the header; it is named.

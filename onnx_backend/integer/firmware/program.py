@@ -68,7 +68,7 @@ from onnx_backend.integer.ir.operations import (
     WindowSum,
 )
 from onnx_backend.integer.ir.piecewise_linear import FRACTION
-from onnx_backend.integer.ir.requant32 import NarrowPlan
+from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.values import Array
 from qsdk.core.errors import ConfigError, IntegerError
 
@@ -76,14 +76,14 @@ _NARROW: tuple[Any, ...] = (np.int8, np.int16, np.int32, np.int64)
 
 
 @dataclass(frozen=True)
-class Program:
-    """An integer-only network without ONNX; see the module for what it says.
+class FirmwareProgram:
+    """An integer-only network without ONNX; the module's docstring defines its parts.
 
     Attributes:
         opset: of the ops that are ONNX operators.
-        inputs: what it takes, plain dicts.
+        inputs: plain dicts.
         ops: in the order of execution, plain dicts.
-        outputs: what it gives, plain dicts.
+        outputs: plain dicts.
         arrays: the constants by name.
         model: the integer-only model that computes the same.
     """
@@ -96,23 +96,25 @@ class Program:
     model: ModelProto
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything but the arrays as plain values."""
+        """Return everything but the arrays as plain values."""
         return {"version": 1, "opset": self.opset, "inputs": self.inputs, "ops": self.ops, "outputs": self.outputs}
 
 
-def program(result: IntegerResult) -> Program:
-    """Give the program of a conversion to integers alone.
+def firmware_program(result: IntegerResult) -> FirmwareProgram:
+    """Return the program of a conversion to integers alone.
 
     Raises:
         ConfigError: the conversion wrote kernels with scales of their own, or kept nodes in float.
     """
-    made = result.certificate
-    if (made["target"], made["requantize"]) != ("standard", "integer"):
+    certificate = result.certificate
+    if (certificate["target"], certificate["requantize"]) != ("standard", "integer"):
         raise ConfigError(
             'firmware= needs target="standard" and requantize="integer": the kernels of a runtime have no program'
         )
-    if made["float_nodes"]:
-        raise ConfigError(f"firmware= needs integers alone; {made['float_nodes'][0]!r} stays float by allow_float=")
+    if certificate["float_nodes"]:
+        raise ConfigError(
+            f"firmware= needs integers alone; {certificate['float_nodes'][0]!r} stays float by allow_float="
+        )
     writer = _Writer(result)
     for operation in result.operations:
         if isinstance(operation, NodeProto):
@@ -123,7 +125,7 @@ def program(result: IntegerResult) -> Program:
 
 
 @dataclass
-class _Facts:
+class _TensorFacts:
     """Dtypes and static shapes of the tensors of the integer model."""
 
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class _Facts:
 
 
 class _Writer:
-    """Collects a program; what only measures a float input measures its codes instead."""
+    """The writer of a program; ops that only measure a float input measure its codes instead."""
 
     def __init__(self, result: IntegerResult) -> None:
         graph = result.model.graph
@@ -166,8 +168,8 @@ class _Writer:
         parameters = {role: self._array(values, f"{op.result}.{role}") for role, values in arrays.items()}
         self._add(name, op.label, op.input, op.output, facts, parameters)
 
-    def finished(self) -> Program:
-        """Give the program; edges that are no float tensors stand as the certificate has them."""
+    def finished(self) -> FirmwareProgram:
+        """Return the program; edges that are no float tensors are described as in the certificate."""
         graph, certificate = self._result.model.graph, self._result.certificate
         inputs: list[dict[str, Any]] = []
         for info in graph.input:
@@ -179,7 +181,7 @@ class _Writer:
         for name in (entry["tensor"] for entry in outputs):
             self._constant(name)
         opset = self._result.model.opset_import[0].version
-        return Program(opset, inputs, self._ops, outputs, self._arrays, self._result.model)
+        return FirmwareProgram(opset, inputs, self._ops, outputs, self._arrays, self._result.model)
 
     def _add(
         self,
@@ -245,8 +247,8 @@ def _codes_of_inputs(operations: Sequence[Operation], inputs: set[str]) -> dict[
     return {node.input[0]: node.output[0] for node in nodes if node.input[0] in inputs}
 
 
-def _inferred(model: ModelProto) -> _Facts:
-    facts = _Facts()
+def _inferred(model: ModelProto) -> _TensorFacts:
+    facts = _TensorFacts()
     graph = shape_inference.infer_shapes(model, data_prop=True).graph
     for info in (*graph.input, *graph.output, *graph.value_info):
         kind = info.type.tensor_type
@@ -257,19 +259,19 @@ def _inferred(model: ModelProto) -> _Facts:
 
 
 def static_sizes(info: ValueInfoProto) -> list[int | None]:
-    """Give the sizes of a tensor, None for a dynamic one, which some exporters write as -1."""
+    """Return the sizes of a tensor, None for a dynamic one, which some exporters write as -1."""
     dims = info.type.tensor_type.shape.dim
     return [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims]
 
 
 def _plain_array(tensor: TensorProto) -> Array:
     array = numpy_helper.to_array(tensor)
-    # archives know no dtypes of less than 8 bits
+    # NumPy archives have no dtypes of less than 8 bits
     return array.astype(np.uint8) if array.dtype.name in ("uint4", "uint2") else array
 
 
 def narrowest(values: Array, kinds: Sequence[Any] = _NARROW) -> Array:
-    """Give integers in the first of the dtypes that holds them all.
+    """Return integers in the first of the dtypes that holds them all.
 
     Raises:
         IntegerError: none does.
@@ -313,7 +315,7 @@ def _window_sum(op: WindowSum) -> _Described:
 def _requantization(op: Requantization) -> _Described:
     lo, hi = op.bounds
     facts = {"rounding": op.rounding, "zero_point": op.encoding.zero_point, "lo": lo, "hi": hi}
-    if isinstance(op.plan, NarrowPlan):
+    if isinstance(op.plan, Requant32):
         return "Requantize32", facts, _narrow(op.plan)
     facts["ties_possible"] = op.plan.ties
     terms = op.value.terms
@@ -324,7 +326,7 @@ def _requantization(op: Requantization) -> _Described:
     return "Requantize", facts, {**arrays, "addend": np.asarray(op.plan.addend, np.int64)}
 
 
-def _narrow(plan: NarrowPlan) -> dict[str, Array]:
+def _narrow(plan: Requant32) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for i, term in enumerate(plan.terms):
         parts = {"zero": term.zero, "cut": term.cut, "mantissa": term.mantissa}

@@ -1,7 +1,7 @@
-"""A firmware program for a batch of 1: every size known, shape arithmetic computed, every tensor's place in one arena.
+"""A firmware program for a batch of 1: sizes known, shape arithmetic computed, every tensor placed in one arena.
 
-What only moves elements (Reshape, Transpose, Slice, Pad, ...) is run once on the positions of its elements, which shows
-what it is: a copy, a strided read, or a read by a table of positions.
+Ops that only move elements (Reshape, Transpose, Slice, Pad, ...) are run once on the positions of the elements, which
+shows their kind: a copy, a strided read, or a read by a table of positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, helper
 
-from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, placed_in_arena
-from onnx_backend.integer.firmware.program import Program, narrowest, static_sizes
+from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena
+from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest, static_sizes
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
@@ -38,13 +38,13 @@ _BINARY: Mapping[str, str] = MappingProxyType(
 _SPATIAL = 3
 
 
-def static_program(made: Program) -> StaticProgram:
-    """Give a program for a batch of 1.
+def static_program(made: FirmwareProgram) -> StaticProgram:
+    """Return a program for a batch of 1.
 
     Raises:
         IntegerError: an input has another dynamic size, or the interpreter has no form for an operation: it is named.
     """
-    lowering = _Lowering(made, run_reference(made.model, _zeros(made.model), every_tensor=True))
+    lowering = _StaticLowering(made, run_reference(made.model, _zeros(made.model), every_tensor=True))
     for op in made.ops:
         lowering.add(op)
     ops = needed(lowering.ops, [entry["tensor"] for entry in made.outputs])
@@ -57,12 +57,12 @@ def static_program(made: Program) -> StaticProgram:
     for name in edges:
         if tensors[name].values is not None:
             raise IntegerError(f"{name!r} leaves the model and is a constant, which C has no form for; {_REMEDY}")
-    placed, arena = placed_in_arena(tensors, ops, [e["tensor"] for e in inputs], [e["tensor"] for e in outputs])
+    placed, arena = place_in_arena(tensors, ops, [e["tensor"] for e in inputs], [e["tensor"] for e in outputs])
     return StaticProgram(inputs, outputs, placed, ops, arena)
 
 
 def _zeros(model: ModelProto) -> dict[str, Array]:
-    """One input each, of batch 1.
+    """Return an array of zeros, of batch 1, for each input.
 
     Raises:
         IntegerError: another axis than the first is dynamic.
@@ -85,10 +85,10 @@ def _zeros(model: ModelProto) -> dict[str, Array]:
     return found
 
 
-class _Lowering:
-    """Turns the ops of a program into those of the interpreter; `seen` holds every tensor of one run."""
+class _StaticLowering:
+    """The translation of a program's ops into those of the interpreter; `seen` holds every tensor of one run."""
 
-    def __init__(self, made: Program, seen: Mapping[str, Array]) -> None:
+    def __init__(self, made: FirmwareProgram, seen: Mapping[str, Array]) -> None:
         self._seen = seen
         self.constants = dict(made.arrays)
         self._dtypes = {name: op["dtypes"][i] for op in made.ops for i, name in enumerate(op["outputs"])}
@@ -110,7 +110,7 @@ class _Lowering:
         self.ops.append(StaticOp(kind, op["node"], tuple(inputs), output or op["outputs"][0], fields))
 
     def add_constant(self, stem: str, values: Array) -> str:
-        """Give the name of a new constant."""
+        """Add a constant; return its name."""
         name = stem
         while name in self.constants or name in self._seen:
             name += "_"
@@ -118,7 +118,7 @@ class _Lowering:
         return name
 
     def value(self, op: dict[str, Any], index: int) -> Array | None:
-        """Give a constant input, None if it is absent.
+        """Return a constant input, None if it is absent.
 
         Raises:
             IntegerError: it is not constant.
@@ -129,11 +129,11 @@ class _Lowering:
         return self.constants[name] if name else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Give the shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.constants[name].shape if name in self.constants else self._seen[name].shape
 
     def tensor(self, name: str) -> StaticTensor:
-        """Give a tensor, without its place.
+        """Return a tensor, without its place.
 
         Raises:
             IntegerError: its dtype has no form in C.
@@ -150,14 +150,14 @@ def _inexpressible(op: dict[str, Any], reason: str) -> IntegerError:
     return IntegerError(f"the header cannot express {op['op']} {op['node']!r}: {reason}; {_REMEDY}")
 
 
-def _conv(low: _Lowering, op: dict[str, Any]) -> None:
+def _conv(low: _StaticLowering, op: dict[str, Any]) -> None:
     codes, weight, attrs = op["inputs"][0], op["parameters"]["weight"], op["attributes"]
     window = _window(low, op, low.shape(weight)[2:])
     low.emit("CONV", op, [codes, weight], zero_point=[attrs["zero_point"], 0], group=attrs["group"], **window)
 
 
-def _window(low: _Lowering, op: dict[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
-    """Give kernel, strides, dilations and pads at the begin, of 3 spatial axes."""
+def _window(low: _StaticLowering, op: dict[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
+    """Return kernel, strides, dilations and pads at the beginning, of 3 spatial axes."""
     rank, attrs = len(kernel), op["attributes"]
     if rank > _SPATIAL:
         raise _inexpressible(op, f"it has {rank} spatial axes")
@@ -178,7 +178,7 @@ def _window(low: _Lowering, op: dict[str, Any], kernel: Sequence[int]) -> dict[s
     }
 
 
-def _matmul(low: _Lowering, op: dict[str, Any]) -> None:
+def _matmul(low: _StaticLowering, op: dict[str, Any]) -> None:
     attrs, parameters = op["attributes"], op["parameters"]
     if op["op"] == "MatMulCodes":
         inputs, zero_points = list(op["inputs"]), attrs["zero_points"]
@@ -196,17 +196,17 @@ def _matmul(low: _Lowering, op: dict[str, Any]) -> None:
     low.emit("MATMUL", op, inputs, zero_point=zero_points)
 
 
-def _multiply(low: _Lowering, op: dict[str, Any]) -> None:
+def _multiply(low: _StaticLowering, op: dict[str, Any]) -> None:
     low.emit("MULTIPLY", op, op["inputs"], zero_point=op["attributes"]["zero_points"])
 
 
-def _binary(low: _Lowering, op: dict[str, Any]) -> None:
+def _binary(low: _StaticLowering, op: dict[str, Any]) -> None:
     if op["op"] == "BitShift" and op["attributes"]["direction"] != "RIGHT":
         raise _inexpressible(op, "it shifts to the left")
     low.emit(_BINARY[op["op"]], op, op["inputs"])
 
 
-def _pool(low: _Lowering, op: dict[str, Any]) -> None:
+def _pool(low: _StaticLowering, op: dict[str, Any]) -> None:
     window = _window(low, op, op["attributes"]["kernel_shape"])
     kind = "WINDOW_SUM" if op["op"] == "WindowSum" else "MAX_POOL"
     dtype = low.tensor(op["inputs"][0]).dtype
@@ -215,7 +215,7 @@ def _pool(low: _Lowering, op: dict[str, Any]) -> None:
     low.emit(kind, op, op["inputs"][:1], zero_point=[op["attributes"].get("zero_point", 0), 0], **window)
 
 
-def _along_axes(low: _Lowering, op: dict[str, Any]) -> None:
+def _along_axes(low: _StaticLowering, op: dict[str, Any]) -> None:
     attrs, rank = op["attributes"], len(low.shape(op["inputs"][0]))
     if op["op"] == "AxisSum":
         kind, axes = "AXIS_SUM", attrs["axes"]
@@ -228,7 +228,7 @@ def _along_axes(low: _Lowering, op: dict[str, Any]) -> None:
     low.emit(kind, op, op["inputs"][:1], reduced=reduced, zero_point=[attrs.get("zero_point", 0), 0])
 
 
-def _requantize(low: _Lowering, op: dict[str, Any]) -> None:
+def _requantize(low: _StaticLowering, op: dict[str, Any]) -> None:
     attrs, parameters, terms = op["attributes"], op["parameters"], len(op["inputs"])
     kind, last = "REQUANTIZE", "bias" if "bias" in parameters else "addend"
     each = ["mantissa"]
@@ -248,37 +248,37 @@ def _requantize(low: _Lowering, op: dict[str, Any]) -> None:
     )
 
 
-def _table(low: _Lowering, op: dict[str, Any]) -> None:
+def _table(low: _StaticLowering, op: dict[str, Any]) -> None:
     low.emit("TABLE", op, [op["inputs"][0], op["parameters"]["table"]])
 
 
-def _interpolated(low: _Lowering, op: dict[str, Any]) -> None:
+def _interpolated(low: _StaticLowering, op: dict[str, Any]) -> None:
     parts = [op["parameters"][role] for role in ("bits", "first", "base", "slope")]
     attrs = op["attributes"]
     low.emit("INTERPOLATE", op, [op["inputs"][0], *parts], hi=attrs["top"], fraction=attrs["fraction"])
 
 
-def _concat(low: _Lowering, op: dict[str, Any]) -> None:
+def _concat(low: _StaticLowering, op: dict[str, Any]) -> None:
     axis = op["attributes"]["axis"] % len(low.shape(op["outputs"][0]))
     low.emit("CONCAT", op, op["inputs"], axis=axis)
 
 
-def _clip(low: _Lowering, op: dict[str, Any]) -> None:
+def _clip(low: _StaticLowering, op: dict[str, Any]) -> None:
     limits = np.iinfo(low.tensor(op["outputs"][0]).dtype)
     ends = [low.value(op, 1), low.value(op, 2)]
     lo, hi = (int(limit if end is None else end) for end, limit in zip(ends, (limits.min, limits.max), strict=True))
     low.emit("CLIP", op, op["inputs"][:1], lo=lo, hi=hi)
 
 
-def _clamp(low: _Lowering, op: dict[str, Any]) -> None:
+def _clamp(low: _StaticLowering, op: dict[str, Any]) -> None:
     low.emit("CLIP", op, op["inputs"], lo=op["attributes"]["lo"], hi=op["attributes"]["hi"])
 
 
-def _cast(low: _Lowering, op: dict[str, Any]) -> None:
+def _cast(low: _StaticLowering, op: dict[str, Any]) -> None:
     low.emit("CAST", op, op["inputs"])
 
 
-def _move(low: _Lowering, op: dict[str, Any]) -> None:
+def _move(low: _StaticLowering, op: dict[str, Any]) -> None:
     """Lower what moves elements, by moving their positions."""
     source, rest = op["inputs"][0], [low.value(op, i) for i in range(1, len(op["inputs"]))]
     if source in low.constants:
@@ -294,7 +294,9 @@ def _move(low: _Lowering, op: dict[str, Any]) -> None:
         _read(low, op, source, name, np.asarray(part), positions.size, fill)
 
 
-def _read(low: _Lowering, op: dict[str, Any], source: str, name: str, positions: Array, total: int, fill: int) -> None:
+def _read(
+    low: _StaticLowering, op: dict[str, Any], source: str, name: str, positions: Array, total: int, fill: int
+) -> None:
     """Emit the read of `positions` of a flat tensor, -1 being the fill."""
     if np.array_equal(positions.reshape(-1), np.arange(total)):
         low.emit("COPY", op, [source], name)
@@ -313,7 +315,7 @@ def _read(low: _Lowering, op: dict[str, Any], source: str, name: str, positions:
     low.emit("GATHER", op, [source, table], name, fill=fill)
 
 
-_FORMS: Mapping[str, Callable[[_Lowering, dict[str, Any]], None]] = MappingProxyType(
+_FORMS: Mapping[str, Callable[[_StaticLowering, dict[str, Any]], None]] = MappingProxyType(
     {
         "AccumulateConv": _conv,
         "AccumulateMatMul": _matmul,

@@ -1,1 +1,1 @@
-"""Arithmetic on integers of 64 bits between quantizers, with proven bounds and errors. Import the files."""
+"""Arithmetic on 64-bit integers between quantizers, with proven bounds and errors. Import the files."""

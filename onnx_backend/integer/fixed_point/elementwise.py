@@ -16,17 +16,17 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     clipped_integers,
     constant64,
-    gathered,
+    gather_table,
     int64,
-    narrowed,
+    narrow_to,
     reach,
+    require_unmasked,
     single_scale,
     spread,
-    unmasked,
 )
-from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.exact_bounds import ULP
-from onnx_backend.integer.ir.values import Array, Refused, Wide
+from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
 
 Attributes = Mapping[str, float]
 #: Tables have at most this many segments.
@@ -37,7 +37,7 @@ _NEAR = 2.0**-24
 
 @dataclass(frozen=True)
 class Curve:
-    """What is known about a function.
+    """The known properties of a function.
 
     Attributes:
         bend: bound of its second derivative, on both sides of 0 (the slope may jump at 0).
@@ -88,13 +88,13 @@ CURVES: Mapping[str, Callable[[Attributes], Curve]] = MappingProxyType(
 )
 
 
-def bent(ctx: Context, value: Wide, function: Callable[[Array], Array], curve: Curve) -> Wide:
+def bent(ctx: LoweringContext, value: FixedPoint, function: Callable[[Array], Array], curve: Curve) -> FixedPoint:
     """Write `function(value)` for a function of which `curve` holds.
 
     Raises:
         Refused: the value's range is too wide for its resolution.
     """
-    value = narrowed(ctx, single_scale(ctx, unmasked(value)), 40)
+    value = narrow_to(ctx, single_scale(ctx, require_unmasked(value)), 40)
     if float(value.scale) < 0:
         curve = replace(curve, left=-curve.right, right=-curve.left)
     size, sign = abs(float(value.scale)), math.copysign(1.0, float(value.scale))
@@ -120,11 +120,11 @@ def bent(ctx: Context, value: Wide, function: Callable[[Array], Array], curve: C
     name, lo, hi = _chords(ctx, value, knots.astype(np.int64), (first, wide, count))
     error = (h * h / 8 * curve.bend + 4.0 * curve.tail + curve.slope * spread(value) * size) / unit + 2.0
     error += top / unit * 16 * ULP  # of the places and of the function there, in float64
-    return Wide(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
+    return FixedPoint(name, np.asarray(math.ldexp(unit, -wide)), lo, hi, error=math.ldexp(error, wide))
 
 
 def _segment_bits(span: int, size: float, curve: Curve) -> int:
-    """Give log2 of the integers per segment: as few segments as are near enough, at most `_MOST`."""
+    """Return log2 of the integers per segment: as few segments as are precise enough, at most `_MOST`."""
     for wide in range(min(max(span.bit_length() - 1, 0), 28), -1, -1):
         h = math.ldexp(size, wide)
         if h * h / 8 * curve.bend <= _NEAR or (span >> max(wide - 1, 0)) > _MOST:
@@ -132,7 +132,7 @@ def _segment_bits(span: int, size: float, curve: Curve) -> int:
     return 0
 
 
-def _chords(ctx: Context, value: Wide, knots: Array, place: tuple[int, int, int]) -> tuple[str, int, int]:
+def _chords(ctx: LoweringContext, value: FixedPoint, knots: Array, place: tuple[int, int, int]) -> tuple[str, int, int]:
     """Write `knots[i] * 2**wide + (knots[i + 1] - knots[i]) * f` with the value's place `first + i * 2**wide + f`."""
     first, wide, count = place
     b, name = ctx.builder, int64(ctx, value)
@@ -141,14 +141,14 @@ def _chords(ctx: Context, value: Wide, knots: Array, place: tuple[int, int, int]
     raised = b.node("Add", [offset, constant64(ctx, lift << wide)]) if lift else offset
     unsigned = b.node("BitShift", [b.cast(raised, TensorProto.UINT64), b.constant(wide, np.uint64)], direction="RIGHT")
     ends = [(bound - first) >> wide for bound in (value.lo, value.hi)]
-    places = Wide(b.cast(unsigned, TensorProto.INT64), np.ones(()), ends[0] + lift, ends[1] + lift)
+    places = FixedPoint(b.cast(unsigned, TensorProto.INT64), np.ones(()), ends[0] + lift, ends[1] + lift)
     places = clipped_integers(ctx, places, lift, lift + count - 1)
     index, high = b.cast(places.name, TensorProto.INT32), places.name
     if lift:
         index = b.node("Sub", [index, b.constant(lift, np.int32)])
         high = b.node("Sub", [high, constant64(ctx, lift)])
-    base = gathered(ctx, knots[:-1] << wide, index, name, np.int64)
-    slope = gathered(ctx, np.diff(knots), index, name, np.int64)
+    base = gather_table(ctx, knots[:-1] << wide, index, name, np.int64)
+    slope = gather_table(ctx, np.diff(knots), index, name, np.int64)
     rest = b.node("Sub", [offset, b.node("Mul", [high, constant64(ctx, 1 << wide)])])
     found = b.node("Add", [base, b.node("Mul", [slope, rest])])
     corners = [int(knot) << wide for knot in (knots.min(), knots.max())]

@@ -1,6 +1,6 @@
 """Fixed-point arithmetic between quantizers: integer tensors with a static scale, static bounds and an error bound.
 
-A `Wide` stands for `integers * scale + constant`. Every function here writes the nodes of one exact integer operation,
+A `FixedPoint` represents `integers * scale + constant`. Every function writes the nodes of one exact integer operation,
 follows the bounds by interval arithmetic, narrows an operand by a rounding shift only where a product or a sum could
 leave 62 bits, and adds what it rounds to the error. Bounds are Python integers, so they never overflow themselves.
 """
@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.ir.context import Context
-from onnx_backend.integer.ir.exact_bounds import ULP, exact_product, is_power_of_two, largest, raised
-from onnx_backend.integer.ir.values import Array, Linear, Refused, Term, Wide
+from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.exact_bounds import ULP, exact_product, float_chain_bound, is_power_of_two, largest
+from onnx_backend.integer.ir.values import Array, FixedPoint, Linear, Refused, Term
 
 #: Bits of the largest magnitude that the arithmetic lets an int64 tensor reach.
 ROOM = 62
@@ -25,48 +25,50 @@ _INT32 = (1 << 31) - 1
 GUARD = 24
 
 
-def reach(value: Wide) -> int:
-    """Give the largest magnitude of the integers."""
+def reach(value: FixedPoint) -> int:
+    """Return the largest magnitude of the integers."""
     return max(abs(value.lo), abs(value.hi))
 
 
-def bits(value: Wide) -> int:
-    """Give the number of bits of the largest magnitude of the integers."""
+def bits(value: FixedPoint) -> int:
+    """Return the number of bits of the largest magnitude of the integers."""
     return reach(value).bit_length()
 
 
-def spread(value: Wide) -> float:
-    """Give the largest error of the integers, in their own unit."""
+def spread(value: FixedPoint) -> float:
+    """Return the largest error of the integers, in their own unit."""
     return value.error + value.relative * reach(value)
 
 
-def inexact(value: Wide) -> bool:
-    """Whether the integers themselves are off: less than 2**-16 of one comes from roundings of the scale alone."""
+def inexact(value: FixedPoint) -> bool:
+    """Return True if the integers themselves have an error: below 2**-16 of one it comes from rounded scales alone."""
     return spread(value) > 2.0**-16
 
 
 def fits_int32(lo: int, hi: int) -> bool:
-    """Whether bounds fit in int32, with a little room for a rounding constant."""
+    """Return True if bounds fit in int32, with a little room for a rounding constant."""
     return lo >= -_INT32 and hi <= _INT32
 
 
-def made(name: str, scale: Array | float, lo: int, hi: int, *, error: float = 0.0, relative: float = 0.0) -> Wide:
-    """Give an int64 tensor as a value."""
-    return Wide(name, np.asarray(scale, np.float64), lo, hi, error=error, relative=relative)
+def int64_value(
+    name: str, scale: Array | float, lo: int, hi: int, *, error: float = 0.0, relative: float = 0.0
+) -> FixedPoint:
+    """Return an int64 tensor as a value."""
+    return FixedPoint(name, np.asarray(scale, np.float64), lo, hi, error=error, relative=relative)
 
 
-def int64(ctx: Context, value: Wide) -> str:
-    """Give the name of the integers as int64."""
+def int64(ctx: LoweringContext, value: FixedPoint) -> str:
+    """Return the name of the integers as int64."""
     return ctx.builder.cast(value.name, TensorProto.INT64) if value.narrow else value.name
 
 
-def constant64(ctx: Context, array: Array | int) -> str:
-    """Give the name of an int64 constant."""
+def constant64(ctx: LoweringContext, array: Array | int) -> str:
+    """Return the name of an int64 constant."""
     return ctx.builder.constant(array, np.int64)
 
 
-def unmasked(value: Wide) -> Wide:
-    """Give a value without infinities.
+def require_unmasked(value: FixedPoint) -> FixedPoint:
+    """Return a value that has no infinities.
 
     Raises:
         Refused: a mask of infinities was added to it.
@@ -81,7 +83,7 @@ def unmasked(value: Wide) -> Wide:
 
 
 def rounding_shift(
-    ctx: Context, name: str, lo: int, shift: int, to: int, *, keep_lift: bool = False
+    ctx: LoweringContext, name: str, lo: int, shift: int, to: int, *, keep_lift: bool = False
 ) -> tuple[str, int]:
     """Write `round(x / 2**shift)`, half up, of an int64 tensor that is at least `lo`.
 
@@ -100,8 +102,8 @@ def rounding_shift(
     return b.node("Sub", [signed, b.constant(lift, dtype)]), 0
 
 
-def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
-    """Bring the integers to at most `most` bits by a rounding shift, to int32 where they then fit."""
+def narrow_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
+    """Reduce the integers to at most `most` bits by a rounding shift, to int32 where they then fit."""
     excess = bits(value) - most
     if excess <= 0:
         return value
@@ -116,21 +118,21 @@ def narrowed(ctx: Context, value: Wide, most: int) -> Wide:
     return replace(value, name=name, scale=np.ldexp(value.scale, excess), lo=lo, hi=hi, error=error, narrow=narrow)
 
 
-def fitted(ctx: Context, value: Wide, most: int) -> Wide:
-    """Bring the integers to at most `most` bits: those that only a type bounds saturate, all others are narrowed."""
+def fit_to(ctx: LoweringContext, value: FixedPoint, most: int) -> FixedPoint:
+    """Reduce the integers to at most `most` bits: those that only a type bounds saturate, all others are shifted."""
     if not value.typed or bits(value) <= most:
-        return narrowed(ctx, value, most)
+        return narrow_to(ctx, value, most)
     top = (1 << most) - 1
     ctx.builder.assumed.append(f"{ctx.builder.label}: integers beyond {top} saturate")
     return clipped_integers(ctx, value, -top, top)
 
 
 def round_half_up(bound: int, shift: int) -> int:
-    """Give a bound after a rounding shift."""
+    """Return a bound after a rounding shift."""
     return (bound + (1 << (shift - 1))) >> shift
 
 
-def clipped_integers(ctx: Context, value: Wide, lo: int, hi: int) -> Wide:
+def clipped_integers(ctx: LoweringContext, value: FixedPoint, lo: int, hi: int) -> FixedPoint:
     """Clip the integers; int64 tensors by comparisons, because the runtime's int64 Clip is wrong."""
     lo, hi = max(lo, value.lo), min(hi, value.hi)
     if (lo, hi) == (value.lo, value.hi):
@@ -148,7 +150,7 @@ def clipped_integers(ctx: Context, value: Wide, lo: int, hi: int) -> Wide:
     return replace(value, name=name, lo=lo, hi=hi)
 
 
-def single_scale(ctx: Context, value: Wide) -> Wide:
+def single_scale(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Multiply scales per channel and constants into the integers: one scale is left, and no constant."""
     if not np.any(value.scale):  # a scale of 0 forgets the integers
         nothing = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 0)])
@@ -156,7 +158,7 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     if value.scale.size == 1 and not np.any(value.constant):
         return replace(value, scale=value.scale.reshape(()), constant=np.zeros(()))
     if value.scale.size > 1:
-        value = fitted(ctx, value, ROOM - 2 - GUARD)  # so that factors have enough bits to be fine
+        value = fit_to(ctx, value, ROOM - 2 - GUARD)  # so that factors have enough bits to be fine
     scales, top = np.abs(value.scale), max(reach(value), 1)
     whole = float(np.max(scales * top + np.abs(value.constant)))
     if whole == 0.0:
@@ -166,7 +168,7 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     if scales.size == 1:  # a power of two of the scale itself rounds nothing
         spare = math.floor(math.log2(scales.item() / unit)) if scales.item() else 0
         if spare < 0:
-            return single_scale(ctx, narrowed(ctx, value, bits(value) + spare))
+            return single_scale(ctx, narrow_to(ctx, value, bits(value) + spare))
         unit = math.ldexp(scales.item(), -spare) if scales.item() else unit
     factors = np.rint(value.scale / unit).astype(np.int64)
     addend = np.rint(value.constant / unit).astype(np.int64)
@@ -184,21 +186,21 @@ def single_scale(ctx: Context, value: Wide) -> Wide:
     relative += value.relative + value.relative * relative
     if np.any(addend) and (np.min(addend) < 0 or lo < 0 or np.min(value.scale) < 0 or value.lo < 0):
         error, relative = error + (steepest + off) * value.relative * top + off * top, 0.0  # a sum may cancel
-    found = Wide(name, np.asarray(unit), lo, hi, error=error, relative=relative, typed=value.typed)
+    found = FixedPoint(name, np.asarray(unit), lo, hi, error=error, relative=relative, typed=value.typed)
     return replace(found, masked=value.masked, floor=value.floor)
 
 
-def _products(value: Wide, factors: Array, addend: Array) -> tuple[int, int]:
+def _products(value: FixedPoint, factors: Array, addend: Array) -> tuple[int, int]:
     pairs = np.broadcast_arrays(factors, addend)
     rows = {(int(f), int(a)) for f, a in zip(pairs[0].reshape(-1), pairs[1].reshape(-1), strict=True)}
     ends = [f * bound + a for f, a in rows for bound in (value.lo, value.hi)]
     return min(ends), max(ends)
 
 
-def scaled(value: Wide, factor: Array | float) -> Wide:
+def scale_by(value: FixedPoint, factor: Array | float) -> FixedPoint:
     """Multiply by a constant: nothing is written, the scale changes."""
     scale, constant = value.scale * factor, value.constant * factor
-    found = replace(unmasked(value), scale=scale, constant=constant)
+    found = replace(require_unmasked(value), scale=scale, constant=constant)
     if is_power_of_two(np.asarray(factor)):
         return found
     off = 0.0 if exact_product(value.scale, factor) else 2 * ULP
@@ -211,27 +213,27 @@ def rounded(constant: Array, scale: Array) -> float:
     return 2 * ULP * float(largest(constant)) / unit if unit else 0.0
 
 
-def shifted(value: Wide, addend: Array | float) -> Wide:
+def add_constant(value: FixedPoint, addend: Array | float) -> FixedPoint:
     """Add a constant: nothing is written, the constant changes."""
     constant = value.constant + addend
     error = value.error + rounded(constant, value.scale) if np.any(value.constant) else value.error
     return replace(value, constant=constant, error=error)
 
 
-def negated(value: Wide) -> Wide:
+def negate(value: FixedPoint) -> FixedPoint:
     """Change the sign: nothing is written, the scale changes."""
-    return replace(unmasked(value), scale=-value.scale, constant=-value.constant)
+    return replace(require_unmasked(value), scale=-value.scale, constant=-value.constant)
 
 
-def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
+def multiply(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint:
     """Write the product of two values; the operand with more bits is narrowed where 62 would not hold it."""
     square = left.name == right.name
-    left, right = (unmasked(side) for side in (left, right))
+    left, right = (require_unmasked(side) for side in (left, right))
     left, right = (single_scale(ctx, side) if np.any(side.constant) else side for side in (left, right))
     over = bits(left) + bits(right) - ROOM
     if over > 0:
         smaller = min(bits(left), bits(right), ROOM // 2)
-        left, right = (fitted(ctx, side, ROOM - smaller) for side in (left, right))
+        left, right = (fit_to(ctx, side, ROOM - smaller) for side in (left, right))
     ends = [x * y for x in (left.lo, left.hi) for y in (right.lo, right.hi)]
     lo, hi = min(ends), max(ends)
     if square:
@@ -244,13 +246,15 @@ def multiply(ctx: Context, left: Wide, right: Wide) -> Wide:
     if not exact_product(left.scale, right.scale):
         relative += 2 * ULP
     name, typed = ctx.builder.node("Mul", names), left.typed or right.typed
-    return Wide(name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
+    return FixedPoint(
+        name, left.scale * right.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed
+    )
 
 
-def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdims: int = 1) -> Wide:
+def total(ctx: LoweringContext, value: FixedPoint, axes: Sequence[int], count: int, *, keepdims: int = 1) -> FixedPoint:
     """Write the sum over `axes`, which together have `count` elements; `axes` are of the tensor itself."""
-    value = single_scale(ctx, unmasked(value))
-    value = fitted(ctx, value, SUM_ROOM - count.bit_length())
+    value = single_scale(ctx, require_unmasked(value))
+    value = fit_to(ctx, value, SUM_ROOM - count.bit_length())
     lo, hi = value.lo * count, value.hi * count
     narrow = value.narrow and fits_int32(lo, hi)
     name = value.name if narrow else int64(ctx, value)
@@ -259,10 +263,10 @@ def total(ctx: Context, value: Wide, axes: Sequence[int], count: int, *, keepdim
     if lo < 0 and relative:
         error, relative = spread(value), 0.0
     error *= count
-    return Wide(summed, value.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=value.typed)
+    return FixedPoint(summed, value.scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=value.typed)
 
 
-def gathered(ctx: Context, table: Array, index: str, shape_of: str, dtype: type = np.int32) -> str:
+def gather_table(ctx: LoweringContext, table: Array, index: str, shape_of: str, dtype: type = np.int32) -> str:
     """Write `table[index]` for an int32 index tensor."""
     b = ctx.builder
     flat = b.node("Reshape", [index, constant64(ctx, np.asarray([-1]))])
@@ -270,13 +274,13 @@ def gathered(ctx: Context, table: Array, index: str, shape_of: str, dtype: type 
     return b.node("Reshape", [found, b.node("Shape", [shape_of])])
 
 
-def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -> Linear:
-    """Bring a value to one int32 term, for the requantization.
+def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], finest: float) -> Linear:
+    """Convert a value to one int32 term, for the requantization.
 
     Args:
         ctx: where nodes are written.
         value: the value.
-        reals: what is outside these real bounds may be clipped to them.
+        reals: values outside these real bounds may be clipped to them.
         finest: unit that the clipped values need not be finer than; where int32 holds the whole range in such units,
             nothing is clipped.
 
@@ -304,15 +308,18 @@ def term(ctx: Context, value: Wide, reals: tuple[float, float], finest: float) -
     return _linear(value, 0)
 
 
-def _linear(value: Wide, lift: int) -> Linear:
+def _linear(value: FixedPoint, lift: int) -> Linear:
     zero, lo, hi = (np.asarray(v, np.int64) for v in (lift, value.lo + lift, value.hi + lift))
     terms = (Term(value.name, value.scale, zero, lo, hi),)
     return Linear(
-        terms, constant=value.constant, source=value.source, error=raised(spread(value)) * largest(value.scale)
+        terms,
+        constant=value.constant,
+        source=value.source,
+        error=float_chain_bound(spread(value)) * largest(value.scale),
     )
 
 
-def _integer_bounds(value: Wide, reals: tuple[float, float]) -> tuple[int, int]:
+def _integer_bounds(value: FixedPoint, reals: tuple[float, float]) -> tuple[int, int]:
     with np.errstate(divide="ignore", invalid="ignore"):
         ends = [(bound - value.constant) / value.scale for bound in reals]
     finite = [end[np.isfinite(end)] for end in ends]
@@ -322,7 +329,7 @@ def _integer_bounds(value: Wide, reals: tuple[float, float]) -> tuple[int, int]:
     return math.floor(float(lows)) - 1, math.ceil(float(highs)) + 1
 
 
-def _floored(ctx: Context, value: Wide, reals: tuple[float, float]) -> Wide:
+def _floored(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float]) -> FixedPoint:
     if not value.masked:
         return value
     if value.floor > reals[0]:

@@ -1,4 +1,4 @@
-"""Where fixed point begins and ends: integers that are cast to float, and what a quantizer stands behind."""
+"""Where fixed point begins and ends: integers that are cast to float, and values in front of a quantizer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,18 +8,18 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, term
-from onnx_backend.integer.fixed_point.to_fixed import widened
-from onnx_backend.integer.ir.context import Args, Context, attributes
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Constant,
-    Encoding,
+    FixedPoint,
     Integers,
     Joined,
     Lookup,
     Refused,
     Selected,
     Value,
-    Wide,
 )
 
 _SMALL: Mapping[int, type] = MappingProxyType(
@@ -33,8 +33,8 @@ _SMALL: Mapping[int, type] = MappingProxyType(
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
-def cast_to_float(ctx: Context, node: NodeProto, args: Args) -> Value | None:
-    """Take integers as the numbers they are: constants, functions of bool or uint8, fixed point; None for other casts.
+def cast_to_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | None:
+    """Return integers (constants, functions of bool or uint8, fixed point) as the numbers they are; else None.
 
     64-bit integers saturate beyond 2**53, which float32 does not hold either.
     """
@@ -52,21 +52,23 @@ def cast_to_float(ctx: Context, node: NodeProto, args: Args) -> Value | None:
     if kind in _SMALL:
         info = np.iinfo(_SMALL[kind])
         narrow = b.cast(value.name, TensorProto.INT32)
-        return Wide(narrow, np.ones(()), int(info.min), int(info.max), narrow=True, typed=kind == TensorProto.INT32)
+        return FixedPoint(
+            narrow, np.ones(()), int(info.min), int(info.max), narrow=True, typed=kind == TensorProto.INT32
+        )
     if kind != TensorProto.INT64:
         raise Refused("it takes uint32 or uint64 for numbers", "cast to int64 first")
     name, top = value.name, 1 << 53
     for op, bound in (("Less", -top), ("Greater", top)):
         limit = constant64(ctx, bound)
         name = b.node("Where", [b.node(op, [name, limit]), limit, name])
-    return Wide(name, np.ones(()), -top, top, typed=True)
+    return FixedPoint(name, np.ones(()), -top, top, typed=True)
 
 
-def ready(ctx: Context, value: Value, encoding: Encoding) -> Value:
-    """Bring what is in fixed point to one int32 accumulator, so that it can be requantized to `encoding`."""
-    if isinstance(value, Joined | Selected) and any(isinstance(part, Wide) for part in _parts(value)):
-        value = widened(ctx, value)
-    if not isinstance(value, Wide):
+def to_accumulator(ctx: LoweringContext, value: Value, encoding: ActivationEncoding) -> Value:
+    """Convert fixed point to one int32 accumulator, so that it can be requantized to `encoding`."""
+    if isinstance(value, Joined | Selected) and any(isinstance(part, FixedPoint) for part in _parts(value)):
+        value = to_fixed(ctx, value)
+    if not isinstance(value, FixedPoint):
         return value
     # one step beyond the grid on both sides: everything further out saturates as well
     reals = ((-encoding.zero_point - 1) * encoding.scale, (encoding.hi - encoding.zero_point + 1) * encoding.scale)

@@ -1,4 +1,4 @@
-"""Integer methods on fixed point: square root, reciprocal and logarithm of positive tensors, right up to a last bit.
+"""Integer methods for fixed point: square root, reciprocal and logarithm of positive tensors, exact up to a last bit.
 
 Each first shifts every element left until its top bit stands at a fixed place, so that the result keeps about 30 bits
 of relative precision over the whole static range. They suit reduced tensors (means, variances, sums).
@@ -13,15 +13,15 @@ from onnx import TensorProto
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     constant64,
-    gathered,
+    gather_table,
     int64,
-    made,
-    narrowed,
+    int64_value,
+    narrow_to,
+    require_unmasked,
     single_scale,
-    unmasked,
 )
-from onnx_backend.integer.ir.context import Context
-from onnx_backend.integer.ir.values import Array, Refused, Wide
+from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
 
 _SEED_BITS = 8
 _LOG_BITS = 12
@@ -44,7 +44,7 @@ class Normalized:
     most: int
 
 
-def normalized(ctx: Context, value: Wide, step: int) -> Normalized:
+def normalized(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
     """Shift a tensor whose integers are within 1..2**62-1 (0 is shifted as 1 is)."""
     b = ctx.builder
     least = (ROOM - max(value.hi, 1).bit_length()) // step * step
@@ -65,19 +65,19 @@ def normalized(ctx: Context, value: Wide, step: int) -> Normalized:
     return Normalized(b.cast(raised, TensorProto.INT64), shift, least, most)
 
 
-def _shifted_right(ctx: Context, name: str, by: int) -> str:
+def _shifted_right(ctx: LoweringContext, name: str, by: int) -> str:
     b = ctx.builder
     unsigned = b.node("BitShift", [b.cast(name, TensorProto.UINT64), b.constant(by, np.uint64)], direction="RIGHT")
     return b.cast(unsigned, TensorProto.INT64)
 
 
-def _raised(ctx: Context, name: str, shift: str) -> str:
+def _raised(ctx: LoweringContext, name: str, shift: str) -> str:
     b = ctx.builder
     unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
     return b.cast(b.node("BitShift", unsigned, direction="LEFT"), TensorProto.INT64)
 
 
-def integer_root(ctx: Context, name: str) -> str:
+def integer_root(ctx: LoweringContext, name: str) -> str:
     """Write `floor(sqrt(x))` of an int64 tensor in [2**60, 2**62), or of 0.
 
     A table of the top bits gives the root to 2**-8, each step of Newton's method (that is Heron's) doubles the number
@@ -87,7 +87,7 @@ def integer_root(ctx: Context, name: str) -> str:
     top = b.cast(_shifted_right(ctx, name, ROOM - _SEED_BITS), TensorProto.INT32)
     middle = (np.arange(1 << _SEED_BITS) + 0.5) * 2.0 ** (ROOM - _SEED_BITS)
     seeds = np.floor(np.sqrt(middle)).astype(np.int64)
-    root = gathered(ctx, seeds, top, name, np.int64)
+    root = gather_table(ctx, seeds, top, name, np.int64)
     for _ in range(2):
         mean = b.node("Add", [root, b.node("Div", [name, root])])
         root = _shifted_right(ctx, mean, 1)
@@ -95,7 +95,7 @@ def integer_root(ctx: Context, name: str) -> str:
     return b.node("Sub", [root, b.cast(large, TensorProto.INT64)])
 
 
-def square_root(ctx: Context, value: Wide) -> Wide:
+def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Write the square root of a value that is not negative.
 
     Raises:
@@ -117,12 +117,14 @@ def square_root(ctx: Context, value: Wide) -> Wide:
     off = value.error / value.lo if value.lo > value.error else 1.0
     own = 2.0**-29  # the root is rounded down to 31 bits
     if off < 0.25:
-        return made(name, unit, lo, hi, relative=own + 0.5 * (off + value.relative) * (1.0 + off + value.relative))
+        return int64_value(
+            name, unit, lo, hi, relative=own + 0.5 * (off + value.relative) * (1.0 + off + value.relative)
+        )
     error = math.sqrt(value.error * float(value.scale)) / unit
-    return made(name, unit, lo, hi, error=error, relative=own + value.relative)
+    return int64_value(name, unit, lo, hi, error=error, relative=own + value.relative)
 
 
-def reciprocal_root(ctx: Context, value: Wide) -> Wide:
+def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Write `1 / sqrt(value)` of a value whose static bounds are positive.
 
     Raises:
@@ -146,22 +148,22 @@ def reciprocal_root(ctx: Context, value: Wide) -> Wide:
     off = value.error / value.lo + value.relative
     if off >= 0.5:
         raise Refused("it divides by a tensor that can be 0 within its error", "add an epsilon")
-    return made(name, unit, lo, hi, relative=off / (1.0 - off) + 2.0**-28)
+    return int64_value(name, unit, lo, hi, relative=off / (1.0 - off) + 2.0**-28)
 
 
-def reciprocal(ctx: Context, value: Wide) -> Wide:
+def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Write the reciprocal of a value whose static bounds exclude 0.
 
     Raises:
         Refused: the value can be 0.
     """
-    value = single_scale(ctx, unmasked(value))
+    value = single_scale(ctx, require_unmasked(value))
     if value.lo < 0 and value.hi < 0:
         flipped = ctx.builder.node("Sub", [constant64(ctx, 0), int64(ctx, value)])
-        value = made(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
+        value = int64_value(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
     if value.lo <= 0:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
-    value = narrowed(ctx, value, ROOM)
+    value = narrow_to(ctx, value, ROOM)
     shifted = normalized(ctx, value, 1)
     b = ctx.builder
     mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
@@ -185,10 +187,10 @@ def reciprocal(ctx: Context, value: Wide) -> Wide:
     off = value.error / value.lo + value.relative
     if off >= 0.5:
         raise Refused("it divides by a tensor that can be 0 within its error", "clip the divisor away from 0")
-    return made(name, unit, lo, hi, error=1.0 if over else 0.0, relative=off / (1.0 - off) + 2.0**-28)
+    return int64_value(name, unit, lo, hi, error=1.0 if over else 0.0, relative=off / (1.0 - off) + 2.0**-28)
 
 
-def logarithm(ctx: Context, value: Wide) -> Wide:
+def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Write the natural logarithm of a value whose static bounds are positive: a table, straight between its entries.
 
     Raises:
@@ -205,8 +207,8 @@ def logarithm(ctx: Context, value: Wide) -> Wide:
     rest = b.cast(b.node("BitwiseAnd", [b.cast(tail, TensorProto.UINT64), mask]), TensorProto.INT64)
     unit = 2.0**-40
     knots = np.rint(np.log(1.0 + np.arange(steps + 1) / steps) / unit).astype(np.int64)
-    base = gathered(ctx, knots[:-1], index, shifted.name, np.int64)
-    slope = gathered(ctx, np.diff(knots), index, shifted.name, np.int64)
+    base = gather_table(ctx, knots[:-1], index, shifted.name, np.int64)
+    slope = gather_table(ctx, np.diff(knots), index, shifted.name, np.int64)
     bend = _shifted_right(ctx, b.node("Mul", [slope, rest]), rest_bits)
     turns = b.node("Mul", [b.cast(shifted.shift, TensorProto.INT64), constant64(ctx, round(math.log(2.0) / unit))])
     name = b.node("Sub", [b.node("Add", [base, bend]), turns])
@@ -217,12 +219,12 @@ def logarithm(ctx: Context, value: Wide) -> Wide:
     # the chord of a logarithm is at most h**2 / 8 below it; knots, slope, shift and ln 2 are rounded
     error = (2.0 ** (-2 * _LOG_BITS) / 8 + 2 * off) / unit + 4 + ROOM
     turn = round(math.log(2.0) / unit)
-    found = made(name, unit, -shifted.most * turn - 2, turn + 2 - shifted.least * turn, error=error)
+    found = int64_value(name, unit, -shifted.most * turn - 2, turn + 2 - shifted.least * turn, error=error)
     return replace(found, constant=constant)
 
 
-def _positive(ctx: Context, value: Wide, least: int) -> Wide:
-    value = single_scale(ctx, unmasked(value))
+def _positive(ctx: LoweringContext, value: FixedPoint, least: int) -> FixedPoint:
+    value = single_scale(ctx, require_unmasked(value))
     if float(value.scale) < 0:
         raise Refused("its input is negative", "clip its input to positive numbers")
     if value.lo < least:
@@ -230,9 +232,9 @@ def _positive(ctx: Context, value: Wide, least: int) -> Wide:
             "its input can be negative or 0" if least else "its input can be negative",
             "clip its input, or add an epsilon",
         )
-    return narrowed(ctx, value, ROOM)
+    return narrow_to(ctx, value, ROOM)
 
 
 def table_of_exponentials(scale: float, count: int, bits: int) -> Array:
-    """Give `rint(2**bits * exp(-i * scale))` for i in 0..count-1, int64."""
+    """Return `rint(2**bits * exp(-i * scale))` for i in 0..count-1, int64."""
     return np.rint(np.ldexp(np.exp(-scale * np.arange(count, dtype=np.float64)), bits)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Sine and cosine of fixed point: the angle in turns, of which only the fraction counts, then a table.
+"""Sine and cosine of fixed point: the fraction of the angle in turns indexes a table.
 
 Positions of a rotary embedding are integers without a bound of their own. A product of one with a frequency would lose
 its fraction in any fixed point; so the integer is cut into digits, and every digit is multiplied by the fraction of a
@@ -11,10 +11,17 @@ from fractions import Fraction
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, gathered, int64, made, spread, unmasked
-from onnx_backend.integer.fixed_point.to_fixed import widened
-from onnx_backend.integer.ir.context import Args, Context
-from onnx_backend.integer.ir.values import Array, Joined, Value, Wide
+from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    constant64,
+    gather_table,
+    int64,
+    int64_value,
+    require_unmasked,
+    spread,
+)
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext
+from onnx_backend.integer.ir.values import Array, FixedPoint, Joined, Value
 
 _TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")
 _DIGIT = 18  # bits of a digit: its product with a fraction, and the sum of four of these, stay below 2**63
@@ -24,32 +31,32 @@ _REST = _FRACTION - _INDEX
 _UNIT = 2.0**-28  # of the table's entries
 
 
-def turned(ctx: Context, node: NodeProto, args: Args) -> Value:
+def turned(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Sin and Cos of a value in fixed point, or of several that are joined."""
     value = args[0]
     if isinstance(value, Joined):  # apart, since each may have scales of its own
         parts = (turned(ctx, node, [part]) for part in value.parts)
         return Joined(tuple(parts), value.axis, value.sizes, value.after)
-    return _looked_up(ctx, unmasked(widened(ctx, value)), 0.25 if node.op_type == "Cos" else 0.0)
+    return _looked_up(ctx, require_unmasked(to_fixed(ctx, value)), 0.25 if node.op_type == "Cos" else 0.0)
 
 
-def _looked_up(ctx: Context, value: Wide, ahead: float) -> Wide:
+def _looked_up(ctx: LoweringContext, value: FixedPoint, ahead: float) -> FixedPoint:
     b = ctx.builder
     phase, digits = _phase(ctx, value, ahead)
     index = b.cast(b.node("BitShift", [phase, b.constant(_REST, np.uint64)], direction="RIGHT"), TensorProto.INT32)
     rest = b.cast(b.node("BitwiseAnd", [phase, b.constant((1 << _REST) - 1, np.uint64)]), TensorProto.INT64)
     knots = np.rint(np.sin(2 * np.pi * np.arange((1 << _INDEX) + 1) / (1 << _INDEX)) / _UNIT).astype(np.int64)
-    base = gathered(ctx, knots[:-1] << _REST, index, phase, np.int64)
-    slope = gathered(ctx, np.diff(knots), index, phase, np.int64)
+    base = gather_table(ctx, knots[:-1] << _REST, index, phase, np.int64)
+    slope = gather_table(ctx, np.diff(knots), index, phase, np.int64)
     name = b.node("Add", [base, b.node("Mul", [slope, rest])])
     turns = (digits * 2.0 ** (_DIGIT - 1) + 1) * 2.0**-_FRACTION  # every fraction is rounded
     error = 2 * math.pi * turns + spread(value) * float(np.abs(value.scale).max())
     error += (2 * math.pi / (1 << _INDEX)) ** 2 / 8 + 2 * _UNIT
     top, scale = round(1 / _UNIT) << _REST, math.ldexp(_UNIT, -_REST)
-    return made(name, scale, -top, top, error=error / scale)
+    return int64_value(name, scale, -top, top, error=error / scale)
 
 
-def _phase(ctx: Context, value: Wide, ahead: float) -> tuple[str, int]:
+def _phase(ctx: LoweringContext, value: FixedPoint, ahead: float) -> tuple[str, int]:
     """Write the fraction of a turn that an angle and `ahead` make, in `_FRACTION` bits of uint64; give its digits."""
     b = ctx.builder
     name = int64(ctx, value)
@@ -72,6 +79,6 @@ def _phase(ctx: Context, value: Wide, ahead: float) -> tuple[str, int]:
 
 
 def _fractions(angles: list[Fraction], shape: tuple[int, ...]) -> Array:
-    """Give the fractions of a turn of angles in radians, in `_FRACTION` bits."""
+    """Return the fractions of a turn of angles in radians, in `_FRACTION` bits."""
     whole = 1 << _FRACTION
     return np.asarray([round(angle / _TURN * whole) % whole for angle in angles], np.uint64).reshape(shape)

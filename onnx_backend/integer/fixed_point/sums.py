@@ -1,4 +1,4 @@
-"""Sums of fixed point whose operands have scales of their own, masks beside them, or bounds that only a type gives."""
+"""Sums of fixed point whose operands have scales of their own, masks beside them, or bounds known only by type."""
 
 import math
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     bits,
     constant64,
+    fit_to,
     fits_int32,
-    fitted,
     int64,
-    narrowed,
+    narrow_to,
     reach,
     rounded,
     single_scale,
     spread,
 )
-from onnx_backend.integer.ir.context import Context
+from onnx_backend.integer.ir.context import LoweringContext
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP
-from onnx_backend.integer.ir.values import Array, Wide
+from onnx_backend.integer.ir.values import Array, FixedPoint
 
 _ROOM = ROOM - 2 - GUARD  # bits of an operand beside whose steps another one is to have its own
 
 
-def add(ctx: Context, left: Wide, right: Wide) -> Wide:
+def add(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint:
     """Write the sum of two values at a common scale that is finer than both, exactly where their scales agree."""
     left, right = _beside(ctx, left, right), _beside(ctx, right, left)
     constant = left.constant + right.constant
@@ -38,17 +38,17 @@ def add(ctx: Context, left: Wide, right: Wide) -> Wide:
     return _masks(ctx, left, right, rest, constant)
 
 
-def _plain_sum(ctx: Context, left: Wide, right: Wide) -> Wide:
+def _plain_sum(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint:
     plain = replace(left, constant=np.zeros(())), replace(right, constant=np.zeros(()))
     if np.array_equal(plain[0].scale, plain[1].scale):
-        if (reach(left) + reach(right)).bit_length() > ROOM:  # both give up their last bit
-            plain = fitted(ctx, plain[0], bits(left) - 1), fitted(ctx, plain[1], bits(right) - 1)
+        if (reach(left) + reach(right)).bit_length() > ROOM:  # both lose their last bit
+            plain = fit_to(ctx, plain[0], bits(left) - 1), fit_to(ctx, plain[1], bits(right) - 1)
         return _sum(ctx, *plain, (1, 1), plain[0].scale)
     first, second = (single_scale(ctx, side) for side in plain)
     return _sum_of_scales(ctx, first, second)
 
 
-def _masks(ctx: Context, left: Wide, right: Wide, total: Wide, constant: Array) -> Wide:
+def _masks(ctx: LoweringContext, left: FixedPoint, right: FixedPoint, total: FixedPoint, constant: Array) -> FixedPoint:
     masked = left.masked or right.masked
     if left.masked and right.masked:
         masked = ctx.builder.node("Or", [left.masked, right.masked])
@@ -57,7 +57,7 @@ def _masks(ctx: Context, left: Wide, right: Wide, total: Wide, constant: Array) 
     return replace(total, constant=constant, masked=masked, floor=left.floor + right.floor, error=error)
 
 
-def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
+def _sum_of_scales(ctx: LoweringContext, left: FixedPoint, right: FixedPoint) -> FixedPoint:
     sides = [left, right]
     scales = [abs(float(side.scale)) for side in sides]
     exact = max(scales) / min(scales)
@@ -77,8 +77,8 @@ def _sum_of_scales(ctx: Context, left: Wide, right: Wide) -> Wide:
     return replace(found, error=found.error + off)
 
 
-def _common_unit(ctx: Context, sides: Sequence[Wide], least: float) -> tuple[list[Wide], float]:
-    """Give the sides, narrowed where they are finer than `least`, and a unit of which they are nearly whole multiples.
+def _common_unit(ctx: LoweringContext, sides: Sequence[FixedPoint], least: float) -> tuple[list[FixedPoint], float]:
+    """Return the sides, narrowed if finer than `least`, and a unit of which they are nearly whole multiples.
 
     The unit is the scale of the side that reaches furthest over a power of two: 2**-GUARD of the finest scale, or as
     fine as `least` allows.
@@ -89,14 +89,16 @@ def _common_unit(ctx: Context, sides: Sequence[Wide], least: float) -> tuple[lis
         excess = math.ceil(math.log2(least / abs(float(side.scale))))
         if i != widest:
             excess = max(excess, bits(side) - _ROOM)  # so that its factor has enough bits to be fine
-        kept.append(narrowed(ctx, side, max(bits(side) - excess, 1)) if excess > 0 else side)
+        kept.append(narrow_to(ctx, side, max(bits(side) - excess, 1)) if excess > 0 else side)
     finest = min(abs(float(side.scale)) for side in kept)
     scale = abs(float(kept[widest].scale))
     parts = math.floor(math.log2(scale / max(least, math.ldexp(finest, -GUARD))))
     return kept, max(math.ldexp(scale, -parts), least)
 
 
-def _sum(ctx: Context, left: Wide, right: Wide, factors: tuple[int, int], scale: Array) -> Wide:
+def _sum(
+    ctx: LoweringContext, left: FixedPoint, right: FixedPoint, factors: tuple[int, int], scale: Array
+) -> FixedPoint:
     b = ctx.builder
     ends = [sorted((side.lo * f, side.hi * f)) for side, f in zip((left, right), factors, strict=True)]
     lo, hi = ends[0][0] + ends[1][0], ends[0][1] + ends[1][1]
@@ -110,11 +112,11 @@ def _sum(ctx: Context, left: Wide, right: Wide, factors: tuple[int, int], scale:
     errors = [side.error if same_sign else spread(side) for side in (left, right)]
     error = errors[0] * abs(factors[0]) + errors[1] * abs(factors[1])
     typed = left.typed or right.typed
-    return Wide(b.node("Add", names), scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
+    return FixedPoint(b.node("Add", names), scale, lo, hi, narrow=narrow, error=error, relative=relative, typed=typed)
 
 
-def _beside(ctx: Context, value: Wide, other: Wide) -> Wide:
-    """Give what only a type bounds as an operand beside another one, whose steps the sum has to keep."""
+def _beside(ctx: LoweringContext, value: FixedPoint, other: FixedPoint) -> FixedPoint:
+    """Return an operand that only its type bounds, fitted beside another one whose steps the sum must keep."""
     if not value.typed or other.typed or value.scale.size != 1 or not np.any(value.scale):
         return value
     value = whole_steps(ctx, value)
@@ -126,8 +128,8 @@ def _beside(ctx: Context, value: Wide, other: Wide) -> Wide:
     )
 
 
-def at_one_scale(ctx: Context, parts: Sequence[Wide]) -> list[Wide]:
-    """Bring values of one scale each to one that they share."""
+def at_one_scale(ctx: LoweringContext, parts: Sequence[FixedPoint]) -> list[FixedPoint]:
+    """Bring values of one scale each to a common scale."""
     if len({float(part.scale) for part in parts}) == 1:
         return list(parts)
     steps = [abs(float(part.scale)) for part in parts if not part.typed]
@@ -146,13 +148,13 @@ def at_one_scale(ctx: Context, parts: Sequence[Wide]) -> list[Wide]:
     return found
 
 
-def _within(ctx: Context, value: Wide, step: float) -> Wide:
-    """Let what only a type bounds saturate where steps of this size would have no room beside it."""
+def _within(ctx: LoweringContext, value: FixedPoint, step: float) -> FixedPoint:
+    """Saturate a value that only its type bounds, if steps of this size would have no room beside it."""
     most = max(math.floor(math.ldexp(step, _ROOM) / float(np.max(np.abs(value.scale)))), 1)
-    return fitted(ctx, value, max(most.bit_length() - 1, 1))
+    return fit_to(ctx, value, max(most.bit_length() - 1, 1))
 
 
-def whole_steps(ctx: Context, value: Wide) -> Wide:
+def whole_steps(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     """Add a constant of whole steps to the integers, as that of `(1 - mask) * lowest`."""
     if value.constant.size != 1 or not np.any(value.constant):
         return value
@@ -166,8 +168,8 @@ def whole_steps(ctx: Context, value: Wide) -> Wide:
     return replace(value, name=name, lo=value.lo + whole, hi=value.hi + whole, constant=np.zeros(()), narrow=narrow)
 
 
-def _swallowing(ctx: Context, value: Wide) -> Wide:
-    """Give multiples of a number that swallows every score: a mask where they are negative, else 0 or 2**24."""
+def _swallowing(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
+    """Return multiples of a number that swallows every score: a mask where they are negative, else 0 or 2**24."""
     b = ctx.builder
     zero = b.constant(0, np.int32 if value.narrow else np.int64)
     below, above = ("Less", "Greater") if float(value.scale.reshape(())) > 0 else ("Greater", "Less")
@@ -175,4 +177,4 @@ def _swallowing(ctx: Context, value: Wide) -> Wide:
     raised = b.cast(b.node(above, [value.name, zero]), TensorProto.INT32)
     b.assumed.append(f"{b.label}: what it adds swallows its other operand, and is 2**24 where it is above 0")
     scale = abs(float(value.scale.reshape(())))
-    return Wide(raised, np.asarray(-MASK), 0, 1, narrow=True, masked=masked, floor=-scale)
+    return FixedPoint(raised, np.asarray(-MASK), 0, 1, narrow=True, masked=masked, floor=-scale)

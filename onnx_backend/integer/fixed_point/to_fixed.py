@@ -1,4 +1,4 @@
-"""From any value to fixed point: codes and accumulators exactly, functions of codes by tables."""
+"""Convert any value to fixed point: codes and accumulators exactly, functions of codes by tables."""
 
 import math
 from dataclasses import replace
@@ -13,50 +13,50 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     clipped_integers,
     constant64,
     fits_int32,
-    gathered,
+    gather_table,
     int64,
     reach,
+    require_unmasked,
     single_scale,
     spread,
-    unmasked,
 )
 from onnx_backend.integer.fixed_point.sums import add, at_one_scale, whole_steps
-from onnx_backend.integer.ir.context import Context, move
-from onnx_backend.integer.ir.exact_bounds import MASK, ULP, upward
+from onnx_backend.integer.ir.context import LoweringContext, move
+from onnx_backend.integer.ir.exact_bounds import MASK, ULP, round_up
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Array,
     Bent,
     Constant,
-    Encoding,
+    FixedPoint,
     Joined,
     Linear,
     Lookup,
+    Movement,
     Pending,
     Refused,
     Selected,
-    Step,
     Value,
-    Wide,
 )
 
 _FINEST = ROOM - 4  # bits of a table
-_ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+_ANY = ActivationEncoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
-def widened(ctx: Context, value: Value | None, what: str = "its input", *, most: int = 31) -> Wide:
-    """Give a value as fixed point.
+def to_fixed(ctx: LoweringContext, value: Value | None, what: str = "its input", *, most: int = 31) -> FixedPoint:
+    """Return a value as fixed point.
 
     Args:
         ctx: where nodes are written.
         value: codes, a function of codes, an accumulator, a constant, a Concat of these, or fixed point already.
-        what: how the value is called in a refusal.
+        what: the name of the value in a refusal.
         most: bits of the table where the value is no exact multiple of anything.
 
     Raises:
         Refused: the value has no integers: a graph input, or a function that is not finite.
     """
-    if isinstance(value, Wide):
+    if isinstance(value, FixedPoint):
         return value
     if isinstance(value, Lookup):
         return _of_lookup(ctx, value, most)
@@ -65,17 +65,17 @@ def widened(ctx: Context, value: Value | None, what: str = "its input", *, most:
     if isinstance(value, Constant):
         return _of_constant(ctx, value, most)
     if isinstance(value, Bent):
-        return reduce(partial(add, ctx), (widened(ctx, part) for part in value.parts))
+        return reduce(partial(add, ctx), (to_fixed(ctx, part) for part in value.parts))
     if isinstance(value, Joined):
         return _of_joined(ctx, value, most)
     if isinstance(value, Selected):
         return _of_selected(ctx, value, most)
     if isinstance(value, Pending):
-        return reduce(partial(moved, ctx), value.after, widened(ctx, value.value, most=most))
+        return reduce(partial(move_integers, ctx), value.after, to_fixed(ctx, value.value, most=most))
     raise Refused(f"{what} is a float tensor", "put a QuantizeLinear/DequantizeLinear pair in front of it")
 
 
-def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
+def _of_lookup(ctx: LoweringContext, value: Lookup, most: int) -> FixedPoint:
     b = ctx.builder
     if value.encoding is not None:
         encoding = value.encoding
@@ -83,31 +83,31 @@ def _of_lookup(ctx: Context, value: Lookup, most: int) -> Wide:
         if encoding.zero_point:
             codes = b.node("Sub", [codes, b.constant(encoding.zero_point, np.int32)])
         lo, hi = -encoding.zero_point, encoding.hi - encoding.zero_point
-        return Wide(codes, np.asarray(encoding.scale, np.float64), lo, hi, narrow=True)
+        return FixedPoint(codes, np.asarray(encoding.scale, np.float64), lo, hi, narrow=True)
     values = value.values.astype(np.float64)
     masks = values <= MASK
     finite = values[~masks]
     if not np.all(np.isfinite(finite)) or finite.size == 0:
         raise Refused("it is not finite for some value that its input can have", "clip its input away from the pole")
-    # what lies between a mask and the scores is far larger than they are, and has to be as exact
+    # values between a mask and the scores are far larger than the scores, and must be as exact
     table, unit, error, relative = _grid(np.where(masks, 0.0, values), _FINEST if masks.any() else most)
     lo, hi = int(table.min()), int(table.max())
     narrow = fits_int32(lo, hi)
     index = b.cast(value.name, TensorProto.INT32)
-    name = gathered(ctx, table, index, value.name, np.int32 if narrow else np.int64)
-    found = Wide(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
+    name = gather_table(ctx, table, index, value.name, np.int32 if narrow else np.int64)
+    found = FixedPoint(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
     if not masks.any():
         return found
     places = np.flatnonzero(masks)
     if places.size == 1:
         masked = b.node("Equal", [value.name, b.constant(places[0], np.uint8 if values.size <= 256 else np.int32)])
     else:
-        masked = b.cast(gathered(ctx, masks, index, value.name), TensorProto.BOOL)
+        masked = b.cast(gather_table(ctx, masks, index, value.name), TensorProto.BOOL)
     return replace(found, masked=masked, floor=float(values[masks].max()))
 
 
 def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
-    """Give integers, their unit, error and relative error: the coarsest grid for all values, else `most` bits.
+    """Return integers, their unit, error and relative error: the coarsest grid for all values, else `most` bits.
 
     With `_FINEST` bits the values themselves are wanted, not the even steps of which float32 rounded them.
     """
@@ -128,7 +128,7 @@ def _grid(values: Array, most: int) -> tuple[Array, float, float, float]:
     return np.rint(values / unit).astype(np.int64), unit, 0.5, 0.0
 
 
-def _of_constant(ctx: Context, value: Constant, most: int) -> Wide:
+def _of_constant(ctx: LoweringContext, value: Constant, most: int) -> FixedPoint:
     values = value.values.astype(np.float64)
     masks = values <= MASK
     if not np.all(np.isfinite(values[~masks])):
@@ -139,17 +139,17 @@ def _of_constant(ctx: Context, value: Constant, most: int) -> Wide:
     else:
         integers, unit, error, relative = _grid(np.where(masks, 0.0, values), most)
         if coded is not None or value.blocks is not None:
-            relative += 2.0**-24  # float32 rounded what is stored as integers
+            relative += 2.0**-24  # float32 rounded the stored integers
     lo, hi = int(integers.min(initial=0)), int(integers.max(initial=0))
     narrow = fits_int32(lo, hi)
     name = ctx.builder.constant(integers, np.int32 if narrow else np.int64)
-    found = Wide(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
+    found = FixedPoint(name, np.asarray(unit), lo, hi, narrow=narrow, error=error, relative=relative)
     if not masks.any():
         return found
     return replace(found, masked=ctx.builder.constant(masks), floor=float(values[masks].max()))
 
 
-def _of_linear(ctx: Context, value: Linear) -> Wide:
+def _of_linear(ctx: LoweringContext, value: Linear) -> FixedPoint:
     constant, masks = value.constant, value.constant <= MASK
     if masks.any():
         value = replace(value, constant=np.where(masks, 0.0, constant))
@@ -160,11 +160,11 @@ def _of_linear(ctx: Context, value: Linear) -> Wide:
     if masks.any():
         found = replace(found, masked=ctx.builder.constant(masks), floor=float(constant[masks].max()))
     for step in value.after:
-        found = moved(ctx, found, step)
+        found = move_integers(ctx, found, step)
     return found
 
 
-def _of_one_term(ctx: Context, value: Linear) -> Wide:
+def _of_one_term(ctx: LoweringContext, value: Linear) -> FixedPoint:
     (term,) = value.terms
     lo, hi = int(np.min(term.lo - term.zero)), int(np.max(term.hi - term.zero))
     b, name, narrow = ctx.builder, term.name, fits_int32(lo, hi)
@@ -175,21 +175,21 @@ def _of_one_term(ctx: Context, value: Linear) -> Wide:
     else:
         name = b.node("Sub", [b.cast(name, TensorProto.INT64), constant64(ctx, term.zero)])
     least = float(np.min(np.abs(term.scale)))
-    error = upward(value.error / Fraction(least)) if least else 0.0
-    return Wide(name, term.scale, lo, hi, constant=value.constant, narrow=narrow, error=error)
+    error = round_up(value.error / Fraction(least)) if least else 0.0
+    return FixedPoint(name, term.scale, lo, hi, constant=value.constant, narrow=narrow, error=error)
 
 
-def _of_terms(ctx: Context, value: Linear) -> Wide:
+def _of_terms(ctx: LoweringContext, value: Linear) -> FixedPoint:
     sums = [_of_one_term(ctx, Linear((term,))) for term in value.terms]
     found = sums[0]
     for other in sums[1:]:
         found = add(ctx, found, other)
     least = float(np.min(np.abs(found.scale)))
-    error = found.error + (upward(value.error / Fraction(least)) if least else 0.0)
+    error = found.error + (round_up(value.error / Fraction(least)) if least else 0.0)
     return replace(found, constant=found.constant + value.constant, error=error)
 
 
-def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
+def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> FixedPoint:
     """Write `clip(value, lo, hi)`, both bounds rounded to the value's grid.
 
     Raises:
@@ -219,14 +219,14 @@ def clip(ctx: Context, value: Wide, lo: float, hi: float) -> Wide:
     return replace(found, error=found.error + 0.5 + ULP * reach(found))  # the quotient is rounded to float64 first
 
 
-def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:
-    parts = [single_scale(ctx, widened(ctx, part, most=most)) for part in value.parts]
+def _of_joined(ctx: LoweringContext, value: Joined, most: int) -> FixedPoint:
+    parts = [single_scale(ctx, to_fixed(ctx, part, most=most)) for part in value.parts]
     if any(part.masked for part in parts):
         raise Refused("it joins a mask of infinities", _BETWEEN)
     parts = at_one_scale(ctx, parts)
     narrow = all(part.narrow for part in parts)
     names = [part.name if narrow else int64(ctx, part) for part in parts]
-    found = Wide(
+    found = FixedPoint(
         ctx.builder.node("Concat", names, axis=value.axis),
         parts[0].scale,
         min(part.lo for part in parts),
@@ -237,49 +237,49 @@ def _of_joined(ctx: Context, value: Joined, most: int) -> Wide:
         typed=any(part.typed for part in parts),
     )
     for step in value.after:
-        found = moved(ctx, found, step)
+        found = move_integers(ctx, found, step)
     return found
 
 
-def _of_selected(ctx: Context, value: Selected, most: int) -> Wide:
+def _of_selected(ctx: LoweringContext, value: Selected, most: int) -> FixedPoint:
     kind = value.node.op_type
     if kind not in ("Where", "Max", "Min"):
         raise Refused(f"a {kind} stands between its quantizers", _BETWEEN)
     if kind == "Where":
         places = [i for i in value.inputs[1:] if isinstance(i, int)]
-        found = chosen(ctx, str(value.inputs[0]), *(value.parts[i] for i in places), most=most)
+        found = choose(ctx, str(value.inputs[0]), *(value.parts[i] for i in places), most=most)
     else:
-        found = widened(ctx, value.parts[0], most=most)
+        found = to_fixed(ctx, value.parts[0], most=most)
         for part in value.parts[1:]:
-            left, right = at_one_scale(ctx, [_plain(ctx, side) for side in (found, widened(ctx, part, most=most))])
+            left, right = at_one_scale(ctx, [_plain(ctx, side) for side in (found, to_fixed(ctx, part, most=most))])
             larger = ctx.builder.node("Greater", [int64(ctx, left), int64(ctx, right)])
             found = _one_of(ctx, larger, *((left, right) if kind == "Max" else (right, left)))
     for step in value.after:
-        found = moved(ctx, found, step)
+        found = move_integers(ctx, found, step)
     return found
 
 
-def _plain(ctx: Context, value: Wide) -> Wide:
-    return single_scale(ctx, whole_steps(ctx, unmasked(value)))
+def _plain(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
+    return single_scale(ctx, whole_steps(ctx, require_unmasked(value)))
 
 
-def chosen(ctx: Context, condition: str, yes: Value | None, no: Value | None, *, most: int = 31) -> Wide:
+def choose(ctx: LoweringContext, condition: str, yes: Value | None, no: Value | None, *, most: int = 31) -> FixedPoint:
     """Write a Where of two values; a number that swallows every score becomes a mask of the other value."""
     for number, other, inside in ((yes, no, True), (no, yes, False)):
         if isinstance(number, Constant) and number.values.size == 1 and number.values.item() <= MASK:
             masked = condition if inside else ctx.builder.node("Not", [condition])
-            value, floor = widened(ctx, other, most=most), float(number.values.item())
+            value, floor = to_fixed(ctx, other, most=most), float(number.values.item())
             if value.masked:
                 masked, floor = ctx.builder.node("Or", [value.masked, masked]), max(value.floor, floor)
             return replace(value, masked=masked, floor=floor)
-    sides = at_one_scale(ctx, [_plain(ctx, widened(ctx, side, most=most)) for side in (yes, no)])
+    sides = at_one_scale(ctx, [_plain(ctx, to_fixed(ctx, side, most=most)) for side in (yes, no)])
     return _one_of(ctx, condition, sides[0], sides[1])
 
 
-def _one_of(ctx: Context, condition: str, yes: Wide, no: Wide) -> Wide:
+def _one_of(ctx: LoweringContext, condition: str, yes: FixedPoint, no: FixedPoint) -> FixedPoint:
     narrow = yes.narrow and no.narrow
     names = [side.name if narrow else int64(ctx, side) for side in (yes, no)]
-    return Wide(
+    return FixedPoint(
         ctx.builder.node("Where", [condition, *names]),
         yes.scale,
         min(yes.lo, no.lo),
@@ -291,7 +291,7 @@ def _one_of(ctx: Context, condition: str, yes: Wide, no: Wide) -> Wide:
     )
 
 
-def moved(ctx: Context, value: Wide, step: Step) -> Wide:
+def move_integers(ctx: LoweringContext, value: FixedPoint, step: Movement) -> FixedPoint:
     """Write a movement of the integers: a Reshape, Transpose, Slice, Expand, Pad, ...
 
     Raises:
@@ -310,12 +310,12 @@ def moved(ctx: Context, value: Wide, step: Step) -> Wide:
     fill = round(step.fill / float(value.scale))
     b = ctx.builder
     inputs = (step.inputs[0], b.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])
-    name = move(ctx, Step(step.node, inputs, step.output), value.name, _ANY, step.node.output[step.output])
+    name = move(ctx, Movement(step.node, inputs, step.output), value.name, _ANY, step.node.output[step.output])
     return replace(value, name=name, lo=min(value.lo, fill), hi=max(value.hi, fill), error=max(value.error, 0.5))
 
 
-def integer_scores(ctx: Context, value: Wide) -> Wide:
-    """Give a value whose integers fit in int32 as int32; its mask stays beside it."""
+def integer_scores(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
+    """Return a value whose integers fit in int32 as int32; its mask stays beside it."""
     if value.narrow:
         return value
     return replace(value, name=ctx.builder.cast(value.name, TensorProto.INT32), narrow=True)

@@ -1,1 +1,1 @@
-"""What lowerings speak in: values, recorded operations and their constants. Import the files."""
+"""The intermediate representation of a conversion: values, operations and their constants. Import the files."""

@@ -1,4 +1,4 @@
-"""Recording the integer graph: names, constants, nodes, requantizations and tables."""
+"""Record the integer graph: names, constants, nodes, requantizations and tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,17 +9,17 @@ import ml_dtypes
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.ir.exact_bounds import upward
+from onnx_backend.integer.ir.exact_bounds import round_up
 from onnx_backend.integer.ir.operations import Operation, Requantization, Table
 from onnx_backend.integer.ir.piecewise_linear import segments
-from onnx_backend.integer.ir.requant32 import NarrowPlan, narrow_plan
-from onnx_backend.integer.ir.requantization import Plan, plan
-from onnx_backend.integer.ir.values import Array, Encoding, Linear, Lookup, Refused
+from onnx_backend.integer.ir.requant32 import Requant32, requant32
+from onnx_backend.integer.ir.requantization import RequantMultiplier, requant_multiplier
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Lookup, Refused
 from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT, Rounding
 
 
 class Builder:
-    """Collects the operations and initializers of the integer graph and the rows of its certificate."""
+    """The recorder of an integer graph: its operations, initializers and the rows of its certificate."""
 
     def __init__(
         self, reserved: Sequence[str], rounding: Rounding, product_bits: int = 64, *, interpolates: bool = False
@@ -31,16 +31,16 @@ class Builder:
         self.product_bits = product_bits
         self.interpolates = interpolates  # tables of 16-bit codes are written as straight lines
         self.label = ""  # the node being lowered
-        self.behind = ""  # the node that made its first input
-        self.facts: dict[str, dict[str, Any]] = {}  # what the certificate says about a node of the Q/DQ model
+        self.behind = ""  # the node that computed its first input
+        self.facts: dict[str, dict[str, Any]] = {}  # facts of the certificate about a node of the Q/DQ model
         self.indices: set[str] = set()  # codes that only tables read, written as int32
-        self.assumed: list[str] = []  # what the certificate says about numbers that only their type bounds
+        self.assumed: list[str] = []  # the certificate's notes on numbers that only their type bounds
         self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}
 
     def fresh(self, stem: str) -> str:
-        """Give a tensor name that nothing has yet, `stem` itself if it is free."""
+        """Return an unused tensor name, `stem` itself if it is free."""
         name, count = stem, 0
         while name in self._taken:
             count += 1
@@ -49,7 +49,7 @@ class Builder:
         return name
 
     def constant(self, array: Any, dtype: Any = None, stem: str = "constant") -> str:
-        """Give the name of an initializer with these values; equal ones are written once."""
+        """Return the name of an initializer with these values; equal ones are written once."""
         values = np.asarray(array, dtype)
         key = (str(values.dtype), values.shape, values.tobytes())
         if key not in self._constants:
@@ -59,15 +59,15 @@ class Builder:
         return self._constants[key]
 
     def packed(self, values: Array, bits: int, stem: str) -> str:
-        """Give the name of a uint8 tensor of small constants that is stored in 8, 4 or 2 bits and widened by a Cast."""
-        raised = values.astype(np.uint8)
+        """Return the name of a uint8 tensor of small constants, stored in 8, 4 or 2 bits and widened by a Cast."""
+        unsigned = values.astype(np.uint8)
         if bits == 8:
-            return self.constant(raised, stem=stem)
+            return self.constant(unsigned, stem=stem)
         kind = ml_dtypes.uint4 if bits == 4 else ml_dtypes.uint2
-        return self.cast(self.constant(raised.astype(kind), stem=stem), TensorProto.UINT8)
+        return self.cast(self.constant(unsigned.astype(kind), stem=stem), TensorProto.UINT8)
 
     def node(self, op_type: str, inputs: Sequence[str], *, name: str | None = None, **attributes: Any) -> str:
-        """Append a node with one output and give that output's name (`name`, made unique)."""
+        """Append a node with one output and return that output's name (`name`, made unique)."""
         output = self.fresh(name or f"{self.label}.{op_type}")
         self.nodes.append(helper.make_node(op_type, inputs, [output], name=f"{output}_node", **attributes))
         return output
@@ -78,7 +78,7 @@ class Builder:
         self.nodes.append(node)
 
     def copy(self, node: NodeProto, inputs: Sequence[str]) -> list[str]:
-        """Append a node of the Q/DQ model with other inputs and give the names of its outputs."""
+        """Append a node of the Q/DQ model with other inputs and return the names of its outputs."""
         outputs = [self.fresh(name) if name else "" for name in node.output]
         copied = NodeProto()
         copied.CopyFrom(node)
@@ -93,8 +93,8 @@ class Builder:
         return self.node("Cast", [tensor], name=name, to=to)
 
 
-def requantize(b: Builder, value: Linear, encoding: Encoding, name: str) -> str:
-    """Record the requantization of accumulators to codes and give their name; `value.after` is not applied.
+def requantize(b: Builder, value: Linear, encoding: ActivationEncoding, name: str) -> str:
+    """Record the requantization of accumulators to codes and return their name; `value.after` is not applied.
 
     The clip of a Relu or Clip is folded into the saturation, and ties are rounded up wherever no accumulator within
     the static bounds can tie, which every rounding then agrees with.
@@ -102,21 +102,26 @@ def requantize(b: Builder, value: Linear, encoding: Encoding, name: str) -> str:
     Raises:
         Refused: a multiplier is too large for a fixed point.
     """
-    fixed: Plan | NarrowPlan
+    multiplier: RequantMultiplier | Requant32
     if b.product_bits == 32:
-        fixed, rounding = narrow_plan(value, encoding), "half_up"
+        multiplier, rounding = requant32(value, encoding), "half_up"
     else:
-        fixed = plan(value, encoding)
-        rounding = b.rounding if fixed.ties or b.rounding == "gemmlowp" else "half_up"
+        multiplier = requant_multiplier(value, encoding)
+        rounding = b.rounding if multiplier.ties or b.rounding == "gemmlowp" else "half_up"
     lo, hi = (int(encoding.quantize(bound)) for bound in (value.lo, value.hi))
     result = b.fresh(name)
-    row = {**_row(b, value, encoding, fixed, rounding, result), "codes": [lo, hi]}
-    b.nodes.append(Requantization(value, encoding, fixed, rounding, (lo, hi), result, b.label, row))
+    row = {**_row(b, value, encoding, multiplier, rounding, result), "codes": [lo, hi]}
+    b.nodes.append(Requantization(value, encoding, multiplier, rounding, (lo, hi), result, b.label, row))
     return result
 
 
 def _row(
-    b: Builder, value: Linear, encoding: Encoding, fixed: Plan | NarrowPlan, rounding: str, codes: str
+    b: Builder,
+    value: Linear,
+    encoding: ActivationEncoding,
+    fixed: RequantMultiplier | Requant32,
+    rounding: str,
+    codes: str,
 ) -> dict[str, Any]:
     ratios = [(term.scale / encoding.scale).reshape(-1).tolist() for term in value.terms]
     return {
@@ -133,19 +138,19 @@ def _row(
         "addends": np.asarray(fixed.addend).reshape(-1).tolist(),
         "output_zero_point": encoding.zero_point,
         "rounding": rounding,
-        "ties_possible": fixed.ties if isinstance(fixed, Plan) else None,
-        "error_bound": upward(fixed.error + _first_rounding(fixed, rounding) + _clip_error(value, encoding)),
+        "ties_possible": fixed.ties if isinstance(fixed, RequantMultiplier) else None,
+        "error_bound": round_up(fixed.error + _first_rounding(fixed, rounding) + _clip_error(value, encoding)),
         **_pre_shifts(fixed),
     }
 
 
-def _first_rounding(fixed: Plan | NarrowPlan, rounding: str) -> Fraction:
+def _first_rounding(fixed: RequantMultiplier | Requant32, rounding: str) -> Fraction:
     """Bound the first of two roundings, which only `gemmlowp` has: half a unit of the bits that the second takes."""
     shift = int(np.min(fixed.shift[fixed.shift > HIGH_MUL], initial=MAX_SHIFT + 1))
     return Fraction(1, 2 << (shift - HIGH_MUL)) if rounding == "gemmlowp" and shift <= MAX_SHIFT else Fraction(0)
 
 
-def _clip_error(value: Linear, to: Encoding) -> Fraction:
+def _clip_error(value: Linear, to: ActivationEncoding) -> Fraction:
     """Bound what the code of a clip is beyond half a step from the clip itself: float32 may round it across a tie."""
     worst = Fraction(0)
     for bound in (value.lo, value.hi):
@@ -155,8 +160,8 @@ def _clip_error(value: Linear, to: Encoding) -> Fraction:
     return worst
 
 
-def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
-    if isinstance(fixed, Plan):
+def _pre_shifts(fixed: RequantMultiplier | Requant32) -> dict[str, Any]:
+    if isinstance(fixed, RequantMultiplier):
         return {}
     parts = {"pre_shifts": "before", "zeros": "zero", "cuts": "cut"}
     return {
@@ -165,7 +170,7 @@ def _pre_shifts(fixed: Plan | NarrowPlan) -> dict[str, Any]:
     }
 
 
-def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
+def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) -> str:
     """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
     The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction. Of 16-bit
@@ -203,14 +208,14 @@ def look_up(b: Builder, value: Lookup, encoding: Encoding, name: str) -> str:
     return result
 
 
-def _interpolated(made: Table) -> Table:
-    """Give a table its straight lines, unless it jumps so often that they would take more room; its row says which."""
-    lines = segments(made.table, made.encoding.hi)
-    whole = made.table.size * (2 if made.encoding.wide else 1)
+def _interpolated(table: Table) -> Table:
+    """Return a table as straight lines, unless it jumps so often that they would be larger; its row records that."""
+    lines = segments(table.table, table.encoding.hi)
+    whole = table.table.size * (2 if table.encoding.wide else 1)
     if lines.bytes >= whole:
-        made.row["kept_exact"] = f"its {lines.base.size} segments would take {lines.bytes} bytes, the table {whole}"
-        return made
-    made.row.update(
+        table.row["kept_exact"] = f"its {lines.base.size} segments would take {lines.bytes} bytes, the table {whole}"
+        return table
+    table.row.update(
         form="interpolated table",
         error_bound=float(lines.deviation),
         segments=int(lines.base.size),
@@ -218,4 +223,4 @@ def _interpolated(made: Table) -> Table:
         largest_deviation=lines.deviation,
         codes_differing=lines.differing,
     )
-    return replace(made, segments=lines)
+    return replace(table, segments=lines)

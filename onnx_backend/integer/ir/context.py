@@ -1,4 +1,4 @@
-"""What a lowering may ask: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
+"""The context of a lowering: static shapes and dtypes of the Q/DQ model, names of integer tensors, codes of a value."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,35 +7,35 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.integer.fixed_shapes import inferred, static_sizes
+from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.max_of_slices import largest_of_slices
 from onnx_backend.integer.ir.operations import Softmax
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Codes,
     Constant,
-    Encoding,
     Integers,
     Joined,
     Lookup,
+    Movement,
     Refused,
-    Step,
     Value,
-    dequantized,
+    dequantize_codes,
 )
 from onnx_backend.opening.stored_encodings import UNMARKED
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
-Lowering = Callable[["Context", NodeProto, Args], Value | tuple[Value, ...]]
+Lowering = Callable[["LoweringContext", NodeProto, Args], Value | tuple[Value, ...]]
 
 FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"
 _NEEDS_QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
 @dataclass(frozen=True)
-class Context:
-    """The surroundings of one conversion.
+class LoweringContext:
+    """The state that all lowerings of one conversion share.
 
     Attributes:
         builder: where nodes are written.
@@ -43,7 +43,7 @@ class Context:
         types: ONNX dtypes of the Q/DQ model's tensors.
         edges: `float` or `integer`.
         opset: the default-domain opset of the Q/DQ model.
-        composes: whether a function of a table may be written as one table of what that reads.
+        composes: True if a function of a table may be written as one table of that table's input.
         inputs: the encoding with which each float graph input is quantized, and its codes (filled on the way).
         floats: tensors that may be float, and float inputs that are read as they are (filled on the way).
         sites: the codes of every QuantizeLinear's output (filled on the way).
@@ -66,7 +66,7 @@ class Context:
     undefined: dict[str, str] = field(default_factory=dict)
 
     def sizes(self, tensor: str, axes: Sequence[int]) -> list[int]:
-        """Give static dimensions of a tensor of the Q/DQ model.
+        """Return static dimensions of a tensor of the Q/DQ model.
 
         Raises:
             Refused: the rank or one of the dimensions is not static.
@@ -79,7 +79,7 @@ class Context:
         return sizes
 
     def rank(self, tensor: str) -> int:
-        """Give the rank of a tensor of the Q/DQ model.
+        """Return the rank of a tensor of the Q/DQ model.
 
         Raises:
             Refused: shape inference could not find it.
@@ -90,29 +90,29 @@ class Context:
         return len(shape)
 
 
-def surroundings(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> Context:
-    """Build the context of a model by ONNX shape inference."""
-    known = inferred(model)
+def lowering_context(model: ModelProto, builder: Builder, edges: str, *, composes: bool = True) -> LoweringContext:
+    """Return the context of a model, with shapes from ONNX shape inference."""
+    known = with_inferred_shapes(model)
     graph, shapes = known.graph, static_sizes(known)
     types = {i.name: i.type.tensor_type.elem_type for i in (*graph.input, *graph.output, *graph.value_info)}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    return Context(builder, shapes, types, edges, opset, composes)
+    return LoweringContext(builder, shapes, types, edges, opset, composes)
 
 
 def attributes(node: NodeProto) -> dict[str, Any]:
-    """Give a node's attributes as plain values (strings decoded)."""
+    """Return a node's attributes as plain values (strings decoded)."""
     values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     return {key: value.decode() if isinstance(value, bytes) else value for key, value in values.items()}
 
 
 def label(node: NodeProto) -> str:
-    """Give the name by which a node is reported: its own, else its first output's."""
+    """Return the name by which a node is reported: its own, else its first output's."""
     return (node.name or (node.output[0] if node.output else node.op_type)).removesuffix(UNMARKED)
 
 
-def integer_name(ctx: Context, value: Value | None) -> str:
-    """Give the integer model's name of an integer tensor, writing it first if it is a constant.
+def integer_name(ctx: LoweringContext, value: Value | None) -> str:
+    """Return the integer model's name of an integer tensor; a constant is written first.
 
     Raises:
         Refused: the value is not an integer tensor.
@@ -127,14 +127,14 @@ def integer_name(ctx: Context, value: Value | None) -> str:
 
 
 def constant_integers(value: Value | None) -> list[int] | None:
-    """Give the values of a constant integer input, None if it is absent or not constant."""
+    """Return the values of a constant integer input, None if it is absent or not constant."""
     if isinstance(value, Integers) and value.array is not None:
         return [int(v) for v in value.array.reshape(-1)]
     return None
 
 
-def encoded(value: Value | None, what: str = "its input") -> tuple[str, Encoding]:
-    """Give the codes and encoding of a quantized operand.
+def require_codes(value: Value | None, what: str = "its input") -> tuple[str, ActivationEncoding]:
+    """Return the codes and encoding of a quantized operand.
 
     Raises:
         Refused: the operand does not come straight from a DequantizeLinear.
@@ -149,8 +149,8 @@ def encoded(value: Value | None, what: str = "its input") -> tuple[str, Encoding
     raise Refused(f"{what} is a float tensor", _NEEDS_QUANTIZE)
 
 
-def move(ctx: Context, step: Step, codes: str, encoding: Encoding, name: str) -> str:
-    """Emit a node that moves codes without changing them and give its output."""
+def move(ctx: LoweringContext, step: Movement, codes: str, encoding: ActivationEncoding, name: str) -> str:
+    """Emit a node that moves codes without changing them and return its output."""
     if step.node.op_type == "MaxPool" and encoding.wide:
         return _largest_of_slices(ctx, step.node, codes, name)
     node = NodeProto()
@@ -170,7 +170,7 @@ def move(ctx: Context, step: Step, codes: str, encoding: Encoding, name: str) ->
     return outputs[step.output]
 
 
-def settled(ctx: Context, value: Value, name: str) -> Value:
+def concat_codes(ctx: LoweringContext, value: Value, name: str) -> Value:
     """Turn a Concat whose inputs already share one function of their codes into a plain uint8 tensor."""
     if not isinstance(value, Joined) or value.after:
         return value
@@ -181,10 +181,10 @@ def settled(ctx: Context, value: Value, name: str) -> Value:
     if any(not np.array_equal(part.values, first.values) for part in parts):
         return value
     codes = ctx.builder.node("Concat", [part.name for part in parts], axis=value.axis, name=name)
-    return dequantized(codes, first.encoding) if first.encoding else Lookup(codes, first.values, None)
+    return dequantize_codes(codes, first.encoding) if first.encoding else Lookup(codes, first.values, None)
 
 
-def _largest_of_slices(ctx: Context, node: NodeProto, codes: str, name: str) -> str:
+def _largest_of_slices(ctx: LoweringContext, node: NodeProto, codes: str, name: str) -> str:
     """Emit MaxPool of int32 codes, for which it has no kernel: the Max of one strided slice per tap, axis by axis.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Bounds in exact rationals: a float is taken as the number that it is, and a bound is rounded up once, when printed.
+"""Bounds in exact rationals: a float counts as the number that it is, and a bound is rounded up once, when printed.
 
 The multipliers of the integer model are float64. Where one is the rounding of an exact product, quotient or root of
 stored numbers, `rounded` counts that rounding; a product of two float32 scales is exact in float64 and needs none.
@@ -18,36 +18,36 @@ Array = NDArray[Any]
 MASK = -(2.0**24)
 #: Bound of one rounding to float64 as a share, with room for the products of several.
 ROUNDING = Fraction(1, 1 << 52)
-#: The same as a float, for bounds that are computed in float64 and raised by `raised`.
+#: The same as a float, for bounds that are computed in float64 and widened by `float_chain_bound`.
 ULP = 2.0**-52
 #: More than the share that float64 rounds off a chain of sums and products of numbers that are not negative.
 _CHAIN = Fraction(1, 1 << 30)
 
 
-def upward(bound: Fraction) -> float:
-    """Give the smallest float64 that is not below a bound."""
+def round_up(bound: Fraction) -> float:
+    """Return the smallest float64 that is not below a bound."""
     nearest = float(bound)
     return nearest if Fraction(nearest) >= bound else math.nextafter(nearest, math.inf)
 
 
-def raised(bound: float) -> Fraction:
-    """Give a bound on the exact value of a float64 chain of sums and products of numbers that are not negative."""
+def float_chain_bound(bound: float) -> Fraction:
+    """Return a bound on the exact value of a float64 chain of sums and products of non-negative numbers."""
     return Fraction(bound) * (1 + _CHAIN)
 
 
 def largest(values: Array) -> Fraction:
-    """Give the largest magnitude of float64 numbers, 0 of none, exactly."""
+    """Return the largest magnitude of float64 numbers, 0 of none, exactly."""
     return Fraction(float(np.max(np.abs(values), initial=0.0)))
 
 
 def is_power_of_two(factor: Array) -> bool:
-    """Whether products with all these factors are exact in float64: each is 0 or a power of two."""
+    """Return True if products with all these factors are exact in float64: each is 0 or a power of two."""
     mantissa, _ = np.frexp(np.abs(np.asarray(factor, np.float64)))
     return bool(np.all((mantissa == 0.5) | (mantissa == 0.0)))
 
 
 def distinct_rows(*columns: Array) -> Iterator[tuple[Any, ...]]:
-    """Give every combination that occurs in float64 and int64 arrays that broadcast together, as Python numbers."""
+    """Return every combination that occurs in float64 and int64 arrays that broadcast together."""
     floats = [column.dtype.kind == "f" for column in columns]
     whole = [
         c.astype(np.float64).view(np.int64) if f else c.astype(np.int64) for c, f in zip(columns, floats, strict=True)
@@ -60,7 +60,7 @@ def distinct_rows(*columns: Array) -> Iterator[tuple[Any, ...]]:
 
 
 def misfit(terms: Sequence[Any], mantissas: Sequence[Array], shift: Array, scale: float) -> Fraction:
-    """Bound what rounding the multipliers of terms to `mantissa * 2**-shift` moves their sum, in units of `scale`."""
+    """Bound the change of a sum, in units of `scale`, when its multipliers are rounded to `mantissa * 2**-shift`."""
     columns: list[Array] = [np.asarray(shift, np.int64)]
     for term, mantissa in zip(terms, mantissas, strict=True):
         reach = np.maximum(np.abs(term.lo - term.zero), np.abs(term.hi - term.zero))
@@ -75,16 +75,16 @@ def misfit(terms: Sequence[Any], mantissas: Sequence[Array], shift: Array, scale
 
 
 def one_rounding(terms: Sequence[Any], constant: Array | float = 0.0) -> Fraction:
-    """Bound what one rounding of every scale and of the constant of a sum moves it, in real units."""
+    """Bound the change of a sum, in real units, when every scale and the constant are rounded once."""
     whole = largest(_plain(constant))
     for term in terms:
         reach = np.maximum(np.abs(term.lo - term.zero), np.abs(term.hi - term.zero))
-        whole += raised(float(np.max(np.abs(term.scale) * reach, initial=0.0)))
+        whole += float_chain_bound(float(np.max(np.abs(term.scale) * reach, initial=0.0)))
     return whole * ROUNDING
 
 
 def exact_product(first: Array | float, second: Array | float) -> bool:
-    """Whether the products of two arrays are exact in float64."""
+    """Return True if the products of two arrays are exact in float64."""
     powers = is_power_of_two(np.asarray(first)) or is_power_of_two(np.asarray(second))
     return powers or are_float32(first, second)
 
@@ -96,11 +96,11 @@ def one_sum(first: Array, second: Array) -> Fraction:
 
 
 def _plain(constant: Array | float) -> Array:
-    """Give a constant without masks: where they are added everything saturates."""
+    """Return a constant without masks: where they are added everything saturates."""
     values = np.asarray(constant, np.float64)
     return np.where(values > MASK, values, 0.0)
 
 
 def are_float32(*scales: Array | float) -> bool:
-    """Whether numbers are float32, so that the product of any two is exact in float64."""
+    """Return True if numbers are float32, so that the product of any two is exact in float64."""
     return all(np.array_equal(np.asarray(scale).astype(np.float32), np.asarray(scale)) for scale in scales)

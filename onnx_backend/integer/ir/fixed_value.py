@@ -1,4 +1,4 @@
-"""Fixed point between quantizers as a value: an integer tensor and what is known about it statically."""
+"""Fixed point between quantizers as a value: an integer tensor and its static facts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +10,8 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Wide:
-    """Fixed point between quantizers: `value = integers * scale + constant`, with what is known about it statically.
+class FixedPoint:
+    """Fixed point between quantizers: `value = integers * scale + constant`, with static bounds and errors.
 
     Attributes:
         name: an int32 (`narrow`) or int64 tensor of the integer model.
@@ -19,16 +19,16 @@ class Wide:
         lo: smallest value the integers can have.
         hi: largest value the integers can have.
         constant: float64 addend that broadcasts against the tensor.
-        narrow: whether the tensor is int32.
-        error: bound of what the integers differ from the real value, in units of `scale`.
+        narrow: True if the tensor is int32.
+        error: bound of the difference between the integers and the real value, in units of `scale`.
         relative: bound of a further difference, as a share of the integer's magnitude.
-        masked: a bool tensor that is true where the value is `floor` whatever the integers are; empty if nowhere.
-        floor: the masked value: minus infinity, or a number so low that it swallows what it is added to.
-        infinite: where a division by 0 is possible, the least magnitude that stands for infinity; else 0.
-        missing: whether the value is NaN where a whole row is masked; the integers are 0 there.
-        typed: whether the bounds are those of an integer type, which no number is meant to reach: where room runs out,
-            what is beyond it saturates.
-        source: name of the node that made it, for the certificate.
+        masked: a bool tensor, true where the value is `floor` for any integers; empty if nowhere.
+        floor: the masked value: minus infinity, or a number so low that it swallows any number added to it.
+        infinite: where a division by 0 is possible, the least magnitude that means infinity; else 0.
+        missing: True if the value is NaN where a whole row is masked; the integers are 0 there.
+        typed: True if the bounds are those of an integer type, which no number should reach: where bits run out,
+            larger integers saturate.
+        source: name of the node that computed it, for the certificate.
     """
 
     name: str

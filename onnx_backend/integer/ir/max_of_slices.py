@@ -1,4 +1,4 @@
-"""Writing MaxPool of codes as the Max of slices in int32, axis by axis.
+"""Write MaxPool of codes as the Max of slices in int32, axis by axis.
 
 ONNX Runtime's MaxPool of uint8 takes several times as long, and there is none for int32.
 """
@@ -13,7 +13,7 @@ from onnx_backend.integer.ir.builder import Builder
 
 
 def max_pool(b: Builder, node: NodeProto) -> bool:
-    """Write a MaxPool of uint8 codes whose sizes are known; False, with nothing written, for any other node."""
+    """Write a MaxPool of uint8 codes of known sizes; return False, with nothing written, for any other node."""
     sizes = b.shapes.get(node.input[0]) if node.op_type == "MaxPool" and len(node.output) == 1 else None
     if sizes is None:
         return False
@@ -45,7 +45,7 @@ def largest_of_slices(
     wanted: Sequence[int],
     name: str | None = None,
 ) -> str:
-    """Write a MaxPool of int32 codes as the Max of one strided slice per tap, axis by axis; give the result's name.
+    """Write a MaxPool of int32 codes as the Max of strided slices, axis by axis; return the result's name.
 
     Args:
         b: where to write.

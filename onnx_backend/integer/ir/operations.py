@@ -1,7 +1,7 @@
-"""The operations of an integer program above single ONNX nodes: what a target writes in its own way.
+"""The operations of an integer program above single ONNX nodes, which each target writes in its own way.
 
-A lowering records what is computed (the accumulator of a layer, a requantization, a table); `expand` then writes the
-nodes that the chosen target has for it. Everything that needs no choice is recorded as the ONNX node it is.
+A lowering records each computation (the accumulator of a layer, a requantization, a table); `expand` then writes the
+nodes of the chosen target for it. Computations that need no choice are recorded as the ONNX nodes they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,35 +12,35 @@ import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.ir.piecewise_linear import Segments
-from onnx_backend.integer.ir.requant32 import NarrowPlan
-from onnx_backend.integer.ir.requantization import Plan
-from onnx_backend.integer.ir.values import Array, Encoding, Function, Linear
+from onnx_backend.integer.ir.requant32 import Requant32
+from onnx_backend.integer.ir.requantization import RequantMultiplier
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Function, Linear
 
 
-class Made:
-    """What every operation has: the one tensor that it makes."""
+class SingleResult:
+    """An operation with one result."""
 
     result: str
 
     @property
     def output(self) -> Sequence[str]:
-        """Names of the tensors it makes."""
+        """Return the names of its results."""
         return (self.result,)
 
 
-class OfCodes(Made):
+class CodesReader(SingleResult):
     """An operation that reads one tensor of codes."""
 
     codes: str
 
     @property
     def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
+        """Return the names of its inputs."""
         return (self.codes,)
 
 
 @dataclass(frozen=True)
-class Accumulation(OfCodes):
+class Accumulation(CodesReader):
     """The int32 sum of products of a layer with a constant weight.
 
     Attributes:
@@ -48,20 +48,20 @@ class Accumulation(OfCodes):
         codes: the uint8 activation.
         encoding: of the activation.
         weight: int64, its zero point subtracted.
-        zero: what is added to the weight to store it unsigned.
+        zero: the number added to the weight to store it unsigned.
         bits: in which it is stored: 8, 4 or 2.
         scale: float64, of the weight: shape () or (channels,).
         attributes: of the Conv.
         weight_first: whether the weight is the left operand of the MatMul.
         stem: name of the weight in the Q/DQ model.
         result: name of the accumulator.
-        label: the node it was made from.
+        label: the node of the Q/DQ model.
         rank: of the activation, None if it is not known.
     """
 
     op_type: str
     codes: str
-    encoding: Encoding
+    encoding: ActivationEncoding
     weight: Array
     zero: int
     bits: int
@@ -75,31 +75,31 @@ class Accumulation(OfCodes):
 
 
 @dataclass(frozen=True)
-class Operand:
+class CodesOperand:
     """A uint8 tensor with `value = (codes - zero) * scale`."""
 
     codes: str
-    encoding: Encoding
+    encoding: ActivationEncoding
 
 
 @dataclass(frozen=True)
-class Product(Made):
+class Product(SingleResult):
     """The int32 product of two activations, elementwise (`Mul`) or of matrices (`MatMul`)."""
 
     op_type: str
-    left: Operand
-    right: Operand
+    left: CodesOperand
+    right: CodesOperand
     result: str
     label: str
 
     @property
     def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
+        """Return the names of its inputs."""
         return (self.left.codes, self.right.codes)
 
 
 @dataclass(frozen=True)
-class WindowSum(OfCodes):
+class WindowSum(CodesReader):
     """The int32 sum of `codes - zero point` over pooling windows (`attributes` of the pool) or over whole axes.
 
     Attributes:
@@ -108,7 +108,7 @@ class WindowSum(OfCodes):
         encoding: of the activation.
         attributes: kernel_shape, strides, dilations and pads of the windows; keepdims of whole axes.
         result: name of the sum.
-        label: the node it was made from.
+        label: the node of the Q/DQ model.
         rank: of the activation.
         channels: of the activation, for windows.
         axes: reduced axes, for whole axes.
@@ -117,7 +117,7 @@ class WindowSum(OfCodes):
 
     op_type: str
     codes: str
-    encoding: Encoding
+    encoding: ActivationEncoding
     attributes: Mapping[str, Any]
     result: str
     label: str
@@ -139,13 +139,13 @@ class Softmax:
     """
 
     codes: str
-    encoding: Encoding
+    encoding: ActivationEncoding
     axis: int
     length: int
 
 
 @dataclass(frozen=True)
-class Requantization(Made):
+class Requantization(SingleResult):
     """Accumulators to uint8 codes: multipliers, one rounding, zero point, saturation.
 
     Attributes:
@@ -155,14 +155,14 @@ class Requantization(Made):
         rounding: of exact ties; `half_up` wherever none can occur.
         bounds: smallest and largest code (a Relu or Clip folded in).
         result: name of the codes.
-        label: the node it was made from.
+        label: the node of the Q/DQ model.
         row: its row of the certificate.
-        softmax: what the accumulators hold, if it is just that.
+        softmax: the Softmax that the accumulators hold, if they hold one.
     """
 
     value: Linear
-    encoding: Encoding
-    plan: Plan | NarrowPlan
+    encoding: ActivationEncoding
+    plan: RequantMultiplier | Requant32
     rounding: str
     bounds: tuple[int, int]
     result: str
@@ -172,12 +172,12 @@ class Requantization(Made):
 
     @property
     def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
+        """Return the names of its inputs."""
         return tuple(term.name for term in self.value.terms)
 
 
 @dataclass(frozen=True)
-class Table(OfCodes):
+class Table(CodesReader):
     """Codes to codes by a table with one entry per code, or by the straight lines that stand for it.
 
     Attributes:
@@ -187,15 +187,15 @@ class Table(OfCodes):
         plain: the encoding of the codes where the table only takes them to another encoding, else None.
         function: the one ONNX op that it computes, else None.
         result: name of the codes.
-        label: the node it was made from.
+        label: the node of the Q/DQ model.
         row: its row of the certificate.
-        segments: what is written instead of the table, None for the table itself.
+        segments: the straight lines that are written instead of the table, or None.
     """
 
     codes: str
     table: Array
-    encoding: Encoding
-    plain: Encoding | None
+    encoding: ActivationEncoding
+    plain: ActivationEncoding | None
     function: Function | None
     result: str
     label: str
@@ -204,24 +204,24 @@ class Table(OfCodes):
 
     @property
     def clips(self) -> bool:
-        """Whether it only clips its codes."""
+        """Return True if it only clips its codes."""
         clip = np.arange(self.table.size).clip(self.table.min(), self.table.max())
         return np.array_equal(self.table, clip) and self.encoding.wide == (self.table.size > 256)
 
 
 @dataclass(frozen=True)
-class Join(Made):
+class Join(SingleResult):
     """A Concat of codes in one encoding."""
 
     parts: tuple[str, ...]
-    encoding: Encoding
+    encoding: ActivationEncoding
     axis: int
     result: str
     label: str
 
     @property
     def input(self) -> Sequence[str]:
-        """Names of the tensors it reads."""
+        """Return the names of its inputs."""
         return self.parts
 
 

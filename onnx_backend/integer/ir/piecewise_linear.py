@@ -24,16 +24,16 @@ _MOST = 1  # code that a result may be off by
 
 @dataclass(frozen=True)
 class Segments:
-    """The straight lines, all int64 arrays, and what they are off by over all codes.
+    """The straight lines, all int64 arrays, and their deviation from the table.
 
     Attributes:
         bits: log2 of the codes in a segment, by cell.
         first: index of the first segment, by cell.
         base: result at the first code of a segment, in units of 2**-FRACTION, half a code included.
-        slope: what a code more adds to it.
+        slope: the increment per code.
         top: largest result.
         deviation: largest difference from the table, in codes.
-        differing: how many codes have a result that differs from the table.
+        differing: number of codes whose result differs from the table.
     """
 
     bits: Array
@@ -46,12 +46,12 @@ class Segments:
 
     @property
     def bytes(self) -> int:
-        """What they take in memory: bytes for `bits`, 16 bits for `first`, 32 for `base` and `slope`."""
+        """Return their size in memory: bytes for `bits`, 16 bits for `first`, 32 for `base` and `slope`."""
         return 3 * self.bits.size + 8 * self.base.size
 
 
 def segments(table: Array, top: int) -> Segments:
-    """Give the fewest segments of which no result is more than one code off a table with results in 0..top."""
+    """Return the fewest segments whose results are at most one code off a table with results in 0..top."""
     cells = table.reshape(-1, 1 << CELL)
     bits = np.full(len(cells), -1)
     found: dict[int, tuple[Array, Array]] = {}
@@ -75,7 +75,7 @@ def segments(table: Array, top: int) -> Segments:
 
 
 def evaluate(lines: Segments, codes: Array) -> Array:
-    """Give the results for codes."""
+    """Return the results for codes."""
     cell, rest = codes >> CELL, codes & ((1 << CELL) - 1)
     bits = lines.bits[cell]
     segment = lines.first[cell] + (rest >> bits)
@@ -87,7 +87,7 @@ def _results(base: Array, slope: Array, within: Array, top: int) -> Array:
 
 
 def _lines(wanted: Array) -> tuple[Array, Array]:
-    """Give base and slope of the lines through the last axis: least squares, then moved to the middle of what is off.
+    """Return base and slope of the lines through the last axis: least squares, then centred between the extremes.
 
     All in integers, so that every machine finds the same lines.
     """

@@ -1,4 +1,4 @@
-"""Constants of the Q/DQ model that have integers of their own: per tensor, per channel, per block."""
+"""Constants of the Q/DQ model with stored integers: per tensor, per channel, per block."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,7 +21,7 @@ class CodedConstant:
         scale: float64, shape (1,) or (channels,).
         axis: the channel axis, None per tensor.
         dtype: the ONNX dtype it was stored in.
-        error: how far `integers * scale` is from the values, summed over the weights of one output; the largest sum.
+        error: difference of `integers * scale` from the values, summed over the weights of one output; the largest sum.
     """
 
     integers: Array
@@ -32,7 +32,7 @@ class CodedConstant:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockConstant:
     """The integers of a dequantized constant with a scale per block, zero points already subtracted.
 
     Attributes:
@@ -49,10 +49,10 @@ class Blocks:
     size: int
     dtype: int
 
-    def transposed(self, order: list[int]) -> "Blocks":
-        """Give the same with permuted axes."""
+    def transposed(self, order: list[int]) -> "BlockConstant":
+        """Return the same constant with permuted axes."""
         turned = self.integers.transpose(order), self.scale.transpose(order)
-        return Blocks(*turned, order.index(self.axis), self.size, self.dtype)
+        return BlockConstant(*turned, order.index(self.axis), self.size, self.dtype)
 
     def spread(self, of_blocks: Array) -> Array:
         """Repeat numbers of the scale's shape so that they broadcast against the integers."""

@@ -1,8 +1,8 @@
 """Requantization for hardware without 64-bit products: everything in 32 bits, with a stated error.
 
-An accumulator is centred, cut to what the output's grid can show, shifted right to at most 16 bits with rounding, and
-multiplied by a mantissa of as many bits as 32 leave. Both roundings are bounded: `error` is what they can move the
-value by before its last rounding, in output steps.
+An accumulator is centred, cut to the range of the output's grid, shifted right to at most 16 bits with rounding, and
+multiplied by a mantissa of as many bits as 32 leave. Both roundings are bounded: `error` is their largest effect on the
+value before its last rounding, in output steps.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 from onnx_backend.integer.ir.exact_bounds import ROUNDING, distinct_rows, largest
-from onnx_backend.integer.ir.values import Array, Encoding, Linear, Refused
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Refused
 
 _KEPT = 16  # bits of an accumulator that enter the product
 _ROOM = 29  # bits of a sum of products: with its lift to the positive side it stays in int32
@@ -20,8 +20,8 @@ _LARGEST = 1 << 30
 
 
 @dataclass(frozen=True)
-class NarrowTerm:
-    """What happens to one term: `round_shift(clip(t - zero, -cut, cut), before) * mantissa`.
+class Requant32Term:
+    """The constants of one term: `round_shift(clip(t - zero, -cut, cut), before) * mantissa`.
 
     Attributes:
         zero: int32, zero point or minus the bias.
@@ -37,7 +37,7 @@ class NarrowTerm:
 
 
 @dataclass(frozen=True)
-class NarrowPlan:
+class Requant32:
     """The constants of one requantization in 32 bits: `(sum of terms + addend + half) >> shift`, ties up.
 
     Attributes:
@@ -49,7 +49,7 @@ class NarrowPlan:
         error: how far the value before its last rounding can be from the real one, in output steps, exactly.
     """
 
-    terms: tuple[NarrowTerm, ...]
+    terms: tuple[Requant32Term, ...]
     shift: Array
     addend: Array
     reach: Array
@@ -58,11 +58,11 @@ class NarrowPlan:
 
     @property
     def mantissas(self) -> tuple[Array, ...]:
-        """One per term."""
+        """Return the mantissas, one per term."""
         return tuple(term.mantissa for term in self.terms)
 
 
-def narrow_plan(value: Linear, encoding: Encoding) -> NarrowPlan:
+def requant32(value: Linear, encoding: ActivationEncoding) -> Requant32:
     """Compute the constants that take `value` to `encoding` in 32 bits.
 
     Raises:
@@ -87,7 +87,7 @@ def narrow_plan(value: Linear, encoding: Encoding) -> NarrowPlan:
         raise Refused("its terms are too far apart for 32-bit products", "use product_bits=64, or recalibrate")
     mantissas = [np.rint(np.ldexp(s, shift)) for s in steps]
     terms = tuple(
-        NarrowTerm(term.zero, cut, p, m.astype(np.int64))
+        Requant32Term(term.zero, cut, p, m.astype(np.int64))
         for term, cut, p, m in zip(value.terms, cuts, before, mantissas, strict=True)
     )
     error = _error(value, terms, kept, shift, constant, encoding)
@@ -95,11 +95,16 @@ def narrow_plan(value: Linear, encoding: Encoding) -> NarrowPlan:
         raise Refused(f"32-bit products would move it by up to {float(error):.3g} steps", "use product_bits=64")
     addend = np.rint(np.ldexp(constant, shift)).astype(np.int64)
     whole = np.ldexp(reach, shift)
-    return NarrowPlan(terms, shift, addend, whole, int(max(np.max(s) for s in spans)), error)
+    return Requant32(terms, shift, addend, whole, int(max(np.max(s) for s in spans)), error)
 
 
 def _error(
-    value: Linear, terms: Sequence[NarrowTerm], kept: Sequence[Array], shift: Array, constant: Array, to: Encoding
+    value: Linear,
+    terms: Sequence[Requant32Term],
+    kept: Sequence[Array],
+    shift: Array,
+    constant: Array,
+    to: ActivationEncoding,
 ) -> Fraction:
     """Bound the error in output steps: of the sum itself, of both roundings of every term, of the constant."""
     columns: list[Array] = [np.asarray(shift, np.int64)]
@@ -119,8 +124,8 @@ def _error(
     return total
 
 
-def _cut(value: Linear, ratio: Array, span: Array, encoding: Encoding) -> Array:
-    """Give the magnitude beyond which a lone accumulator saturates the output whatever it is, 0 for none."""
+def _cut(value: Linear, ratio: Array, span: Array, encoding: ActivationEncoding) -> Array:
+    """Return the magnitude beyond which a lone accumulator saturates any output, 0 for none."""
     alone = len(value.terms) == 1 and np.all(ratio != 0)
     if not alone:
         return np.zeros((), np.int64)

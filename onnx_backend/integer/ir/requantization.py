@@ -1,4 +1,4 @@
-"""The constants of one requantization: what takes int32 accumulators to the codes of an encoding.
+"""The fixed-point constants that requantize int32 accumulators to the codes of an encoding.
 
 A real multiplier becomes a mantissa in [2**30, 2**31) and a right shift (Jacob et al. 2017, section 2.2); several
 terms share one shift, so that their products are added before the one rounding.
@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from onnx_backend.integer.ir.exact_bounds import ROUNDING, largest, misfit
-from onnx_backend.integer.ir.values import Array, Encoding, Linear, Refused
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Refused
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import MAX_SHIFT, fixed_point, tie_in_range, ties_possible
 
@@ -22,16 +22,16 @@ _FINE = 12
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequantMultiplier:
     """The constants of one requantization, all int64 arrays that broadcast against the tensor.
 
     Attributes:
         mantissas: one per term.
         shift: right shift, 1..62.
-        addend: what the products need besides half a unit: zero points, biases, constants.
+        addend: the sum of zero points, biases and constants, without the half unit of rounding.
         low: smallest value of products + addend.
         high: largest value of products + addend.
-        ties: whether an exact tie can occur for some accumulator within the bounds.
+        ties: True if an exact tie can occur for some accumulator within the bounds.
         bound: largest magnitude of a term with its zero point or bias applied.
         error: how far the value before its rounding can be from the real one, in output steps, exactly.
     """
@@ -46,8 +46,8 @@ class Plan:
     error: Fraction
 
 
-def plan(value: Linear, encoding: Encoding) -> Plan:
-    """Compute the fixed-point constants that take `value` to `encoding`.
+def requant_multiplier(value: Linear, encoding: ActivationEncoding) -> RequantMultiplier:
+    """Return the fixed-point constants that requantize `value` to `encoding`.
 
     Raises:
         Refused: a multiplier is too large for a fixed point.
@@ -74,16 +74,18 @@ def plan(value: Linear, encoding: Encoding) -> Plan:
     )
     ties = _ties(value, mantissas, shift, constant)
     error = _error(value, mantissas, np.asarray(shift), constant, encoding)
-    return Plan(mantissas, np.asarray(shift), addend, low, high, ties, bound, error)
+    return RequantMultiplier(mantissas, np.asarray(shift), addend, low, high, ties, bound, error)
 
 
-def _error(value: Linear, mantissas: Sequence[Array], shift: Array, constant: Array, to: Encoding) -> Fraction:
-    """Bound the error of the fixed point in output steps: of the sum itself, of every multiplier, of the constant."""
+def _error(
+    value: Linear, mantissas: Sequence[Array], shift: Array, constant: Array, to: ActivationEncoding
+) -> Fraction:
+    """Bound the error of the fixed point in output steps: of the sum, of every multiplier, of the constant."""
     scale = Fraction(to.scale)
     total = value.error / scale + misfit(value.terms, mantissas, shift, to.scale)
     if np.any(value.constant):
-        # its own rounding, and that of its quotient by the scale; one far outside the grid is cut off on purpose:
-        # everything saturates there either way
+        # its own rounding, and that of its quotient by the scale; a constant far outside the grid is cut off on
+        # purpose: everything saturates there either way
         total += (
             Fraction(1, 2 << int(np.min(shift))) + largest(np.ldexp(constant.astype(np.float64), -shift)) * ROUNDING
         )
@@ -97,13 +99,13 @@ def _fixed(ratio: Array) -> tuple[Array, Array]:
         raise Refused(str(error), "recalibrate: the output's scale is far too small for its inputs") from error
 
 
-def _common_shift(value: Linear, ratios: Sequence[Array], encoding: Encoding) -> tuple[Array, Array]:
-    """Give the shift that several terms share and the constant in output steps."""
+def _common_shift(value: Linear, ratios: Sequence[Array], encoding: ActivationEncoding) -> tuple[Array, Array]:
+    """Return the shift that several terms share and the constant in output steps."""
     largest, reach = np.zeros(()), np.zeros(())
     for term, ratio in zip(value.terms, ratios, strict=True):
         raw = np.maximum(np.abs(term.lo), np.abs(term.hi)) + np.abs(term.zero)
         largest, reach = np.maximum(largest, np.abs(ratio)), reach + np.abs(ratio) * raw
-    # beyond this the output saturates whatever the terms are, so clipping changes nothing
+    # beyond this the output saturates for any terms, so clipping changes nothing
     limit = np.max(reach) + 2.0 * encoding.hi + 2.0
     constant = np.clip(value.constant / np.float64(encoding.scale), -limit, limit)
     _, shift = _fixed(np.where(largest > 0, largest, 1.0))

@@ -1,4 +1,4 @@
-"""What a float tensor of the Q/DQ model is in the integer model: facts, computed without emitting anything.
+"""The values of the Q/DQ model's float tensors in the integer model: facts, computed without emitting nodes.
 
 Inside the integer model every quantized activation is a tensor of *codes* 0..hi: signed dtypes are stored with their
 zero point moved up by half the grid (int8 by 128), which is the same encoding bit for bit and keeps the runtime's
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.ir.fixed_value import Wide as Wide
-from onnx_backend.integer.ir.quantized_constant import Blocks as Blocks
+from onnx_backend.integer.ir.fixed_value import FixedPoint as FixedPoint
+from onnx_backend.integer.ir.quantized_constant import BlockConstant as BlockConstant
 from onnx_backend.integer.ir.quantized_constant import CodedConstant as CodedConstant
 from qsdk.core.numerics import affine
 
@@ -32,7 +32,7 @@ class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the
         self.remedy = remedy
 
 
-#: ONNX dtype of a quantized activation -> (what is added to reach codes, largest code).
+#: ONNX dtype of a quantized activation -> (number added to reach codes, largest code).
 GRIDS: dict[int, tuple[int, int]] = {
     TensorProto.UINT8: (0, 255),
     TensorProto.INT8: (128, 255),
@@ -44,7 +44,7 @@ GRIDS: dict[int, tuple[int, int]] = {
 
 
 @dataclass(frozen=True)
-class Encoding:
+class ActivationEncoding:
     """The encoding of an activation's codes: `value = (code - zero_point) * scale`, code in 0..hi.
 
     Attributes:
@@ -59,45 +59,45 @@ class Encoding:
 
     @property
     def hi(self) -> int:
-        """Largest code."""
+        """Return the largest code."""
         return GRIDS[self.dtype][1]
 
     @property
     def wide(self) -> bool:
-        """Whether the codes need more than 8 bits."""
+        """Return True if the codes need more than 8 bits."""
         return self.hi > 255
 
     @property
     def kind(self) -> type[np.generic]:
-        """NumPy dtype of the codes."""
+        """Return the NumPy dtype of the codes."""
         return np.int32 if self.wide else np.uint8
 
     @property
     def onnx_kind(self) -> int:
-        """ONNX dtype of the codes."""
+        """Return the ONNX dtype of the codes."""
         return int(TensorProto.INT32 if self.wide else TensorProto.UINT8)
 
     def quantize(self, values: Array | float) -> Array:
-        """Give the codes of float values as QuantizeLinear computes them, int64."""
+        """Return the codes of float values as QuantizeLinear computes them, int64."""
         x = np.asarray(values, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             codes = affine.quantize(x, np.float32(self.scale), np.float32(self.zero_point), 0, self.hi)
         return np.asarray(codes, np.int64)
 
     def values(self) -> Array:
-        """Give the float32 value of every code 0..hi."""
+        """Return the float32 value of every code 0..hi."""
         codes = np.arange(self.hi + 1, dtype=np.float32)
         return np.asarray(affine.dequantize(codes, np.float32(self.scale), np.float32(self.zero_point)))
 
 
 @dataclass(frozen=True)
-class Step:
+class Movement:
     """A node that moves values without changing them, to be emitted once the codes exist.
 
     Attributes:
         node: the node; its first input is the data.
         inputs: names of its other inputs in the integer model.
-        output: which of its outputs is meant.
+        output: the index of the output that is meant.
         fill: the float value it inserts (Pad), or None.
     """
 
@@ -119,7 +119,7 @@ class FloatInput:
     name: str
     lo: float = -np.inf
     hi: float = np.inf
-    after: tuple[Step, ...] = ()
+    after: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Codes:
     """The output of a QuantizeLinear: a tensor of codes, and what it is a table of, if that may be read instead."""
 
     name: str
-    encoding: Encoding
+    encoding: ActivationEncoding
     root: Root | None = None
 
 
@@ -167,15 +167,15 @@ class Constant:
 
     values: Array
     coded: CodedConstant | None = None
-    blocks: Blocks | None = None
+    blocks: BlockConstant | None = None
 
 
 @dataclass(frozen=True)
 class Function:
-    """One ONNX op applied to the values of codes in an encoding."""
+    """An ONNX op applied to the values of codes in an encoding."""
 
     op_type: str
-    encoding: Encoding
+    encoding: ActivationEncoding
     attributes: Mapping[str, Any]
 
 
@@ -186,19 +186,19 @@ class Lookup:
     Attributes:
         name: the codes.
         values: float32, one per code.
-        encoding: what the values follow straight behind a DequantizeLinear, else None.
+        encoding: of the codes, if the values come straight from a DequantizeLinear, else None.
         function: the one op that made the values from such a tensor, else None.
-        root: what the codes are a table of, if that may be read instead.
+        root: the codes that these codes are a table of, if they may be read instead.
     """
 
     name: str
     values: Array
-    encoding: Encoding | None
+    encoding: ActivationEncoding | None
     function: Function | None = None
     root: Root | None = None
 
     def of(self, name: str) -> "Lookup | None":
-        """Give the same values as a function of the codes `name`, None if they are none."""
+        """Return the same values as a function of the codes `name`, None if they are no such function."""
         if self.name == name:
             return self
         if self.root is None or self.root.name != name:
@@ -208,7 +208,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Term:
-    """One summand `(tensor - zero) * scale` with the tensor's static bounds.
+    """A summand `(tensor - zero) * scale` with the tensor's static bounds.
 
     Attributes:
         name: a uint8 or int32 tensor of the integer model.
@@ -216,7 +216,7 @@ class Term:
         zero: int64, broadcasts against the tensor; holds the zero point, or minus an int32 bias.
         lo: int64, smallest value the tensor can have.
         hi: int64, largest value the tensor can have.
-        codes: whether the tensor is a quantized activation.
+        codes: True if the tensor is a quantized activation.
     """
 
     name: str
@@ -237,21 +237,21 @@ class Linear:
         lo: lower clip of the real value.
         hi: upper clip of the real value.
         after: moves to apply to the codes after requantization.
-        source: name of the node that made the accumulator, for the certificate.
-        error: bound of what the sum differs from the real value it stands for, absolute, in real units, exactly.
+        source: name of the node that computed the accumulator, for the certificate.
+        error: bound of the difference between the sum and the real value, absolute, in real units, exactly.
     """
 
     terms: tuple[Term, ...]
     constant: Array = field(default_factory=lambda: np.zeros(()))
     lo: float = -np.inf
     hi: float = np.inf
-    after: tuple[Step, ...] = ()
+    after: tuple[Movement, ...] = ()
     source: str = ""
     error: Fraction = Fraction(0)
 
     @property
     def open(self) -> bool:
-        """Whether more can be added or multiplied: nothing is clipped or moved yet."""
+        """Return True if more can be added or multiplied: nothing is clipped or moved yet."""
         return not self.after and self.lo == -np.inf and self.hi == np.inf
 
 
@@ -269,7 +269,7 @@ class Joined:
     parts: tuple["Value", ...]
     axis: int
     sizes: tuple[int | None, ...] = ()
-    after: tuple[Step, ...] = ()
+    after: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -300,22 +300,22 @@ class Selected:
     node: NodeProto
     inputs: tuple[str | int, ...]
     parts: tuple["Value", ...]
-    after: tuple[Step, ...] = ()
+    after: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A value whose movements wait for its codes, because it has none yet, or none for what a movement fills in.
+    """A value whose movements wait for its codes, as it has none yet, or none for the values that a movement fills in.
 
-    Quantizing is elementwise, so moving what is quantized is the same.
+    Quantizing is elementwise, so moving quantized values gives the same result.
 
     Attributes:
-        value: what is moved.
+        value: the value that is moved.
         after: moves of it.
     """
 
     value: "Value"
-    after: tuple[Step, ...] = ()
+    after: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -338,18 +338,18 @@ Value = (
     | Bent
     | Selected
     | Pending
-    | Wide
+    | FixedPoint
     | NotANumber
 )
 
 
-def dequantized(name: str, encoding: Encoding, root: Root | None = None) -> Lookup:
-    """Give the value behind a DequantizeLinear of the codes `name`."""
+def dequantize_codes(name: str, encoding: ActivationEncoding, root: Root | None = None) -> Lookup:
+    """Return the value behind a DequantizeLinear of the codes `name`."""
     return Lookup(name, encoding.values(), encoding, root=root)
 
 
-def linear(value: Value, source: str = "") -> Linear | None:
-    """Give `value` as a sum of terms, or None if it is not one that can still be added to."""
+def as_linear(value: Value, source: str = "") -> Linear | None:
+    """Return `value` as a sum of terms, or None if nothing can be added to it any more."""
     if isinstance(value, Linear):
         return value if value.open else None
     if isinstance(value, Lookup) and value.encoding is not None:
@@ -360,8 +360,8 @@ def linear(value: Value, source: str = "") -> Linear | None:
     return None
 
 
-def clipped(value: Value, lo: float, hi: float) -> Value | None:
-    """Give `clip(value, lo, hi)`, or None where that would need a float tensor."""
+def clip_value(value: Value, lo: float, hi: float) -> Value | None:
+    """Return `clip(value, lo, hi)`, or None where that would need a float tensor."""
     if isinstance(value, Lookup):
         return Lookup(value.name, value.values.clip(np.float32(lo), np.float32(hi)), None)
     if isinstance(value, Constant):
@@ -370,23 +370,23 @@ def clipped(value: Value, lo: float, hi: float) -> Value | None:
         new_lo, new_hi = (float(np.clip(bound, lo, hi)) for bound in (value.lo, value.hi))
         return replace(value, lo=new_lo, hi=new_hi, after=_clipped_fills(value.after, lo, hi))
     if isinstance(value, Joined | Selected):
-        parts = [clipped(part, lo, hi) for part in value.parts]
+        parts = [clip_value(part, lo, hi) for part in value.parts]
         done = tuple(part for part in parts if part is not None)
         after = _clipped_fills(value.after, lo, hi)
         return replace(value, parts=done, after=after) if len(done) == len(parts) else None
     if isinstance(value, Pending):
-        inner = clipped(value.value, lo, hi)
+        inner = clip_value(value.value, lo, hi)
         return None if inner is None else Pending(inner, _clipped_fills(value.after, lo, hi))
     return None
 
 
-def _clipped_fills(steps: tuple[Step, ...], lo: float, hi: float) -> tuple[Step, ...]:
-    """Give moves of clipped values: what they fill in is clipped as well."""
+def _clipped_fills(steps: tuple[Movement, ...], lo: float, hi: float) -> tuple[Movement, ...]:
+    """Return moves of clipped values: the values that they fill in are clipped as well."""
     return tuple(step if step.fill is None else replace(step, fill=float(np.clip(step.fill, lo, hi))) for step in steps)
 
 
-def moved(value: Value, step: Step) -> Value | None:
-    """Give `value` with a move to be applied after requantization, or None if it is not pending."""
+def append_movement(value: Value, step: Movement) -> Value | None:
+    """Return `value` with a move to be applied after requantization, or None if it is not pending."""
     if isinstance(value, Linear | FloatInput | Joined | Selected | Pending):
         return replace(value, after=(*value.after, step))
     return Pending(value, (step,)) if isinstance(value, Bent) else None

@@ -1,19 +1,19 @@
-"""What lets values pass: movements of codes that no DequantizeLinear precedes, and casts between float types."""
+"""Lowerings that pass values on: movements of codes without a DequantizeLinear, and casts between float types."""
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.fixed_point.sums import whole_steps
-from onnx_backend.integer.ir.context import Args, Context, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
 from onnx_backend.integer.ir.values import (
     Codes,
+    FixedPoint,
     FloatInput,
     Integers,
     Lookup,
     Refused,
     Value,
-    Wide,
-    dequantized,
+    dequantize_codes,
 )
 from onnx_backend.integer.lowering.movement.moves import MOVES
 from onnx_backend.integer.lowering.nonlinear.selection import gathered_as
@@ -24,7 +24,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
 CODE_MOVES = frozenset(MOVES) - {"Shape"} | {"Concat"}
 
 
-def moved_codes(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def move_codes(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower a movement between QuantizeLinear and DequantizeLinear: the same movement of the codes.
 
     Raises:
@@ -38,7 +38,7 @@ def moved_codes(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Valu
         return Codes(ctx.builder.node("Concat", names, name=node.output[0], axis=axis), parts[0].encoding)
     first = args[0]
     assert isinstance(first, Codes)  # the caller asks for nothing else
-    found = MOVES[node.op_type](ctx, node, [dequantized(first.name, first.encoding), *args[1:]])
+    found = MOVES[node.op_type](ctx, node, [dequantize_codes(first.name, first.encoding), *args[1:]])
     results = found if isinstance(found, tuple) else (found,)
     codes = tuple(Codes(value.name, first.encoding) for value in results if isinstance(value, Lookup))
     if len(codes) != len(results):
@@ -46,7 +46,7 @@ def moved_codes(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Valu
     return codes if isinstance(found, tuple) else codes[0]
 
 
-def cast(ctx: Context, node: NodeProto, args: Args) -> Value:
+def cast(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Drop a Cast to float32 or float64: the integers are the same; one to integers or bool is a function of codes.
 
     Raises:
@@ -58,7 +58,7 @@ def cast(ctx: Context, node: NodeProto, args: Args) -> Value:
     name = TensorProto.DataType.Name(to).lower()
     if to in INTEGER_TYPES and isinstance(value, Lookup):
         return _as_integers(ctx, value, to, node.output[0])
-    if to == TensorProto.BOOL and isinstance(value, Wide):
+    if to == TensorProto.BOOL and isinstance(value, FixedPoint):
         return _is_some(ctx, value, node.output[0])
     if to not in (*_FLOATS, TensorProto.FLOAT16, TensorProto.BFLOAT16):
         raise Refused(f"it turns a float tensor into {name}", "quantize its input and compute on the codes instead")
@@ -74,8 +74,8 @@ def cast(ctx: Context, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def _as_integers(ctx: Context, value: Lookup, to: int, name: str) -> Integers:
-    """Give a function of codes, cut to whole numbers, or whether it is not 0.
+def _as_integers(ctx: LoweringContext, value: Lookup, to: int, name: str) -> Integers:
+    """Return a function of codes, cut to whole numbers, or the truth of "it is not 0".
 
     Raises:
         Refused: the type does not hold a number that its input can have.
@@ -89,8 +89,8 @@ def _as_integers(ctx: Context, value: Lookup, to: int, name: str) -> Integers:
     return Integers(gathered_as(ctx, value.name, table, name), dtype=to)
 
 
-def _is_some(ctx: Context, value: Wide, name: str) -> Integers:
-    """Give whether fixed point is not 0, as of a mask of integers that was turned round.
+def _is_some(ctx: LoweringContext, value: FixedPoint, name: str) -> Integers:
+    """Return the truth of "fixed point is not 0", as of an inverted mask of integers.
 
     Raises:
         Refused: it is not exact.

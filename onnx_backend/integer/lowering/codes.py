@@ -1,4 +1,4 @@
-"""From a value to the codes of an encoding: what a QuantizeLinear means for whatever stands before it."""
+"""Quantize a value to the codes of an encoding, as a QuantizeLinear behind it asks."""
 
 from collections.abc import Sequence
 
@@ -6,27 +6,27 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.ir.builder import Builder, look_up, requantize
-from onnx_backend.integer.ir.context import Context, attributes, move
+from onnx_backend.integer.ir.context import LoweringContext, attributes, move
 from onnx_backend.integer.ir.operations import Join
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Bent,
     Constant,
-    Encoding,
     Floating,
     FloatInput,
     Joined,
     Linear,
     Lookup,
+    Movement,
     Pending,
     Refused,
     Selected,
-    Step,
     Value,
 )
-from onnx_backend.integer.lowering.edges import entered, quantized
+from onnx_backend.integer.lowering.edges import enter, quantized
 
 
-def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
+def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, name: str) -> str:
     """Emit the codes of a value in `encoding`: what its QuantizeLinear means.
 
     Raises:
@@ -57,12 +57,12 @@ def to_codes(ctx: Context, value: Value, encoding: Encoding, name: str) -> str:
     if isinstance(value, Floating):
         return quantized(b, value.name, encoding, name)
     if isinstance(value, FloatInput):
-        codes = entered(ctx, value, encoding, name)
+        codes = enter(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)
     raise Refused("its input is an integer tensor", "remove the QuantizeLinear, or cast its input to float32")
 
 
-def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:
+def _unbent(b: Builder, value: Bent, encoding: ActivationEncoding, name: str) -> str:
     """Emit all parts: each is at the zero point where another is not, so their sum has too many zero points only."""
     total = ""
     for i, part in enumerate(value.parts):
@@ -73,7 +73,7 @@ def _unbent(b: Builder, value: Bent, encoding: Encoding, name: str) -> str:
     return b.cast(total, encoding.onnx_kind, name=name)
 
 
-def _moved(ctx: Context, steps: Sequence[Step], codes: str, encoding: Encoding, name: str) -> str:
+def _moved(ctx: LoweringContext, steps: Sequence[Movement], codes: str, encoding: ActivationEncoding, name: str) -> str:
     for step in steps:
         codes = move(ctx, step, codes, encoding, name)
     return codes

@@ -7,12 +7,12 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import FIXED_SIZES, Context, integer_name
+from onnx_backend.integer.ir.context import FIXED_SIZES, LoweringContext, integer_name
 from onnx_backend.integer.ir.values import (
     GRIDS,
+    ActivationEncoding,
     Codes,
     Constant,
-    Encoding,
     Failed,
     Floating,
     FloatInput,
@@ -24,8 +24,8 @@ from onnx_backend.integer.ir.values import (
 )
 
 
-def entered(ctx: Context, value: FloatInput, encoding: Encoding, name: str) -> str:
-    """Give the codes of a float graph input, emitting its edge once per encoding."""
+def enter(ctx: LoweringContext, value: FloatInput, encoding: ActivationEncoding, name: str) -> str:
+    """Return the codes of a float graph input, emitting its edge once per encoding."""
     known = ctx.inputs.setdefault(value.name, [])
     found = next((codes.name for codes in known if codes.encoding == encoding), None)
     if found is None:
@@ -43,21 +43,21 @@ def entered(ctx: Context, value: FloatInput, encoding: Encoding, name: str) -> s
     return b.node("Clip", [found, b.constant(lo, encoding.kind), b.constant(hi, encoding.kind)], name=name)
 
 
-def _edge_in(ctx: Context, tensor: str, encoding: Encoding, name: str) -> str:
+def _edge_in(ctx: LoweringContext, tensor: str, encoding: ActivationEncoding, name: str) -> str:
     b = ctx.builder
     if ctx.edges == "float":
         return quantized(b, tensor, encoding, name)
-    codes = raised(b, tensor, encoding, name)
+    codes = from_stored_dtype(b, tensor, encoding, name)
     return codes if GRIDS[encoding.dtype][0] else _on_grid(b, codes, encoding, name)
 
 
-def _whole(encoding: Encoding) -> bool:
-    """Whether every value of the stored type is a code."""
+def _whole(encoding: ActivationEncoding) -> bool:
+    """Return True if every value of the stored type is a code."""
     return encoding.hi in (255, 65535)
 
 
-def quantized(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
-    """Emit the QuantizeLinear of a float tensor and give its codes."""
+def quantized(b: Builder, tensor: str, encoding: ActivationEncoding, name: str) -> str:
+    """Emit the QuantizeLinear of a float tensor and return its codes."""
     unsigned = TensorProto.UINT16 if encoding.wide else TensorProto.UINT8
     scale = b.constant(encoding.scale, np.float32, f"{tensor}.scale")
     zero = b.constant(encoding.zero_point, np.uint16 if encoding.wide else np.uint8, f"{tensor}.zero_point")
@@ -65,14 +65,14 @@ def quantized(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
     return _on_grid(b, b.cast(codes, TensorProto.INT32, name=name) if encoding.wide else codes, encoding, name)
 
 
-def _on_grid(b: Builder, codes: str, encoding: Encoding, name: str) -> str:
+def _on_grid(b: Builder, codes: str, encoding: ActivationEncoding, name: str) -> str:
     if _whole(encoding):
         return codes
     return b.node("Clip", [codes, b.constant(0, np.uint8), b.constant(encoding.hi, np.uint8)], name=name)
 
 
-def raised(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
-    """Emit the codes of a tensor in the dtype that the Q/DQ model stores and give their name."""
+def from_stored_dtype(b: Builder, tensor: str, encoding: ActivationEncoding, name: str) -> str:
+    """Emit the codes of a tensor in the dtype that the Q/DQ model stores and return their name."""
     up = GRIDS[encoding.dtype][0]
     if not up:
         return b.cast(tensor, TensorProto.INT32, name=name) if encoding.wide else tensor
@@ -82,8 +82,8 @@ def raised(b: Builder, tensor: str, encoding: Encoding, name: str) -> str:
     return wide if encoding.wide else b.cast(wide, TensorProto.UINT8, name=name)
 
 
-def leave(ctx: Context, value: Value, output: str) -> Codes | None:
-    """Emit a graph output under its own name; give its codes if it is a quantized one.
+def leave(ctx: LoweringContext, value: Value, output: str) -> Codes | None:
+    """Emit a graph output under its own name; return its codes if it is a quantized one.
 
     Raises:
         Refused: the output is a float tensor that no QuantizeLinear precedes.
@@ -127,7 +127,7 @@ def leave(ctx: Context, value: Value, output: str) -> Codes | None:
     return codes
 
 
-def _leave_joined(ctx: Context, value: Joined, output: str) -> None:
+def _leave_joined(ctx: LoweringContext, value: Joined, output: str) -> None:
     """Emit a Concat of codes and one DequantizeLinear with a scale per index of its axis: each part keeps its own.
 
     Raises:
@@ -163,11 +163,11 @@ def _parts_of(value: Joined, output: str) -> Iterator[tuple[Lookup, int]]:
             yield part, size
 
 
-def _unsigned(b: Builder, codes: str, encoding: Encoding) -> str:
+def _unsigned(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
     return b.cast(codes, TensorProto.UINT16) if encoding.wide else codes
 
 
-def _stored(ctx: Context, codes: Codes, output: str) -> None:
+def _stored(ctx: LoweringContext, codes: Codes, output: str) -> None:
     """Emit codes in the dtype in which the Q/DQ model stores them (4-bit grids in 8 bits)."""
     b, up = ctx.builder, GRIDS[codes.encoding.dtype][0]
     if not up and not codes.encoding.wide:
@@ -183,8 +183,8 @@ def _append(b: Builder, op_type: str, inputs: Sequence[str], output: str, **attr
     b.nodes.append(helper.make_node(op_type, inputs, [output], name=f"{output}_edge", **attrs))
 
 
-def edge_dtype(encoding: Encoding) -> int:
-    """Give the ONNX dtype of an integer edge: signed where the Q/DQ model is, of 8 or 16 bits."""
+def edge_dtype(encoding: ActivationEncoding) -> int:
+    """Return the ONNX dtype of an integer edge: signed where the Q/DQ model is, of 8 or 16 bits."""
     signed, unsigned = (
         (TensorProto.INT16, TensorProto.UINT16) if encoding.wide else (TensorProto.INT8, TensorProto.UINT8)
     )

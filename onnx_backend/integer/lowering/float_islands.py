@@ -8,10 +8,10 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import Args, Context, integer_name, label, move
+from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label, move
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Constant,
-    Encoding,
     Floating,
     FloatInput,
     Integers,
@@ -26,7 +26,7 @@ from qsdk.core.errors import ConfigError
 
 
 class Islands:
-    """Which nodes may stay float: shell globs over their names and op types.
+    """The nodes that may stay float: shell globs over their names and op types.
 
     Attributes:
         kept: the nodes that stayed float.
@@ -38,7 +38,7 @@ class Islands:
         self.kept: list[str] = []
 
     def match(self, node: NodeProto) -> bool:
-        """Say whether a node may stay float, and note that it does."""
+        """Return True if a node may stay float, and record that it does."""
         names = (label(node), node.op_type, *node.output)
         found = [p for p in self._patterns if any(fnmatchcase(name, p) for name in names)]
         self._unused = [pattern for pattern in self._unused if pattern not in found]
@@ -58,7 +58,7 @@ class Islands:
             raise ConfigError(f"allow_float={shown} matches no node; node names are like {some}")
 
 
-def floated(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def keep_float(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Copy a node as it is, its quantized inputs dequantized in front of it.
 
     Raises:
@@ -69,10 +69,10 @@ def floated(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, .
     before = len(b.nodes)
     inputs = [_as_float(ctx, arg) if arg is not None else "" for arg in args]
     outputs = b.copy(node, inputs)
-    made = [made for made in b.nodes[before:] if isinstance(made, NodeProto)]
-    ctx.floats.update(name for one in made for name in one.output)
+    written = [written for written in b.nodes[before:] if isinstance(written, NodeProto)]
+    ctx.floats.update(name for one in written for name in one.output)
     stored = {tensor.name for tensor in b.initializers if tensor.data_type == TensorProto.FLOAT}
-    ctx.floats.update(name for one in made for name in one.input if name in stored)
+    ctx.floats.update(name for one in written for name in one.input if name in stored)
     kinds = [ctx.types.get(name, int(TensorProto.UNDEFINED)) for name in node.output]
     found: tuple[Value, ...] = tuple(
         Integers(name, dtype=kind) if kind in INTEGER_TYPES else Floating(name)
@@ -81,7 +81,7 @@ def floated(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, .
     return found[0] if len(found) == 1 else found
 
 
-def _as_float(ctx: Context, value: Value) -> str:
+def _as_float(ctx: LoweringContext, value: Value) -> str:
     b = ctx.builder
     if isinstance(value, Floating):
         return value.name
@@ -103,7 +103,7 @@ def _as_float(ctx: Context, value: Value) -> str:
     raise Refused("its input has no float form", "name the node before it in allow_float too")
 
 
-def _dequantized(b: Builder, codes: str, encoding: Encoding) -> str:
+def _dequantized(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
     wide = encoding.wide
     stored = b.cast(codes, TensorProto.UINT16) if wide else codes
     kind: Any = np.uint16 if wide else np.uint8
@@ -111,8 +111,8 @@ def _dequantized(b: Builder, codes: str, encoding: Encoding) -> str:
     return b.node("DequantizeLinear", inputs)
 
 
-def _summed(ctx: Context, value: Linear) -> str:
-    """Give accumulators as the float sum they stand for."""
+def _summed(ctx: LoweringContext, value: Linear) -> str:
+    """Return accumulators as the float sum that they represent."""
     b, total = ctx.builder, ""
     for term in value.terms:
         centred = b.node("Sub", [b.cast(term.name, TensorProto.INT32), b.constant(term.zero, np.int32)])
@@ -127,5 +127,5 @@ def _summed(ctx: Context, value: Linear) -> str:
     for step in value.after:
         if step.fill is not None:
             raise Refused("a Pad stands in front of it", "name the Pad in allow_float too")
-        total = move(ctx, step, total, Encoding(1.0, 0, int(TensorProto.UINT8)), total)
+        total = move(ctx, step, total, ActivationEncoding(1.0, 0, int(TensorProto.UINT8)), total)
     return total

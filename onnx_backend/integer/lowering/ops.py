@@ -14,11 +14,11 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.integer.ir.context import (
     Args,
-    Context,
     Lowering,
+    LoweringContext,
     attributes,
+    concat_codes,
     integer_name,
-    settled,
 )
 from onnx_backend.integer.ir.exact_bounds import one_rounding, one_sum
 from onnx_backend.integer.ir.values import (
@@ -32,13 +32,13 @@ from onnx_backend.integer.ir.values import (
     Lookup,
     Refused,
     Value,
-    clipped,
-    linear,
+    as_linear,
+    clip_value,
 )
 from onnx_backend.integer.lowering.layers.centred_operands import as_sum, factor
 from onnx_backend.integer.lowering.layers.conv_transpose import conv_transpose
 from onnx_backend.integer.lowering.layers.layers import (
-    accumulated,
+    accumulate,
     conv,
     gemm,
     matmul,
@@ -60,12 +60,12 @@ _NORM_ROUNDINGS = 8
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
-def relu(ctx: Context, node: NodeProto, args: Args) -> Value:
+def relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Relu to a lower clip of 0, folded into the requantization before it."""
     return _clip(args, 0.0, math.inf)
 
 
-def clip(ctx: Context, node: NodeProto, args: Args) -> Value:
+def clip(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Clip with constant bounds, folded into the requantization before it."""
     bounds = [_scalar(args[i]) if i < len(args) and args[i] is not None else None for i in (1, 2)]
     attrs = attributes(node)  # bounds were attributes before opset 11
@@ -76,7 +76,7 @@ def clip(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 def _clip(args: Args, lo: float, hi: float) -> Value:
     value = args[0]
-    done = None if value is None else clipped(value, lo, hi)
+    done = None if value is None else clip_value(value, lo, hi)
     if done is None:
         raise Refused("its input is not quantized", _BETWEEN)
     return done
@@ -88,12 +88,12 @@ def _scalar(value: Value | None) -> float:
     raise Refused("one of its bounds is not a constant scalar", "store the bounds as initializers")
 
 
-def add(ctx: Context, node: NodeProto, args: Args) -> Value:
+def add(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Add of activations and constants to one fixed point with a common shift and one rounding."""
     return _sum(node, args, 1)
 
 
-def sub(ctx: Context, node: NodeProto, args: Args) -> Value:
+def sub(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Sub as an Add with a negative multiplier."""
     return _sum(node, args, -1)
 
@@ -115,7 +115,7 @@ def _sum(node: NodeProto, args: Args, sign: int) -> Value:
     return Linear((*first.terms, *second.terms), addend, source=source, error=error)
 
 
-def total(ctx: Context, node: NodeProto, args: Args) -> Value:
+def total(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Sum to one fixed point; a Sum of one operand, which keeps a runtime from fusing, is dropped."""
     value = args[0]
     for other in args[1:]:
@@ -124,7 +124,7 @@ def total(ctx: Context, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+def mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Mean to a Sum whose scales are divided by the number of operands."""
     value = total(ctx, node, args)
     mapped = _mapped(np.divide, value, Constant(np.asarray(len(args), np.float32)))
@@ -137,7 +137,7 @@ def _negated(constant: Constant) -> Constant:
 
 
 def _summand(node: NodeProto, value: Value | None) -> Linear:
-    found = None if value is None else linear(value, node.name or node.output[0])
+    found = None if value is None else as_linear(value, node.name or node.output[0])
     if found is None:
         raise Refused("one of its inputs is not quantized", _BETWEEN)
     return found
@@ -166,7 +166,7 @@ def _of_both(function: Callable[[Array, Array], Array], left: Lookup, right: Loo
 
 
 def _silu(left: Value | None, right: Value | None) -> Function | None:
-    """Say whether a product is `x * sigmoid(x)` of codes."""
+    """Return the function if a product is `x * sigmoid(x)` of codes, else None."""
     for x, gate in ((left, right), (right, left)):
         if isinstance(x, Lookup) and isinstance(gate, Lookup) and x.name == gate.name and x.encoding is not None:
             made = gate.function
@@ -181,7 +181,7 @@ def _single(constant: Constant, activation: Lookup) -> bool:
     return constant.values.size == 1 and constant.values.ndim <= 1
 
 
-def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
+def mul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Mul of two activations to an int32 product, of an activation and a constant to a scale."""
     left, right = args
     mapped = _mapped(np.multiply, left, right)
@@ -194,7 +194,7 @@ def mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     return _product(ctx, node, left, right)
 
 
-def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
+def _product(ctx: LoweringContext, node: NodeProto, left: Value | None, right: Value | None) -> Linear:
     if isinstance(left, Lookup) and isinstance(right, Lookup) and left.encoding and right.encoding:
         both_wide = left.encoding.wide and right.encoding.wide  # one of them in bytes keeps the products in int32
         sides = bytes_of(ctx, left) if both_wide else [(left.name, left.encoding)]
@@ -203,10 +203,10 @@ def _product(ctx: Context, node: NodeProto, left: Value | None, right: Value | N
     product = ctx.builder.node("Mul", [first.name, second.name], name=f"{node.output[0]}.accumulator")
     ends = [a * b for a in (first.low, first.high) for b in (second.low, second.high)]
     low, high = (np.asarray(end, np.int64) for end in (min(ends), max(ends)))
-    return accumulated(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
+    return accumulate(product, np.asarray(first.scale * second.scale, np.float64), low, high, node)
 
 
-def power(ctx: Context, node: NodeProto, args: Args) -> Value:
+def power(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Pow with a stored exponent or base to a table."""
     left, right = args
     with np.errstate(all="ignore"):
@@ -218,7 +218,7 @@ def power(ctx: Context, node: NodeProto, args: Args) -> Value:
     return mapped
 
 
-def leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def leaky_relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower LeakyRelu: behind a layer to two requantizations, of one tensor to a table."""
     slope = float(attributes(node).get("alpha", 0.01))
     if isinstance(args[0], Linear):
@@ -226,7 +226,7 @@ def leaky_relu(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value
     return table(TABLES["LeakyRelu"])(ctx, node, args)
 
 
-def prelu(ctx: Context, node: NodeProto, args: Args) -> Value:
+def prelu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower PRelu with a stored slope, as LeakyRelu with a slope per channel."""
     value, slope = args
     if not isinstance(slope, Constant):
@@ -247,7 +247,7 @@ def _bent(value: Linear, slope: Array) -> Value:
     return Bent(tuple(parts))
 
 
-def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def batch_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower an inference-time BatchNormalization to a scale and a constant per channel."""
     attrs = attributes(node)
     parameters = [stored_values(arg) for arg in args[1:] if isinstance(arg, Constant)]
@@ -266,7 +266,7 @@ def batch_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
     return replace(value, constant=constant, error=value.error + error)
 
 
-def div(ctx: Context, node: NodeProto, args: Args) -> Value:
+def div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Div by a constant to a scale, of one tensor by a function of itself to a table."""
     left, right = args
     if isinstance(right, Constant) and not np.all(right.values):
@@ -280,7 +280,7 @@ def div(ctx: Context, node: NodeProto, args: Args) -> Value:
     raise Refused("it divides by an activation", _BETWEEN)
 
 
-def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
+def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Concat: free where all inputs share one encoding, else each input is brought to the output's."""
     axis = int(attributes(node)["axis"])
     parts = tuple(arg for arg in args if arg is not None)
@@ -293,10 +293,10 @@ def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
     if any(sizes) and 0 in sizes:  # a part without elements adds nothing
         parts = tuple(part for part, size in zip(parts, sizes, strict=True) if size != 0)
         sizes = tuple(size for size in sizes if size != 0)
-    return settled(ctx, Joined(parts, axis, sizes), node.output[0])
+    return concat_codes(ctx, Joined(parts, axis, sizes), node.output[0])
 
 
-def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def copied(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Copy a node that computes on integers already (shape arithmetic).
 
     Raises:
@@ -313,7 +313,7 @@ def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     return values[0] if len(values) == 1 else values
 
 
-def constant(ctx: Context, node: NodeProto, args: Args) -> Value:
+def constant(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Read a Constant node."""
     attribute = node.attribute[0]
     found = helper.get_attribute_value(attribute)
@@ -326,7 +326,7 @@ def constant(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 
 def stored(tensor: TensorProto) -> Value:
-    """Give the value of an initializer: float tensors as constants, all others as integers."""
+    """Return the value of an initializer: float tensors as constants, all others as integers."""
     array = numpy_helper.to_array(tensor)
     if tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
         return Constant(array.astype(np.float32))

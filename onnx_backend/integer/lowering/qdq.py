@@ -1,32 +1,32 @@
-"""Lowering of QuantizeLinear and DequantizeLinear: where values become codes and codes become values."""
+"""Lower QuantizeLinear and DequantizeLinear, where values become codes and codes become values."""
 
 from dataclasses import replace
 
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.fixed_point.fixed_edges import ready
-from onnx_backend.integer.ir.context import Args, Context, attributes
+from onnx_backend.integer.fixed_point.fixed_edges import to_accumulator
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import (
     GRIDS,
+    ActivationEncoding,
     Array,
-    Blocks,
+    BlockConstant,
     CodedConstant,
     Codes,
     Constant,
-    Encoding,
     Failed,
+    FixedPoint,
     Integers,
     Lookup,
     Refused,
     Root,
     Value,
-    Wide,
-    dequantized,
+    dequantize_codes,
 )
 from onnx_backend.integer.lowering.codes import to_codes
-from onnx_backend.integer.lowering.edges import raised
+from onnx_backend.integer.lowering.edges import from_stored_dtype
 from qsdk.core.numerics import affine
 
 _ASSOCIATED: dict[int, tuple[int, int]] = {
@@ -40,7 +40,7 @@ _ASSOCIATED: dict[int, tuple[int, int]] = {
 _WHOLE = frozenset({TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT16, TensorProto.INT16})
 
 
-def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
+def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower QuantizeLinear: requantize whatever stands before it to codes."""
     value = args[0]
     scale = _scale(args[1])
@@ -55,32 +55,32 @@ def quantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     encoding = activation_encoding(scale, points, dtype)
     name = node.output[0]
     if value is None or isinstance(value, Failed):
-        return Codes(name, encoding)  # reported already; what follows is still examined
-    codes = to_codes(ctx, ready(ctx, value, encoding), encoding, name)
+        return Codes(name, encoding)  # reported already; the nodes behind it are still examined
+    codes = to_codes(ctx, to_accumulator(ctx, value, encoding), encoding, name)
     _note_softmax(ctx, value)
     found = Codes(codes, encoding, _root(value, codes, encoding) if ctx.composes else None)
     ctx.sites[name] = found
     return found
 
 
-def _note_softmax(ctx: Context, value: Value) -> None:
+def _note_softmax(ctx: LoweringContext, value: Value) -> None:
     """Note at the requantization just recorded that it gives the codes of a Softmax of codes."""
     nodes = ctx.builder.nodes
-    known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, Wide) else (None, None)
+    known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
     if known is value and isinstance(nodes[-1], Requantization):
         nodes[-1] = replace(nodes[-1], softmax=softmax)
 
 
-def _root(value: Value, codes: str, encoding: Encoding) -> Root | None:
-    """Give what the codes of a function of codes are a table of."""
+def _root(value: Value, codes: str, encoding: ActivationEncoding) -> Root | None:
+    """Return the codes that a function of codes is a table of, else None."""
     if not isinstance(value, Lookup) or codes == value.name:
         return value.root if isinstance(value, Lookup) else None
     table = encoding.quantize(value.values)
     return Root(value.name, table) if value.root is None else Root(value.root.name, table[value.root.table])
 
 
-def activation_encoding(scale: Array, points: Array, dtype: int) -> Encoding:
-    """Give the encoding of an activation.
+def activation_encoding(scale: Array, points: Array, dtype: int) -> ActivationEncoding:
+    """Return the encoding of an activation.
 
     Raises:
         Refused: it is not one positive scale on an integer grid of at most 16 bits.
@@ -96,17 +96,17 @@ def activation_encoding(scale: Array, points: Array, dtype: int) -> Encoding:
     if not np.isfinite(scale).all() or not (scale > 0).all():
         raise Refused(f"its scale is {scale.reshape(-1)[0]}", "recalibrate: scales are positive and finite")
     zero = int(points.reshape(-1)[0]) + GRIDS[dtype][0]
-    return Encoding(float(scale.reshape(-1)[0]), zero, dtype)
+    return ActivationEncoding(float(scale.reshape(-1)[0]), zero, dtype)
 
 
-def dequantize(ctx: Context, node: NodeProto, args: Args) -> Value:
+def dequantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower DequantizeLinear: of codes to a value with its encoding, of an initializer to a constant."""
     value = args[0]
     scale = _scale(args[1])
     points = _zero_points(args[2] if len(args) > 2 else None, scale)
     if isinstance(value, Codes):
         encoding = activation_encoding(scale, points, value.encoding.dtype)
-        return dequantized(value.name, encoding, value.root)
+        return dequantize_codes(value.name, encoding, value.root)
     if isinstance(value, Integers) and value.array is not None:
         return _dequantized_constant(value, scale, points, attributes(node))
     if isinstance(value, Integers) and value.dtype in _WHOLE:
@@ -114,9 +114,9 @@ def dequantize(ctx: Context, node: NodeProto, args: Args) -> Value:
     raise Refused("its input is neither quantized nor a stored integer tensor", "quantize its input")
 
 
-def _dequantized_tensor(ctx: Context, node: NodeProto, value: Integers, encoding: Encoding) -> Value:
-    """Take an 8-bit or 16-bit tensor that enters as such (an integer graph input, a gathered table) as codes."""
-    return dequantized(raised(ctx.builder, value.name, encoding, f"{node.output[0]}.codes"), encoding)
+def _dequantized_tensor(ctx: LoweringContext, node: NodeProto, value: Integers, encoding: ActivationEncoding) -> Value:
+    """Return an 8-bit or 16-bit tensor that enters as such (an integer input, a gathered table) as codes."""
+    return dequantize_codes(from_stored_dtype(ctx.builder, value.name, encoding, f"{node.output[0]}.codes"), encoding)
 
 
 def _scale(value: Value | None) -> Array:
@@ -139,7 +139,7 @@ def _zero_points(value: Value | None, scale: Array) -> Array:
 def _aligned(
     parameter: Array, shape: tuple[int, ...], attrs: dict[str, object]
 ) -> tuple[Array, int | None, int | None]:
-    """Give a parameter that broadcasts against `shape`, the axis of its channels or blocks, and the blocks' size."""
+    """Return a parameter that broadcasts against `shape`, the axis of its channels or blocks, and the blocks' size."""
     if parameter.size == 1 and (parameter.ndim == 0 or not shape or parameter.shape == (1,)):
         return parameter.reshape(()), None, None
     axis = int(attrs.get("axis", 1)) % len(shape)  # type: ignore[call-overload]
@@ -158,7 +158,7 @@ def _dequantized_constant(value: Integers, scale: Array, points: Array, attrs: d
     if block is not None and axis is not None:
         several = [i for i, size in enumerate(scale.shape) if size > 1]
         if axis in several or len(several) > 1:
-            return Constant(values, blocks=Blocks(integers, scale.astype(np.float64), axis, block, value.dtype))
+            return Constant(values, blocks=BlockConstant(integers, scale.astype(np.float64), axis, block, value.dtype))
         axis = several[0] if several else None  # one block holds the whole axis
     return Constant(values, CodedConstant(integers, scale.reshape(-1).astype(np.float64), axis, value.dtype))
 

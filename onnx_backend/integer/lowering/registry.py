@@ -9,7 +9,7 @@ from onnx import NodeProto
 from onnx_backend.integer.fixed_point.elementwise import CURVES
 from onnx_backend.integer.fixed_point.fixed_edges import cast_to_float
 from onnx_backend.integer.fixed_point.sincos import turned
-from onnx_backend.integer.ir.context import Args, Context, Lowering, attributes
+from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext, attributes
 from onnx_backend.integer.ir.values import Constant, Value
 from onnx_backend.integer.lowering import ops
 from onnx_backend.integer.lowering.code_movement import cast
@@ -21,7 +21,7 @@ from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 from onnx_backend.integer.lowering.recurrent.recurrent import gru, lstm
 
 
-def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def copy_node(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Copy a node that computes on integers already, or take what it makes of them in float as numbers.
 
     Raises:
@@ -31,7 +31,7 @@ def copied(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     return ops.copied(ctx, node, args) if numbers is None else numbers
 
 
-def concat(ctx: Context, node: NodeProto, args: Args) -> Value:
+def concat(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Concat, of constants to a constant."""
     constants = [arg for arg in args if isinstance(arg, Constant)]
     if len(constants) == len(args):

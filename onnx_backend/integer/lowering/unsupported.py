@@ -1,4 +1,4 @@
-"""Why operators without an integer form have none, and what to do instead."""
+"""Why some operators have no integer form, and what to do instead."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -45,8 +45,8 @@ _REASONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-def no_form(node: NodeProto) -> Refused:
-    """Give the refusal of an operator that has no lowering."""
+def refusal(node: NodeProto) -> Refused:
+    """Return the refusal of an operator that has no lowering."""
     found = _REASONS.get(node.op_type)
     return Refused(*found) if found else Refused(f"{node.op_type} has no integer form in this version", _REPLACE)
 

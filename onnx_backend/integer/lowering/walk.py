@@ -1,4 +1,4 @@
-"""The walk over a Q/DQ graph that finds the value of every tensor, and what cannot be converted."""
+"""Walk over a Q/DQ graph to find the value of every tensor, and the nodes that cannot be converted."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.integer.ir.context import Context, attributes, label
+from onnx_backend.integer.ir.context import LoweringContext, attributes, label
 from onnx_backend.integer.ir.values import (
     Array,
     Codes,
@@ -19,11 +19,11 @@ from onnx_backend.integer.ir.values import (
     Refused,
     Value,
 )
-from onnx_backend.integer.lowering.code_movement import CODE_MOVES, moved_codes
-from onnx_backend.integer.lowering.float_islands import Islands, floated
+from onnx_backend.integer.lowering.code_movement import CODE_MOVES, move_codes
+from onnx_backend.integer.lowering.float_islands import Islands, keep_float
 from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
-from onnx_backend.integer.lowering.registry import LOWERINGS, copied
-from onnx_backend.integer.lowering.unsupported import no_form, require_no_bodies
+from onnx_backend.integer.lowering.registry import LOWERINGS, copy_node
+from onnx_backend.integer.lowering.unsupported import refusal, require_no_bodies
 from onnx_backend.passes.fold_constants import evaluate, fold
 from onnx_backend.proto.subgraphs import reads
 
@@ -44,8 +44,8 @@ class Refusal:
     remedy: str
 
 
-def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, Value], list[Refusal]]:
-    """Give the value of every tensor; nodes behind a refused one are skipped until the next QuantizeLinear."""
+def walk(model: ModelProto, ctx: LoweringContext, islands: Islands) -> tuple[dict[str, Value], list[Refusal]]:
+    """Return the value of every tensor; nodes behind a refused one are skipped until the next QuantizeLinear."""
     values: dict[str, Value] = {tensor.name: stored(tensor) for tensor in model.graph.initializer}
     refusals: list[Refusal] = []
     for info in model.graph.input:
@@ -65,7 +65,7 @@ def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, V
             ctx.builder.facts[label(node)] = {"op_type": node.op_type, "input_zero_points": points}
             try:
                 kept = islands.match(node) if node.op_type not in QDQ else False
-                found = floated(ctx, node, args) if kept else _lowered(ctx, node, args)
+                found = keep_float(ctx, node, args) if kept else _lowered(ctx, node, args)
             except Refused as refused:
                 refusals.append(Refusal(label(node), node.op_type, refused.reason, refused.remedy))
         results = found if isinstance(found, tuple) else (found,) * len(node.output)
@@ -74,7 +74,7 @@ def walk(model: ModelProto, ctx: Context, islands: Islands) -> tuple[dict[str, V
 
 
 def _trimmed(node: NodeProto, read: Collection[str]) -> NodeProto:
-    """Give a node without the optional outputs that nothing reads, which have no integer form (a mask, indices)."""
+    """Return a node without unread optional outputs (a mask, indices), which have no integer form."""
     if node.op_type not in _OPTIONAL or all(name in read for name in node.output[1:]):
         return node
     trimmed = NodeProto()
@@ -85,7 +85,7 @@ def _trimmed(node: NodeProto, read: Collection[str]) -> NodeProto:
     return trimmed
 
 
-def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
+def _lowered(ctx: LoweringContext, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
     standard = node.domain in ("", "ai.onnx") or (node.domain == "com.microsoft" and node.op_type in QDQ)
     if not standard:
         raise Refused(
@@ -106,20 +106,20 @@ def _lowered(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value |
         return folded
 
 
-def _by_its_op(ctx: Context, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
+def _by_its_op(ctx: LoweringContext, node: NodeProto, args: list[Value | None]) -> Value | tuple[Value, ...]:
     lowering = LOWERINGS.get(node.op_type)
     require_no_bodies(node)
     if args and isinstance(args[0], Codes) and node.op_type in CODE_MOVES:
-        return moved_codes(ctx, node, args)
+        return move_codes(ctx, node, args)
     integers = bool(args) and all(arg is None or isinstance(arg, Integers) for arg in args)
     if integers and node.op_type not in ("DequantizeLinear", "QuantizeLinear", "Shape", "Identity"):
-        return copied(ctx, node, args)
+        return copy_node(ctx, node, args)
     if lowering is None:
-        raise no_form(node)
+        raise refusal(node)
     return lowering(ctx, node, args)
 
 
-def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, last: bool) -> tuple[Value, ...] | None:
+def _folded(ctx: LoweringContext, node: NodeProto, args: list[Value | None], *, last: bool) -> tuple[Value, ...] | None:
     """Compute a node on constants at conversion time; None if it is not one.
 
     That is shape arithmetic, anchor grids, and whatever else a network computes of what it stores (attention among
@@ -134,7 +134,7 @@ def _folded(ctx: Context, node: NodeProto, args: list[Value | None], *, last: bo
     }
     narrow = node.op_type == "Cast" and attributes(node)["to"] not in INTEGER_TYPES
     if node.op_type in QDQ or (narrow and any(isinstance(arg, Constant) for arg in args)):
-        return None  # a rule that keeps a layer in another float type; saying so helps more than its float weight
+        return None  # a rule keeps this layer in another float type, and the refusal is to name that
     small = {name: array for name, array in known.items() if array is not None}
     if last:
         found = evaluate(node, small, {"": ctx.opset}, limit=_LARGEST_FOLDED)

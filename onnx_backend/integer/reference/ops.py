@@ -22,7 +22,7 @@ _EXACT = 2.0**53
 
 
 def _int32(values: Array) -> Array:
-    """Give values as int32.
+    """Return values as int32.
 
     Raises:
         OverflowError: they do not fit.
@@ -34,7 +34,7 @@ def _int32(values: Array) -> Array:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Give an exact matrix product of small integers as int32."""
+    """Return an exact matrix product of small integers as int32."""
     depth = left.shape[-1]
     reach = float(np.abs(left).max(initial=0)) * float(np.abs(right).max(initial=0)) * depth
     kind: Any = np.float64 if reach < _EXACT else np.int64
@@ -50,7 +50,7 @@ def _matmul_integer(attrs: Attributes, a: Array, b: Array, za: Array | None = No
 
 
 def _matmul(attrs: Attributes, a: Array, b: Array) -> Array:
-    """Give the product of matrices of int32 or int64, refusing one that could leave its type on the way."""
+    """Return the product of matrices of int32 or int64, refusing one that could leave its type on the way."""
     reach = float(np.abs(a).max(initial=0)) * float(np.abs(b).max(initial=0)) * a.shape[-1]
     if reach >= 2.0 ** (8 * a.dtype.itemsize - 1):
         raise OverflowError(f"sums of products can reach {reach:.4g}, beyond {a.dtype}")
@@ -58,7 +58,7 @@ def _matmul(attrs: Attributes, a: Array, b: Array) -> Array:
 
 
 def _geometry(attrs: Attributes, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[list[int], ...]:
-    """Give strides, dilations, pads at the begin and at the end, and output sizes."""
+    """Return strides, dilations, pads at the beginning and at the end, and output sizes."""
     rank = len(sizes)
     strides, dilations = (list(attrs.get(key, [1] * rank)) for key in ("strides", "dilations"))
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
@@ -82,7 +82,7 @@ def _geometry(attrs: Attributes, sizes: Sequence[int], kernel: Sequence[int]) ->
 
 
 def _windows(x: Array, kernel: Sequence[int], attrs: Attributes, fill: int) -> Array:
-    """Give every window: shape (taps, N, C, *outputs)."""
+    """Return every window: shape (taps, N, C, *outputs)."""
     strides, dilations, begin, end, outputs = _geometry(attrs, x.shape[2:], kernel)
     extra = [
         max((o - 1) * s + (k - 1) * d + 1 - (n + b + e), 0)

@@ -1,4 +1,4 @@
-"""A NumPy reference that executes an integer-only model on exact integers, independent of ONNX Runtime.
+"""Execute an integer-only model in NumPy on exact integers, independently of ONNX Runtime.
 
 Every op of the integer models of `integer.convert` is computed here from the ONNX standard. Accumulators are computed
 exactly and an int32 overflow raises instead of wrapping.

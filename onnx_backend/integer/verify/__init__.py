@@ -1,1 +1,1 @@
-"""What is checked and measured of an integer-only model. Import the files."""
+"""Check and measure an integer-only model. Import the files."""

@@ -1,4 +1,4 @@
-"""How large the indices that enter a model may be: what the tables that they index hold."""
+"""The range of the indices that enter a model, from the tables that they index."""
 
 from onnx import ModelProto, shape_inference
 
@@ -10,7 +10,7 @@ _LOOK_UPS = ("Gather", "GatherElements")
 
 
 def index_bounds(model: ModelProto) -> dict[str, int]:
-    """Give the number of rows of the smallest table that an input indexes, by input name; others are left out."""
+    """Return the number of rows of the smallest table that an input indexes, by input name; others are left out."""
     nodes = [node for node in model.graph.node if node.op_type in _LOOK_UPS]
     if not nodes:
         return {}

@@ -1,4 +1,4 @@
-"""The check that a model computes on integers only between its quantized edges, in the standard domain."""
+"""Check that a model computes only on integers between its quantized edges, in the standard domain."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ _SCALES: Mapping[str, tuple[int, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One violation.
+class FloatUse:
+    """A violation: a place where a model is not integer-only.
 
     Attributes:
         kind: `float tensor`, `quantize node`, `domain` or `invalid`.
@@ -56,28 +56,28 @@ class Finding:
 
 def integer_findings(
     model: ModelProto, *, edges: str = "float", kernels: str = "", islands: Collection[str] = ()
-) -> list[Finding]:
-    """List everything in a model that is not integer-only; an empty list means that it is.
+) -> list[FloatUse]:
+    """Return everything in a model that is not integer-only; an empty list means that it is.
 
-    `kernels` names what may requantize with constant float scales besides integer operators: `qlinear` QLinearConv and
-    QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the edges is float,
-    except those in `islands`.
+    `kernels` names the kernels that may requantize with constant float scales besides integer operators: `qlinear`
+    QLinearConv and QLinearMatMul, `onnxruntime` also the quantized operators of com.microsoft. No tensor between the
+    edges is float, except those in `islands`.
 
     With `edges="float"` a QuantizeLinear may read a float graph input and a DequantizeLinear may write a float graph
     output, with their float scales, and an input may be float that nothing reads; with `edges="integer"` there is no
     such exception.
     """
     findings = [
-        Finding("domain", entry.domain, "the model imports a domain outside the standard")
+        FloatUse("domain", entry.domain, "the model imports a domain outside the standard")
         for entry in model.opset_import
         if entry.domain not in _STANDARD and not (kernels == "onnxruntime" and entry.domain == _CONTRIB)
     ]
-    findings += [Finding("domain", f.name, "a model-local function hides its body") for f in model.functions]
+    findings += [FloatUse("domain", f.name, "a model-local function hides its body") for f in model.functions]
     try:
         checker.check_model(model, full_check=True)
         inferred = infer_shapes(model, check_type=True, strict_mode=True)
     except (checker.ValidationError, InferenceError) as error:
-        findings.append(Finding("invalid", "model", str(error).strip().splitlines()[0]))
+        findings.append(FloatUse("invalid", "model", str(error).strip().splitlines()[0]))
         inferred = infer_shapes(model)
     graph = inferred.graph
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
@@ -103,7 +103,7 @@ def require_integer_only(
 
 
 def _edge_nodes(graph: GraphProto, inputs: set[str], outputs: set[str]) -> set[int]:
-    """Give the indices of the Q/DQ nodes that stand at a float edge."""
+    """Return the indices of the Q/DQ nodes at a float edge."""
     readers: dict[str, int] = {}
     for node in graph.node:
         for name in node.input:
@@ -121,7 +121,7 @@ def _in_island(node: NodeProto, islands: frozenset[str]) -> bool:
 
 
 def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
-    """Give the inputs of a node that may be float constants: the scales of a kernel that is allowed."""
+    """Return the inputs of a node that may be float constants: the scales of a kernel that is allowed."""
     allowed = node.domain in _STANDARD if kernels == "qlinear" else kernels == "onnxruntime"
     if not allowed or node.op_type not in _SCALES:
         return []
@@ -132,7 +132,7 @@ def _scale_inputs(node: NodeProto, kernels: str) -> list[str]:
 
 def _graph_findings(
     graph: GraphProto, at_edge: set[int], unread: set[str], kernels: str, islands: frozenset[str]
-) -> Iterator[Finding]:
+) -> Iterator[FloatUse]:
     types = {i.name: i.type for i in (*graph.input, *graph.output, *graph.value_info)}
     edge_nodes = [node for index, node in enumerate(graph.node) if index in at_edge]
     free = unread | {node.input[0] for node in edge_nodes if node.op_type == "QuantizeLinear"}
@@ -144,55 +144,55 @@ def _graph_findings(
     yield from _tensor_findings(graph, types, free, scales)
     for index, node in enumerate(graph.node):
         if node.domain not in _STANDARD and not (kernels == "onnxruntime" and node.op_type in _SCALES):
-            yield Finding("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
+            yield FloatUse("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
         if index in at_edge or _in_island(node, islands):
             continue
         if node.op_type in _QDQ:
-            yield Finding("quantize node", _name(node), f"{node.op_type} stands between the edges")
+            yield FloatUse("quantize node", _name(node), f"{node.op_type} stands between the edges")
         own = _scale_inputs(node, kernels)
         for name in node.input:
             if name in own and name in constants:
                 continue
             if name in free and node.op_type != "Shape":
-                yield Finding("float tensor", _name(node), f"{node.op_type} reads the float edge {name!r}")
+                yield FloatUse("float tensor", _name(node), f"{node.op_type} reads the float edge {name!r}")
             if name in scales:
-                yield Finding("float tensor", _name(node), f"{node.op_type} reads the float scale {name!r}")
+                yield FloatUse("float tensor", _name(node), f"{node.op_type} reads the float scale {name!r}")
         yield from _output_findings(node, types, free)
         yield from _attribute_findings(node)
 
 
 def _tensor_findings(
     graph: GraphProto, types: dict[str, TypeProto], free: set[str], scales: set[str]
-) -> Iterator[Finding]:
+) -> Iterator[FloatUse]:
     for tensor in graph.initializer:
         if tensor.data_type not in _INTEGER and tensor.name not in scales and tensor.name not in free:
-            yield Finding("float tensor", tensor.name, f"an initializer of {_dtype(tensor.data_type)}")
+            yield FloatUse("float tensor", tensor.name, f"an initializer of {_dtype(tensor.data_type)}")
     for sparse in graph.sparse_initializer:
         if sparse.values.data_type not in _INTEGER:
-            yield Finding("float tensor", sparse.values.name, "a sparse float initializer")
+            yield FloatUse("float tensor", sparse.values.name, "a sparse float initializer")
     for info in (*graph.input, *graph.output):
         kind = types[info.name].tensor_type.elem_type
         if kind not in _INTEGER and info.name not in free:
-            yield Finding("float tensor", info.name, f"a graph edge of {_dtype(kind)} without its Q/DQ node")
+            yield FloatUse("float tensor", info.name, f"a graph edge of {_dtype(kind)} without its Q/DQ node")
 
 
-def _output_findings(node: NodeProto, types: dict[str, TypeProto], free: set[str]) -> Iterator[Finding]:
+def _output_findings(node: NodeProto, types: dict[str, TypeProto], free: set[str]) -> Iterator[FloatUse]:
     for name in filter(None, node.output):
         kind = types[name].tensor_type.elem_type if name in types else TensorProto.UNDEFINED
         if kind not in _INTEGER and name not in free:
-            yield Finding("float tensor", _name(node), f"{node.op_type} makes {name!r} of {_dtype(kind)}")
+            yield FloatUse("float tensor", _name(node), f"{node.op_type} makes {name!r} of {_dtype(kind)}")
 
 
-def _attribute_findings(node: NodeProto) -> Iterator[Finding]:
+def _attribute_findings(node: NodeProto) -> Iterator[FloatUse]:
     for attribute in node.attribute:
         held = helper.get_attribute_value(attribute)
         if attribute.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
             tensors = [held] if attribute.type == AttributeProto.TENSOR else held
             bad = [_dtype(t.data_type) for t in tensors if t.data_type not in _INTEGER]
             if bad:
-                yield Finding("float tensor", _name(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
+                yield FloatUse("float tensor", _name(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
         elif node.op_type == "Constant" and attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
-            yield Finding("float tensor", _name(node), f"a Constant with {attribute.name!r}")
+            yield FloatUse("float tensor", _name(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
                 yield from _graph_findings(graph, set(), set(), "", frozenset())

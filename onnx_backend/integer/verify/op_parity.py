@@ -76,14 +76,14 @@ def _codes(integer: ModelProto, names: Sequence[str], feeds: Mapping[str, Array]
 
 
 def _stored(codes: Array, found: Codes) -> Array:
-    """Give codes in the dtype that the Q/DQ model stores, 4 bits in 8."""
+    """Return codes in the dtype that the Q/DQ model stores, 4 bits in 8."""
     dtype = _PACKED.get(found.encoding.dtype, found.encoding.dtype)
     stored = codes.astype(np.int64) - GRIDS[found.encoding.dtype][0]
     return np.asarray(stored, helper.tensor_dtype_to_np_dtype(dtype))  # of a scalar too
 
 
 def _cut(source: ModelProto, sites: Mapping[str, Codes]) -> tuple[ModelProto, dict[str, NodeProto]]:
-    """Give the model that reads the codes of every site and gives what it computes there, and the sites' nodes."""
+    """Return the model that reads the codes of every site and recomputes them there, and the sites' nodes."""
     forced = ModelProto()
     forced.CopyFrom(source)
     graph, nodes, quantizers = forced.graph, list(forced.graph.node), {}
@@ -122,7 +122,7 @@ def operations(parity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def with_parity(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Give report rows, one per operation, with `max_lsb` of the QuantizeLinear (`site`) that each was made for."""
+def add_op_parity(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the report rows, one per operation, with `max_lsb` against the QuantizeLinear (`site`) of each."""
     found = {row["site"]: row["max_lsb"] for row in parity}
     return [{**row, "max_lsb": found.get(row["site"])} for row in rows]

@@ -1,4 +1,4 @@
-"""Measuring an integer-only model against the Q/DQ model it was made from, and against the NumPy reference."""
+"""Measure an integer-only model against the Q/DQ model it was converted from, and against the NumPy reference."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -114,7 +114,7 @@ def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mappi
 
 
 def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any] | None) -> dict[str, Array]:
-    """Give the first batch of `data` by input name, random inputs without data.
+    """Return the first batch of `data` by input name, random inputs without data.
 
     Raises:
         DataError: there is no batch, or the model does not take it.
@@ -129,7 +129,7 @@ def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any]
 
 
 def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:
-    """One array per input of `model`: floats uniform over the range of their quantizer, indices in their table."""
+    """Return an array per input of `model`: floats uniform over their quantizer's range, indices in their table."""
     wanted, rows = set(input_names(model.graph)), index_bounds(model)
     return {
         info.name: _random(info, source, generator, rows.get(info.name))
@@ -163,7 +163,7 @@ def _range(quantize: NodeProto, source: ModelProto) -> tuple[float, float]:
 
 
 def _output_scale(integer: ModelProto, name: str, rank: int) -> Array:
-    """The scale of an output, shaped to its rank; 1 for what leaves as integers."""
+    """Return the scale of an output, shaped to its rank; 1 for integer outputs."""
     stored = initializers(integer.graph)
     maker = next((n for n in integer.graph.node if name in n.output), None)
     if maker is None or maker.op_type != "DequantizeLinear":

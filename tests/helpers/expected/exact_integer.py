@@ -6,8 +6,8 @@ from integer_models import LEVELS, run
 from onnx import TensorProto, checker, helper
 
 from onnx_backend.integer.ir.builder import Builder
-from onnx_backend.integer.ir.context import Context
-from onnx_backend.integer.ir.values import Wide
+from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.values import FixedPoint
 from onnx_backend.integer.reference.run import run_reference
 
 KINDS = {True: (TensorProto.INT32, np.int32), False: (TensorProto.INT64, np.int64)}
@@ -49,7 +49,7 @@ def surroundings(**shapes):
     """A context to write into, with the shapes of tensors."""
     builder = Builder(list(shapes), "half_even")
     builder.label = "test"
-    return Context(builder, shapes, {}, "float", 21)
+    return LoweringContext(builder, shapes, {}, "float", 21)
 
 
 def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, constants=None):
@@ -64,7 +64,7 @@ def integers_of(function, *arrays, bounds=None, scales=None, narrow=False, const
         lo, hi = bounds[i] if bounds else (int(array.min()), int(array.max()))
         constant = np.zeros(()) if constants is None else np.asarray(constants[i], np.float64)
         scale = np.asarray(1.0 if scales is None else scales[i], np.float64)
-        values.append(Wide(name, scale, lo, hi, constant=constant, narrow=narrow))
+        values.append(FixedPoint(name, scale, lo, hi, constant=constant, narrow=narrow))
     found = function(ctx, *values)
     kind, dtype = KINDS[narrow]
     inputs = [helper.make_tensor_value_info(n, kind, a.shape) for n, a in zip(names, arrays, strict=True)]

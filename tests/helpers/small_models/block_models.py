@@ -3,7 +3,7 @@
 import numpy as np
 from integer_models import GRID, INT4, NUMPY, UINT4, Net
 
-from onnx_backend.integer.ir.quantized_constant import Blocks
+from onnx_backend.integer.ir.quantized_constant import BlockConstant
 
 X = (0.031, 119)
 
@@ -12,7 +12,7 @@ class BlockNet(Net):
     """Writes weights with a scale per block; `real` are the weights in float64."""
 
     real: np.ndarray
-    stored: Blocks
+    stored: BlockConstant
 
     def blocks(self, shape, axis, size, dtype=INT4, scale=None, points=False):
         lo, hi = GRID[dtype]
@@ -22,7 +22,7 @@ class BlockNet(Net):
         zeros = self.rng.integers(lo, hi + 1, small) if points else np.zeros(small, np.int64)
         along = np.arange(shape[axis]) // size
         wide, points_of = scale.astype(np.float64), zeros.take(along, axis)
-        self.stored = Blocks(codes - points_of, wide, axis, size, dtype)
+        self.stored = BlockConstant(codes - points_of, wide, axis, size, dtype)
         self.real = self.stored.integers * wide.take(along, axis)
         kind = None if dtype in (INT4, UINT4) else NUMPY[dtype]
         stored = [self.const(v.astype(kind or np.int64), "weight", dtype) for v in (codes, zeros)]

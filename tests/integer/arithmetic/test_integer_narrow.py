@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, shape_inference
 from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.builder import Builder, requantize
-from onnx_backend.integer.ir.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import ConfigError, IntegerError
 
@@ -29,7 +29,7 @@ def recipe(terms, constant, channels, zero_point, bits):
         ),
         np.asarray(constant, np.float64),
     )
-    codes = requantize(builder, value, Encoding(1.0, zero_point, UINT8), "codes")
+    codes = requantize(builder, value, ActivationEncoding(1.0, zero_point, UINT8), "codes")
     error = builder.nodes[-1].plan.error
     nodes = expand(builder, {codes})
     nodes[-1].output[0] = "y"

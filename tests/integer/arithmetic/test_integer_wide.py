@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onnx_backend.integer.fixed_point import fixed_arithmetic, newton, sums, to_fixed
 from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
-from onnx_backend.integer.ir.values import Constant, Linear, Lookup, Refused, Term, Wide
+from onnx_backend.integer.ir.values import Constant, FixedPoint, Linear, Lookup, Refused, Term
 
 
 def spread_out(lo, hi, count=60, seed=0):
@@ -32,7 +32,9 @@ def test_the_integer_root_is_the_floor_of_the_root():
     bases = [1 << 30, (1 << 30) + 1, (1 << 31) - 1, *(int(v) for v in rng.integers(1 << 30, 1 << 31, 4000))]
     values = {min(b * b + d, (1 << 62) - 1) for b in bases for d in (-1, 0, 1, b, 2 * b)}
     values = np.array(sorted(v for v in values if v >= 1 << 60), np.int64)
-    _found, integers = integers_of(lambda ctx, x: Wide(newton.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values)
+    _found, integers = integers_of(
+        lambda ctx, x: FixedPoint(newton.integer_root(ctx, x.name), x.scale, 0, 1 << 31), values
+    )
     assert integers.tolist() == [math.isqrt(int(v)) for v in values]
 
 
@@ -89,13 +91,13 @@ def test_the_logarithm_is_near_everywhere(bounds):
 )
 def test_outside_its_domain_a_method_refuses(method, bounds, message):
     with pytest.raises(Refused, match=message):
-        method(surroundings(x=(2,)), Wide("x", np.ones(()), *bounds))
+        method(surroundings(x=(2,)), FixedPoint("x", np.ones(()), *bounds))
 
 
 def test_an_error_of_the_input_counts():
     for method in (newton.square_root, newton.reciprocal, newton.reciprocal_root, newton.logarithm):
-        exact = Wide("x", np.ones(()), 1000, 2000)
-        rough = Wide("x", np.ones(()), 1000, 2000, error=10.0)
+        exact = FixedPoint("x", np.ones(()), 1000, 2000)
+        rough = FixedPoint("x", np.ones(()), 1000, 2000, error=10.0)
         found = [method(surroundings(x=(2,)), value) for value in (exact, rough)]
         moved = [fixed_arithmetic.spread(f) * float(f.scale) for f in found]
         steepest = {
@@ -106,7 +108,7 @@ def test_an_error_of_the_input_counts():
         }
         assert moved[1] - moved[0] >= 9.9 * steepest[method.__name__] * 0.5
     with pytest.raises(Refused, match="within its error"):
-        newton.reciprocal(surroundings(x=(2,)), Wide("x", np.ones(()), 1, 2000, error=10.0))
+        newton.reciprocal(surroundings(x=(2,)), FixedPoint("x", np.ones(()), 1, 2000, error=10.0))
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -156,14 +158,14 @@ def test_a_scale_that_a_mean_has_is_a_whole_share_of_the_other():
 
 
 def test_the_errors_of_both_factors_count():
-    exact, off = Wide("x", np.ones(()), 0, 7), Wide("z", np.ones(()), 0, 100, error=3.0)
+    exact, off = FixedPoint("x", np.ones(()), 0, 7), FixedPoint("z", np.ones(()), 0, 100, error=3.0)
     for sides in ((exact, off), (off, exact)):
         assert fixed_arithmetic.multiply(surroundings(x=(1,), z=(1,)), *sides).error >= 7 * 3.0
 
 
 def test_a_square_is_known_not_to_be_negative():
     ctx = surroundings(x=(2,))
-    value = Wide("x", np.ones(()), -100, 50, narrow=True)
+    value = FixedPoint("x", np.ones(()), -100, 50, narrow=True)
     found = fixed_arithmetic.multiply(ctx, value, value)
     assert (found.lo, found.hi) == (0, 10000)
 
@@ -172,7 +174,7 @@ def test_a_square_is_known_not_to_be_negative():
 @pytest.mark.parametrize("bounds", [(-(1 << 61), 1 << 61), (0, 1 << 45), (-(1 << 45), -5)])
 def test_narrowing_rounds_to_the_nearest(most, bounds):
     values = spread_out(*bounds)
-    found, integers = integers_of(lambda ctx, x: fixed_arithmetic.narrowed(ctx, x, most), values, bounds=[bounds])
+    found, integers = integers_of(lambda ctx, x: fixed_arithmetic.narrow_to(ctx, x, most), values, bounds=[bounds])
     shift = max(max(abs(b) for b in bounds).bit_length() - most, 0)
     exact = [(int(v) + (1 << shift >> 1)) >> shift for v in values]
     assert integers.tolist() == exact
@@ -246,7 +248,9 @@ def test_clip(bounds, scale):
 def test_a_term_saturates_what_int32_cannot_hold():
     values = spread_out(-(1 << 50), 1 << 50)
     ctx = surroundings(x=values.shape)
-    found = fixed_arithmetic.term(ctx, Wide("x", np.asarray(2.0**-30), -(1 << 50), 1 << 50), (-10.0, 30.0), 2.0**-20)
+    found = fixed_arithmetic.term(
+        ctx, FixedPoint("x", np.asarray(2.0**-30), -(1 << 50), 1 << 50), (-10.0, 30.0), 2.0**-20
+    )
     (one,) = found.terms
     assert -(1 << 31) < one.lo <= one.hi < 1 << 31
     assert float((one.lo - one.zero) * one.scale) == pytest.approx(-10.0, abs=1e-6)
@@ -259,23 +263,23 @@ def test_a_term_saturates_what_int32_cannot_hold():
 
 def test_tables_that_lie_on_a_grid_are_exact():
     squares = ((np.arange(256) - 119) * np.float32(0.031)).astype(np.float32) ** 2
-    found = to_fixed.widened(surroundings(c=(4,)), Lookup("c", squares, None))
+    found = to_fixed.to_fixed(surroundings(c=(4,)), Lookup("c", squares, None))
     assert (found.lo, found.hi, found.error) == (0, 136**2, 0.0)
     assert found.relative < 2.0**-22
-    rough = to_fixed.widened(surroundings(c=(4,)), Lookup("c", np.exp(np.arange(256) / 20).astype(np.float32), None))
+    rough = to_fixed.to_fixed(surroundings(c=(4,)), Lookup("c", np.exp(np.arange(256) / 20).astype(np.float32), None))
     assert rough.hi.bit_length() in (30, 31)
     assert rough.error == 0.5
 
 
 def test_a_constant_keeps_the_integers_it_was_stored_with():
-    found = to_fixed.widened(surroundings(), Constant(np.float32([0.1, -0.2, 0.3])))
+    found = to_fixed.to_fixed(surroundings(), Constant(np.float32([0.1, -0.2, 0.3])))
     assert (found.lo, found.hi) == (-2, 3)
 
 
 def test_an_accumulator_is_taken_exactly():
     zero, lo, hi = (np.asarray(v, np.int64) for v in (7, -100, 100))
     term = Term("x", np.array([0.1, 0.2]), zero, lo, hi)
-    found = to_fixed.widened(surroundings(x=(2,)), Linear((term,), np.array([1.0, 2.0]), error=0.01))
+    found = to_fixed.to_fixed(surroundings(x=(2,)), Linear((term,), np.array([1.0, 2.0]), error=0.01))
     assert (found.lo, found.hi) == (-107, 93)
     assert found.error == pytest.approx(0.1)
     np.testing.assert_array_equal(found.constant, [1.0, 2.0])

@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
 from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.builder import Builder, requantize
-from onnx_backend.integer.ir.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from qsdk.core.errors import ConfigError, IntegerError
@@ -40,7 +40,7 @@ def recipe_model(shift, bound, rounding, zero_point):
     scale = np.ldexp(np.array(MANTISSAS, np.float64), -shift)
     lo, hi, zero = np.asarray(-bound), np.asarray(bound), np.zeros((), np.int64)
     value = Linear((Term("acc", scale, zero, lo, hi),), source="test")
-    codes = requantize(builder, value, Encoding(1.0, zero_point, UINT8), "y_codes")
+    codes = requantize(builder, value, ActivationEncoding(1.0, zero_point, UINT8), "y_codes")
     nodes = expand(builder, {codes})
     nodes[-1].output[0] = "y"
     shape = [None, len(MANTISSAS)]

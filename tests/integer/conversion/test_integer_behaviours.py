@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, shape_inference
 import qsdk
 from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.ir.builder import Builder, requantize
-from onnx_backend.integer.ir.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
 
 INTEGERS = {
@@ -76,7 +76,7 @@ def recipe(zero_point):
     builder = Builder(["acc", "y"], "half_even")
     ends = np.asarray(-(2**31) + 1), np.asarray(2**31 - 1)
     term = Term("acc", np.asarray(MULTIPLIER), np.zeros((), np.int64), *ends)
-    codes = requantize(builder, Linear((term,)), Encoding(1.0, zero_point, UINT8), "codes")
+    codes = requantize(builder, Linear((term,)), ActivationEncoding(1.0, zero_point, UINT8), "codes")
     nodes = expand(builder, {codes})
     nodes[-1].output[0] = "y"
     edges = [helper.make_tensor_value_info(n, k, ["n"]) for n, k in (("acc", TensorProto.INT32), ("y", UINT8))]

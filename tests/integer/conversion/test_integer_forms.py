@@ -9,7 +9,7 @@ from onnx import TensorProto, checker, helper
 from onnx_backend.integer.codegen.expand import expand
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.builder import Builder, requantize
-from onnx_backend.integer.ir.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 from onnx_backend.integer.reference.run import run_reference
 
 I64 = np.int64
@@ -42,7 +42,7 @@ def sum_model(terms, constant, rounding, zero):
     """The requantization of a sum to codes, and its plan."""
     builder = Builder(["a", "b", "y"], rounding)
     value = Linear(tuple(terms), np.asarray(constant), source="test")
-    codes = requantize(builder, value, Encoding(1.0, zero, UINT8), "codes")
+    codes = requantize(builder, value, ActivationEncoding(1.0, zero, UINT8), "codes")
     plan, form = builder.nodes[0].plan, builder.nodes[0].rounding
     nodes = expand(builder, {codes})
     nodes[-1].output[0] = "y"

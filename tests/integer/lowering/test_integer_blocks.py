@@ -19,7 +19,7 @@ from torch import nn
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.files import archive
-from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.reference.run import run_reference
 
 WEIGHTS = {
@@ -230,7 +230,7 @@ def test_firmware_programs_agree():
     model, _ = multiplied()
     feeds = {"x": floats((5, 40))}
     result = convert(model)
-    data = archive(program(result))
+    data = archive(firmware_program(result))
     described, arrays = firmware_runner.load(data)
     (entry,) = described["outputs"]
     found = firmware_runner.run(data, firmware_runner.feed(described, "x", feeds["x"]))[entry["tensor"]]

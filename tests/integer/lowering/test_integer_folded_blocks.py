@@ -10,8 +10,8 @@ from integer_comparison import noise
 from integer_models import INT4, INT8, UINT4, run, simulate
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.ir.quantized_constant import Blocks
-from onnx_backend.integer.lowering.layers.block_weights import folded
+from onnx_backend.integer.ir.quantized_constant import BlockConstant
+from onnx_backend.integer.lowering.layers.block_weights import to_channel_scales
 
 
 def levels(top):
@@ -49,12 +49,12 @@ def test_levels_of_other_codes(dtype, top, parts):
 
 
 def blocks_of(codes, scale, size, axis=0):
-    return Blocks(np.asarray(codes, np.int64), np.asarray(scale, np.float64), axis, size, INT4)
+    return BlockConstant(np.asarray(codes, np.int64), np.asarray(scale, np.float64), axis, size, INT4)
 
 
 def test_levels_give_the_integers_themselves():
     codes, factors = np.arange(-8, 8).reshape(8, 2), np.array([[16, 3], [1, 7]])
-    made = folded(blocks_of(codes, factors * np.array([[0.25, 0.1]]), 4), 1, 24)
+    made = to_channel_scales(blocks_of(codes, factors * np.array([[0.25, 0.1]]), 4), 1, 24)
     np.testing.assert_array_equal(made.integers, codes * np.repeat(factors, 4, 0))
     np.testing.assert_allclose(made.scale, [0.25, 0.1], rtol=1e-12)
     assert made.error < 1e-12
@@ -62,16 +62,16 @@ def test_levels_give_the_integers_themselves():
 
 def test_powers_of_two_are_exact_up_to_the_bits():
     codes = np.arange(-8, 8).reshape(8, 2)
-    made = folded(blocks_of(codes, [[1.0, 1.0], [2.0**-19, 2.0**-10]], 4), 1, 24)
+    made = to_channel_scales(blocks_of(codes, [[1.0, 1.0], [2.0**-19, 2.0**-10]], 4), 1, 24)
     assert made.error == 0.0
     np.testing.assert_array_equal(
         made.integers * made.scale, codes * np.repeat([[1.0, 1.0], [2.0**-19, 2.0**-10]], 4, 0)
     )
-    assert folded(blocks_of(codes, [[1.0, 1.0], [2.0**-21, 1.0]], 4), 1, 24).error > 0.0
+    assert to_channel_scales(blocks_of(codes, [[1.0, 1.0], [2.0**-21, 1.0]], 4), 1, 24).error > 0.0
 
 
 def test_a_weight_close_to_a_power_of_two_leaves_room_for_signed_bytes():
-    made = folded(blocks_of([[1], [4]], [[1.0], [0.9990234375]], 1), 1, 24)
+    made = to_channel_scales(blocks_of([[1], [4]], [[1.0], [0.9990234375]], 1), 1, 24)
     assert 0x3F0000 < made.integers.max() <= 0x7F7F7F
 
 
@@ -82,7 +82,7 @@ def test_a_weight_is_rounded_to_its_bits(seed, bits, axis, size):
     small = [-(-n // size) if i == along else n for i, n in enumerate(shape)]
     scale = 10.0 ** rng.uniform(-3, 0, small)
     given = blocks_of(rng.integers(-8, 8, shape), scale, size, along)
-    made = folded(given, axis, bits)
+    made = to_channel_scales(given, axis, bits)
     real = given.integers * np.repeat(scale, size, along).take(range(shape[along]), along)
     off = np.abs(real - made.integers * (made.scale.reshape([-1 if i == axis else 1 for i in range(3)])))
     others = tuple(i for i in range(3) if i != axis)
@@ -122,7 +122,7 @@ def test_the_bound_holds_what_the_weight_was_rounded_by(name, zero):
     w = net.blocks(w_shape, axis, 4)
     y = net.op(op, *((w, x) if "left" in name else (x, w)), **attrs)
     net.output(net.qdq(y, 0.05, 121), [None] * len(x_shape))
-    error = folded(net.stored, channels, 24).error * abs(attrs.get("alpha", 1.0))
+    error = to_channel_scales(net.stored, channels, 24).error * abs(attrs.get("alpha", 1.0))
     bound = convert(net.model()).certificate["requantizations"][0]["error_bound"]
     least = error * max(zero, 255 - zero) * np.float32(X[0]) / np.float32(0.05)
     assert least * (1 - 1e-9) <= bound <= 1.5 * least

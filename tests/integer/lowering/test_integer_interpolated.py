@@ -17,7 +17,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.files import archive
 from onnx_backend.integer.firmware.header import header
-from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.ir.piecewise_linear import FRACTION, evaluate, segments
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.integer_only import integer_findings
@@ -104,7 +104,7 @@ def test_every_code_is_off_by_exactly_what_the_row_says(encoding, out):
 def test_archive_and_c_give_the_references_bytes(encoding, tmp_path):
     model, feeds = functions(INPUTS[encoding])
     result = convert(model, tables="interpolated")
-    made = program(result)
+    made = firmware_program(result)
     assert {op["op"] for op in made.ops if op["op"] != "Cast"} == {"InterpolatedTable"}
     reference = run_reference(result.model, feeds, every_tensor=True)
     codes = firmware_runner.codes(made.inputs[0], feeds["x"])

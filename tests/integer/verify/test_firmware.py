@@ -14,7 +14,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.files import archive
 from onnx_backend.integer.firmware.header import header
-from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.core.errors import ConfigError, ExportError, IntegerError
@@ -24,7 +24,7 @@ from qsdk.verbs.qdq_files import opened_qdq
 def compare(model, feeds, **options):
     """The archive in the NumPy interpreter == the reference of the integer model, bit for bit, at both edges."""
     result = convert(model, **options)
-    data = archive(program(result))
+    data = archive(firmware_program(result))
     described, _ = firmware_runner.load(data)
     if options.get("edges") == "integer":
         entries = {entry["model_name"]: entry for entry in described["inputs"]}
@@ -51,7 +51,7 @@ def test_the_archive_alone_gives_the_integer_models_outputs(name):
 
 
 def test_every_kind_of_operation_is_exercised():
-    seen = {op["op"] for make in MODELS.values() for op in program(convert(make()[0])).ops}
+    seen = {op["op"] for make in MODELS.values() for op in firmware_program(convert(make()[0])).ops}
     assert set(firmware_runner.OPS) <= {*seen, "Requantize32", "InterpolatedTable"}  # those two are options
 
 
@@ -84,7 +84,7 @@ def test_integer_edges_take_what_the_model_takes():
 
 
 def test_a_program_says_what_it_is():
-    described, arrays = firmware_runner.load(archive(program(convert(cnn()[0]))))
+    described, arrays = firmware_runner.load(archive(firmware_program(convert(cnn()[0]))))
     first, second = described["ops"][:2]
     assert (first["op"], second["op"]) == ("AccumulateConv", "Requantize")
     assert first["node"] == "node_conv_14" or first["node"].startswith("node_conv")
@@ -105,7 +105,7 @@ def test_a_program_says_what_it_is():
 
 def test_equal_programs_give_equal_files():
     def both():
-        made = program(convert(cnn()[0]))
+        made = firmware_program(convert(cnn()[0]))
         return archive(made), header(made)
 
     assert both() == both()
@@ -127,7 +127,7 @@ def test_to_integer_writes_it_beside_the_model_or_elsewhere(qdq, tmp_path, suffi
     beside, elsewhere = tmp_path / f"network{suffix}", tmp_path / "other" / f"network{suffix}"
     for path in (beside, elsewhere):
         qsdk.to_integer(qdq, tmp_path / "model.int.onnx", firmware=path)
-    made = program(convert(opened_qdq(qdq)))
+    made = firmware_program(convert(opened_qdq(qdq)))
     wanted = archive(made) if suffix == ".npz" else header(made).encode()
     assert beside.read_bytes() == elsewhere.read_bytes() == wanted
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [f"network{suffix}"]
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(qdq, tmp_path):
 
 
 def refused(model, *words):
-    made = program(convert(model))
+    made = firmware_program(convert(model))
     with pytest.raises(IntegerError) as caught:
         header(made)
     for word in (*words, ".npz, which has them all"):
@@ -195,6 +195,6 @@ def test_a_header_has_no_lookup_of_rows():
 
 
 def test_the_archive_holds_plain_values_only():
-    with np.load(io.BytesIO(archive(program(convert(cnn()[0])))), allow_pickle=False) as members:
+    with np.load(io.BytesIO(archive(firmware_program(convert(cnn()[0])))), allow_pickle=False) as members:
         assert json.loads(str(members["program.json"]))["version"] == 1
         assert all(members[name].dtype.kind in "iuU" for name in members.files)

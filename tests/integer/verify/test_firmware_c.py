@@ -16,7 +16,7 @@ from integer_models import Net
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.firmware.header import header
-from onnx_backend.integer.firmware.program import program
+from onnx_backend.integer.firmware.program import firmware_program
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.cli import main
 from qsdk.demo.data import load
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) on 
 def compare(model, feeds, folder, *flags, **options):
     """Run the interpreter image by image (all of a fixed batch at once): every byte is the reference's."""
     result = convert(model, **options)
-    made = program(result)
+    made = firmware_program(result)
     fixed = made.inputs[0]["shape"][0] is not None
     codes = [firmware_runner.codes(entry, feeds[entry["model_name"]]) for entry in made.inputs]
     images = [codes] if fixed else [[part[i : i + 1] for part in codes] for i in range(len(codes[0]))]
@@ -81,14 +81,14 @@ def test_names_of_tensors_cannot_break_a_header(tmp_path):
     x = net.qdq(net.input([1, 2, 4, 4], 'a"b\\c*/d??/\nint x;'), 0.03, 100)
     net.output(net.qdq(net.op("MaxPool", x, kernel_shape=[2, 2]), 0.03, 100), [1, 2, 3, 3])
     net.nodes[0].output[0] = net.nodes[1].input[0] = "*/\n#error \\"
-    text = header(program(convert(net.model())))
+    text = header(firmware_program(convert(net.model())))
     assert "#error" in text
     compiled(text, tmp_path)
 
 
 def test_an_input_that_ends_inside_an_image_is_an_error(tmp_path):
     model, _ = cnn()
-    binary = compiled(header(program(convert(model))), tmp_path)
+    binary = compiled(header(firmware_program(convert(model))), tmp_path)
     assert run(binary, b"") == b""
     done = subprocess.run([binary], input=bytes(3 * 12 * 12 + 7), capture_output=True, check=False)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Weights with a scale per block as wider integers with a scale per channel.
+"""Convert weights with a scale per block to wider integers with a scale per channel.
 
 A sum of products per block would need a rounding multiplication for every block of every output. Wider integers need
 none: the scales of the blocks are multiplied into the weight at conversion time, and its bytes are ordinary layers.
@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnx_backend.integer.ir.exact_bounds import ROUNDING, are_float32, raised
-from onnx_backend.integer.ir.quantized_constant import Array, Blocks, CodedConstant
+from onnx_backend.integer.ir.exact_bounds import ROUNDING, are_float32, float_chain_bound
+from onnx_backend.integer.ir.quantized_constant import Array, BlockConstant, CodedConstant
 
 _LEVELS = 256  # of a block's scale over the channel's that stay exact
 _FLOAT32 = 2.0**-22  # a few roundings of float32, relative
 _SIGNED = 1.0 + 2.0**-7  # room for the highest byte where the lower ones are signed
 
 
-def folded(blocks: Blocks, axis: int, bits: int) -> CodedConstant:
-    """Give a weight with positive scales as integers with one scale per index of `axis`.
+def to_channel_scales(blocks: BlockConstant, axis: int, bits: int) -> CodedConstant:
+    """Return a weight with positive scales as integers with one scale per index of `axis`.
 
     Scales that are whole multiples of one scale, as two-level ones are, are multiplied in exactly, and powers of two
     as far as `bits` reach. Else every weight is rounded to `bits` bits, relative to the largest one of its channel;
@@ -41,14 +41,14 @@ def folded(blocks: Blocks, axis: int, bits: int) -> CodedConstant:
         integers = np.rint(np.ldexp(steps, shift)).astype(np.int64)
     found = integers * unit
     off = np.abs(blocks.integers * blocks.spread(blocks.scale) - found).sum(others).max()
-    error = raised(float(off))
+    error = float_chain_bound(float(off))
     if not are_float32(unit) or np.abs(integers).max(initial=0) >= 1 << 29:  # else these products are exact in float64
-        error += raised(float(np.abs(found).sum(others).max())) * ROUNDING
+        error += float_chain_bound(float(np.abs(found).sum(others).max())) * ROUNDING
     return CodedConstant(integers, unit.reshape(-1), axis, blocks.dtype, error)
 
 
 def _levels(rows: Array) -> Array | None:
-    """Give for every row the least number of equal steps on which all its scales lie, None where one row has none."""
+    """Return for every row the least number of equal steps on which all its scales lie, None if a row has none."""
     if len(rows) > 1 and _levels(rows[:1]) is None:  # nearly always one row tells
         return None
     relative, levels = rows / rows.max(1, keepdims=True), np.zeros(len(rows), np.int64)

@@ -1,14 +1,14 @@
-"""Operands of a product of two activations: integers that are centred on 0, also across a Concat of signed parts."""
+"""Operands of a product of two activations: integers centred on 0, also across a Concat of signed parts."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.ir.context import Context, encoded, move
-from onnx_backend.integer.ir.values import Encoding, Joined, Linear, Lookup, Term, Value
+from onnx_backend.integer.ir.context import LoweringContext, move, require_codes
+from onnx_backend.integer.ir.values import ActivationEncoding, Joined, Linear, Lookup, Term, Value
 
-_MOVED = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+_MOVED = ActivationEncoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Factor:
     high: int
 
 
-def factor(ctx: Context, value: Value | None, what: str) -> Factor:
+def factor(ctx: LoweringContext, value: Value | None, what: str) -> Factor:
     """Emit the centred integers of a quantized tensor, of its negative, or of a Concat of these.
 
     Raises:
@@ -36,7 +36,7 @@ def factor(ctx: Context, value: Value | None, what: str) -> Factor:
             return Factor(name, parts[0].scale, min(p.low for p in parts), max(p.high for p in parts))
     line = _line(value) if isinstance(value, Lookup) else None
     if not isinstance(value, Lookup) or line is None:
-        codes, encoding = encoded(value, what)
+        codes, encoding = require_codes(value, what)
         line = (encoding.scale, encoding.zero_point, encoding.hi)
     else:
         codes = value.name
@@ -47,8 +47,8 @@ def factor(ctx: Context, value: Value | None, what: str) -> Factor:
     return Factor(b.node("Sub", operands if scale > 0 else operands[::-1]), abs(scale), *ends)
 
 
-def as_sum(ctx: Context, value: Value | None) -> Value | None:
-    """A Concat of signed parts as a sum of one term, to which a constant can be applied; any other value as it is."""
+def as_sum(ctx: LoweringContext, value: Value | None) -> Value | None:
+    """Return a Concat of signed parts as a sum of one term, so that constants apply to it; other values as they are."""
     if not isinstance(value, Joined):
         return value
     found = factor(ctx, value, "its input")

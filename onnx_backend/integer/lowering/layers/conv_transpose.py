@@ -1,4 +1,4 @@
-"""Lowering of ConvTranspose to one ConvInteger over all phases and a shuffle of its accumulators.
+"""Lower ConvTranspose to one ConvInteger over all phases and a shuffle of its accumulators.
 
 No integer ConvTranspose exists in ONNX. Along an axis with stride s the output positions of one phase (position modulo
 s) are an ordinary convolution of the input with every s-th tap, so the phases of an output channel become s channels
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, Context, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
 from onnx_backend.integer.ir.operations import Accumulation
 from onnx_backend.integer.ir.values import Array, Refused, Value
 from onnx_backend.integer.lowering.layers.layers import (
-    accumulated,
+    accumulate,
     accumulator_bounds,
     coded_weight,
     plus_constant,
@@ -28,7 +28,7 @@ from onnx_backend.integer.lowering.layers.layers import (
     weight_parts,
     weight_storage,
 )
-from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, reach, together
+from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, reach, sum_accumulators
 
 _NO_END = np.iinfo(np.int64).max
 Size = int | str  # a static size, or the name of a one-element int64 tensor
@@ -59,7 +59,7 @@ class _Axis:
 
     @property
     def first(self) -> int:
-        """The group of `stride` output positions with which the convolution starts."""
+        """Return the group of `stride` output positions with which the convolution starts."""
         return min(self.begin // self.stride, self.reach)
 
     @property
@@ -76,11 +76,11 @@ class _Axis:
         return self.begin - self.first * self.stride, behind
 
     def tap(self, index: int) -> tuple[int, int]:
-        """Give the phase that a tap of the kernel belongs to and its place in the phase's kernel."""
+        """Return the phase that a tap of the kernel belongs to and its place in the phase's kernel."""
         return index * self.dilation % self.stride, self.reach - index * self.dilation // self.stride
 
 
-def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
+def conv_transpose(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower ConvTranspose of 1 to 3 spatial axes; a bias is added to the accumulators.
 
     Raises:
@@ -109,14 +109,14 @@ def conv_transpose(ctx: Context, node: NodeProto, args: Args) -> Value:
         low, high = accumulator_bounds(part.integers, encoding, tuple(range(1, integers.ndim)))
         low, high = low.reshape(-1, phases).min(1).reshape(channels), high.reshape(-1, phases).max(1).reshape(channels)
         shaped = encoding.scale * (part.scale.reshape(channels) if part.scale.ndim else part.scale)
-        parts.append(accumulated(accumulator, shaped, low, high, node))
-    value = together(parts, coded.error * reach(activation), coded.scale)
+        parts.append(accumulate(accumulator, shaped, low, high, node))
+    value = sum_accumulators(parts, coded.error * reach(activation), coded.scale)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
 
 
-def _axes(ctx: Context, node: NodeProto, kernel: Sequence[int]) -> list[_Axis]:
+def _axes(ctx: LoweringContext, node: NodeProto, kernel: Sequence[int]) -> list[_Axis]:
     attrs, rank = attributes(node), len(kernel)
     strides, dilations = (list(attrs.get(key, [1] * rank)) for key in ("strides", "dilations"))
     extra, pads = list(attrs.get("output_padding", [0] * rank)), list(attrs.get("pads", [0] * 2 * rank))
@@ -143,7 +143,7 @@ def _axes(ctx: Context, node: NodeProto, kernel: Sequence[int]) -> list[_Axis]:
 
 
 def _phases(integers: Array, axes: Sequence[_Axis], group: int) -> Array:
-    """Give the weight of the convolution: (C_in, M / group, taps) -> (M * phases, C_in / group, reach + 1)."""
+    """Return the weight of the convolution: (C_in, M / group, taps) -> (M * phases, C_in / group, reach + 1)."""
     inputs, outputs, *_ = integers.shape
     strides, reaches = [axis.stride for axis in axes], [axis.reach for axis in axes]
     made = np.zeros((group, outputs, *strides, inputs // group, *(r + 1 for r in reaches)), np.int64)
@@ -157,7 +157,7 @@ def _phases(integers: Array, axes: Sequence[_Axis], group: int) -> Array:
     return made.reshape(group * outputs * math.prod(strides), inputs // group, *(r + 1 for r in reaches))
 
 
-def _shuffled(ctx: Context, node: NodeProto, tensor: str, axes: Sequence[_Axis], channels: int) -> str:
+def _shuffled(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence[_Axis], channels: int) -> str:
     """Move the phases from the channels into the spatial axes and cut the borders.
 
     One axis at a time, the last one first: each is a transposition of two axes, which is several times faster in ONNX
@@ -187,8 +187,8 @@ def _shuffled(ctx: Context, node: NodeProto, tensor: str, axes: Sequence[_Axis],
     return out
 
 
-def _sizes(ctx: Context, node: NodeProto, tensor: str, axes: Sequence[_Axis]) -> list[Size]:
-    """Give the spatial sizes of the convolution's output: static where the input's are."""
+def _sizes(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence[_Axis]) -> list[Size]:
+    """Return the spatial sizes of the convolution's output: static where the input's are."""
     shape = ctx.shapes.get(node.input[0])
     found: list[Size] = []
     for i, axis in enumerate(axes):
@@ -200,20 +200,20 @@ def _sizes(ctx: Context, node: NodeProto, tensor: str, axes: Sequence[_Axis]) ->
     return found
 
 
-def _times(ctx: Context, size: Size, factor: Size) -> Size:
+def _times(ctx: LoweringContext, size: Size, factor: Size) -> Size:
     if isinstance(size, int) and isinstance(factor, int):
         return size * factor
     return ctx.builder.node("Mul", [_shape(ctx, [size]), _shape(ctx, [factor])])
 
 
-def _product(ctx: Context, sizes: Sequence[Size]) -> Size:
+def _product(ctx: LoweringContext, sizes: Sequence[Size]) -> Size:
     found: Size = 1
     for size in sizes:
         found = size if found == 1 else _times(ctx, found, size)
     return found
 
 
-def _shape(ctx: Context, sizes: Sequence[Size]) -> str:
+def _shape(ctx: LoweringContext, sizes: Sequence[Size]) -> str:
     b = ctx.builder
     if all(isinstance(size, int) for size in sizes):
         return b.constant(list(sizes), np.int64)

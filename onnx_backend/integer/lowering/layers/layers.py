@@ -1,4 +1,4 @@
-"""Lowering of Conv, Gemm and MatMul to ConvInteger and MatMulInteger with int32 accumulators.
+"""Lower Conv, Gemm and MatMul to ConvInteger and MatMulInteger with int32 accumulators.
 
 Weights are stored unsigned: ONNX Runtime's integer kernels have no per-channel weight zero point and are several
 times slower with int8 weights. Weights of 4 bits stay packed and are widened by a Cast.
@@ -13,22 +13,22 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.ir.context import Args, Context, attributes, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label
 from onnx_backend.integer.ir.exact_bounds import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
-from onnx_backend.integer.ir.operations import Accumulation, Operand, Product
+from onnx_backend.integer.ir.operations import Accumulation, CodesOperand, Product
 from onnx_backend.integer.ir.values import (
+    ActivationEncoding,
     Array,
     CodedConstant,
     Constant,
-    Encoding,
     Linear,
     Lookup,
     Refused,
     Term,
     Value,
 )
-from onnx_backend.integer.lowering.layers.block_weights import folded
-from onnx_backend.integer.lowering.layers.split_int16 import Bytes, bytes_of, reach, together
+from onnx_backend.integer.lowering.layers.block_weights import to_channel_scales
+from onnx_backend.integer.lowering.layers.split_int16 import Bytes, bytes_of, reach, sum_accumulators
 
 _INT32 = (1 << 31) - 1
 _STORED_BITS: Mapping[int, int] = MappingProxyType(
@@ -43,7 +43,7 @@ _QUANTIZE_WEIGHT = (
 
 
 def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) -> CodedConstant:
-    """Give the integers of a weight whose channels, if any, lie along `axis`; scales per block are multiplied in.
+    """Return the integers of a weight whose channels, if any, lie along `axis`; block scales are multiplied in.
 
     Raises:
         Refused: the weight is float, not constant, or has another granularity.
@@ -52,7 +52,7 @@ def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) ->
         raise Refused("its weight is not a constant", _QUANTIZE_WEIGHT)
     if value.blocks is not None:
         require_positive(value.blocks.scale)
-        return folded(value.blocks, axis, _FOLDED_BITS[len(activation)])
+        return to_channel_scales(value.blocks, axis, _FOLDED_BITS[len(activation)])
     if value.coded is None:
         raise Refused("its weight is float", _QUANTIZE_WEIGHT)
     if value.coded.axis is not None and value.coded.axis != axis:
@@ -60,8 +60,8 @@ def coded_weight(value: Value | None, axis: int, activation: Sequence[Bytes]) ->
     return value.coded
 
 
-def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple[int, int]:
-    """Give what is added to a weight to store it unsigned, and the bits it is stored in.
+def weight_storage(ctx: LoweringContext, coded: CodedConstant, integers: Array) -> tuple[int, int]:
+    """Return the number added to a weight to store it unsigned, and the bits it is stored in.
 
     Raises:
         Refused: its values, zero points subtracted, need more than 8 bits.
@@ -84,7 +84,7 @@ def weight_storage(ctx: Context, coded: CodedConstant, integers: Array) -> tuple
 
 
 def weight_parts(coded: CodedConstant, integers: Array) -> list[CodedConstant]:
-    """Give a weight as summands of 8 bits: itself, or its bytes.
+    """Return a weight as summands of 8 bits: itself, or its bytes.
 
     Zero points per channel, scales per block and 16 bits need more than the 8 bits that kernels take; `256 * high +
     low` is exact. Lower bytes are signed, which halves their sums, except where the highest would then need 9 bits.
@@ -102,8 +102,8 @@ def _bytes_from(integers: Array, least: int) -> list[Array]:
     return [*parts, integers]
 
 
-def accumulator_bounds(integers: Array, encoding: Encoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Give the smallest and largest sum of products over `axes` for any input on the grid, without bias."""
+def accumulator_bounds(integers: Array, encoding: ActivationEncoding, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Return the smallest and largest sum of products over `axes` for any input on the grid, without bias."""
     below, above = -encoding.zero_point, encoding.hi - encoding.zero_point
     low = np.minimum(integers * below, integers * above).sum(axes)
     high = np.maximum(integers * below, integers * above).sum(axes)
@@ -121,7 +121,7 @@ def require_int32(low: Array, high: Array, what: str = "its accumulator") -> Non
         raise Refused(f"{what} can reach {bound}, beyond int32", "use fewer weight bits or split the layer")
 
 
-def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
+def conv(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Conv: ConvInteger pads with the input's zero point, which is real zero."""
     activation = bytes_of(ctx, args[0])
     coded = coded_weight(args[1], 0, activation)
@@ -134,20 +134,20 @@ def conv(ctx: Context, node: NodeProto, args: Args) -> Value:
         result = _recorded(ctx, node, part, part.integers, 1, (codes, encoding), attributes(node))
         scale = encoding.scale * (np.broadcast_to(part.scale, low.shape) if part.axis is not None else part.scale)
         ends = low.reshape(channels), high.reshape(channels)
-        parts.append(accumulated(result, scale.reshape(channels), *ends, node))
-    value = together(parts, coded.error * reach(activation), coded.scale)
+        parts.append(accumulate(result, scale.reshape(channels), *ends, node))
+    value = sum_accumulators(parts, coded.error * reach(activation), coded.scale)
     if len(args) > 2 and args[2] is not None:
         value = plus_constant(value, args[2], channels)
     return value
 
 
 def _recorded(
-    ctx: Context,
+    ctx: LoweringContext,
     node: NodeProto,
     coded: CodedConstant,
     integers: Array,
     index: int,
-    activation: tuple[str, Encoding],
+    activation: tuple[str, ActivationEncoding],
     attrs: dict[str, object] | None = None,
 ) -> str:
     """Record the sum of products of a layer whose weight is input `index` of its node; give the accumulator."""
@@ -173,8 +173,8 @@ def require_positive(scale: Array) -> None:
         raise Refused(f"a scale is {np.min(scale)}", "recalibrate: scales are positive and finite")
 
 
-def accumulated(name: str, scale: Array, low: Array, high: Array, node: NodeProto) -> Linear:
-    """Give an int32 accumulator without bias as a value.
+def accumulate(name: str, scale: Array, low: Array, high: Array, node: NodeProto) -> Linear:
+    """Return an int32 accumulator without bias as a value.
 
     Raises:
         Refused: it can leave int32.
@@ -209,13 +209,13 @@ def plus_constant(value: Linear, bias: Value, shape: Sequence[int] | None = None
 
 
 def _scale_error(integers: Array, stored: Array, scale: Array) -> Fraction:
-    """Give how far integers of a stored scale are from the same integers of the accumulator's, exactly: the largest."""
+    """Return the largest difference between integers at a stored scale and at the accumulator's, exactly."""
     rows = distinct_rows(integers, np.asarray(stored, np.float64), np.asarray(scale, np.float64))
     return max((abs(q * (Fraction(s) - Fraction(real))) for q, s, real in rows), default=Fraction(0))
 
 
 def stored_values(constant: Constant) -> Array:
-    """Give a constant in float64: what DequantizeLinear means for stored integers, before float32 rounds it."""
+    """Return a constant in float64: the value of its stored integers before float32 rounds it."""
     if constant.coded is not None and not constant.coded.error:
         return np.asarray(constant.coded.integers * aligned_scale(constant.coded))
     return constant.values.astype(np.float64)
@@ -235,7 +235,7 @@ def _reshaped(scale: Array, shape: Sequence[int]) -> Array:
 
 
 def aligned_scale(coded: CodedConstant) -> Array:
-    """Give a constant's scale in a shape that broadcasts against its integers."""
+    """Return a constant's scale in a shape that broadcasts against its integers."""
     if coded.axis is None:
         return coded.scale.reshape(())
     shape = [1] * coded.integers.ndim
@@ -252,7 +252,7 @@ def _same_scale(bias: Array, accumulator: Array) -> bool:
     return bool(np.all(np.abs(pair[0] - pair[1]) <= 2.0**-22 * pair[1]))
 
 
-def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
+def gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Gemm with a constant second operand."""
     attrs = attributes(node)
     transposed = bool(attrs.get("transB", 0))
@@ -273,7 +273,7 @@ def gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def matmul(ctx: Context, node: NodeProto, args: Args) -> Linear:
+def matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Linear:
     """Lower MatMul of an activation with a constant (either side) or with another activation."""
     left, right = args
     for place, weight in enumerate(args):
@@ -289,7 +289,7 @@ def matmul(ctx: Context, node: NodeProto, args: Args) -> Linear:
     return _matmul(ctx, node, activation, coded, coded.integers)
 
 
-def _matmul_vector(ctx: Context, node: NodeProto, args: Args, place: int, weight: Constant) -> Linear:
+def _matmul_vector(ctx: LoweringContext, node: NodeProto, args: Args, place: int, weight: Constant) -> Linear:
     """Lower MatMul with a vector as one with a matrix of one row or column, which the accumulator then loses."""
     matrix, coded = np.expand_dims(weight.values, place), weight.coded
     if coded is not None:
@@ -300,13 +300,13 @@ def _matmul_vector(ctx: Context, node: NodeProto, args: Args, place: int, weight
     return replace(value, terms=tuple(_without_axis(ctx, term, lost) for term in value.terms))
 
 
-def _without_axis(ctx: Context, term: Term, axis: str) -> Term:
+def _without_axis(ctx: LoweringContext, term: Term, axis: str) -> Term:
     scale, zero, lo, hi = (part.reshape(()) for part in (term.scale, term.zero, term.lo, term.hi))
     return Term(ctx.builder.node("Squeeze", [term.name, axis]), scale, zero, lo, hi, term.codes)
 
 
 def _matmul(
-    ctx: Context, node: NodeProto, activation: Sequence[Bytes], coded: CodedConstant, integers: Array
+    ctx: LoweringContext, node: NodeProto, activation: Sequence[Bytes], coded: CodedConstant, integers: Array
 ) -> Linear:
     require_positive(coded.scale)
     parts = []
@@ -316,37 +316,37 @@ def _matmul(
         low, high = low.min(axis=leading), high.max(axis=leading)
         accumulator = _recorded(ctx, node, part, part.integers, 1, (codes, encoding))
         scale = encoding.scale * (part.scale if part.axis is not None else part.scale.reshape(()))
-        parts.append(accumulated(accumulator, scale, low, high, node))
-    return together(parts, coded.error * reach(activation), coded.scale)
+        parts.append(accumulate(accumulator, scale, low, high, node))
+    return sum_accumulators(parts, coded.error * reach(activation), coded.scale)
 
 
-def _matmul_activations(ctx: Context, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
+def _matmul_activations(ctx: LoweringContext, node: NodeProto, left: Lookup, right: Lookup) -> Linear:
     first, second = bytes_of(ctx, left, "its first input"), bytes_of(ctx, right, "its second input")
     return products(ctx, node, "MatMul", first, second, ctx.sizes(node.input[0], [-1])[0])
 
 
 def products(
-    ctx: Context, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
+    ctx: LoweringContext, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
 ) -> Linear:
     """Record the product of two activations, each of one or two bytes, summed over `depth`; give the accumulators."""
     b = ctx.builder
     parts = []
     for one, other in itertools.product(left, right):
         result = b.fresh(f"{node.output[0]}.accumulator")
-        b.nodes.append(Product(op_type, Operand(*one), Operand(*other), result, b.label))
+        b.nodes.append(Product(op_type, CodesOperand(*one), CodesOperand(*other), result, b.label))
         low, high = product_bounds(one[1], other[1])
         scale = np.asarray(one[1].scale * other[1].scale, np.float64)
-        parts.append(accumulated(result, scale, low * depth, high * depth, node))
-    return together(parts)
+        parts.append(accumulate(result, scale, low * depth, high * depth, node))
+    return sum_accumulators(parts)
 
 
-def product_bounds(first: Encoding, second: Encoding) -> tuple[Array, Array]:
-    """Give the smallest and largest product of two activations in units of their scales' product."""
+def product_bounds(first: ActivationEncoding, second: ActivationEncoding) -> tuple[Array, Array]:
+    """Return the smallest and largest product of two activations in units of their scales' product."""
     ends = [(a - first.zero_point) * (b - second.zero_point) for a in (0, first.hi) for b in (0, second.hi)]
     return np.asarray(min(ends), np.int64), np.asarray(max(ends), np.int64)
 
 
-def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: Value | None) -> Linear:
+def _matmul_constant_left(ctx: LoweringContext, node: NodeProto, left: Constant, right: Value | None) -> Linear:
     activation = bytes_of(ctx, right, "its second input")
     coded = coded_weight(left, left.values.ndim - 2, activation)
     require_positive(coded.scale)
@@ -356,5 +356,5 @@ def _matmul_constant_left(ctx: Context, node: NodeProto, left: Constant, right: 
         low, high = accumulator_bounds(part.integers, encoding, (coded.integers.ndim - 1,))
         accumulator = _recorded(ctx, node, part, part.integers, 0, (codes, encoding))
         scale = np.asarray(encoding.scale * part.scale.reshape(rows), np.float64)
-        parts.append(accumulated(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
-    return together(parts, coded.error * reach(activation), coded.scale)
+        parts.append(accumulate(accumulator, scale, np.asarray(low.min()), np.asarray(high.max()), node))
+    return sum_accumulators(parts, coded.error * reach(activation), coded.scale)

@@ -1,4 +1,4 @@
-"""A mean over axes whose sizes are known only when the model runs: the count is an integer tensor too."""
+"""Lower a mean over axes of sizes known only at run time: the count is an integer tensor too."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -6,14 +6,18 @@ from fractions import Fraction
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.ir.context import Context, label
-from onnx_backend.integer.ir.values import Encoding, Linear, Term
+from onnx_backend.integer.ir.context import LoweringContext, label
+from onnx_backend.integer.ir.values import ActivationEncoding, Linear, Term
 
 _BITS = 30  # of the mean: its codes have 8 or 16, the rest is fraction
 
 
 def mean_of_any_size(
-    ctx: Context, node: NodeProto, activation: tuple[str, Encoding], axes: Sequence[int], keepdims: int
+    ctx: LoweringContext,
+    node: NodeProto,
+    activation: tuple[str, ActivationEncoding],
+    axes: Sequence[int],
+    keepdims: int,
 ) -> Linear:
     """Write the mean of codes with a fraction of 22 bits (14 for codes of 16 bits), by one integer division.
 

@@ -1,4 +1,4 @@
-"""Lowering of pooling and reductions: sums in int32, the division folded into the requantization."""
+"""Lower pooling and reductions to sums in int32; the division is folded into the requantization."""
 
 import math
 from collections.abc import Sequence
@@ -8,32 +8,32 @@ from fractions import Fraction
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, encoded
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
 from onnx_backend.integer.ir.operations import WindowSum
 from onnx_backend.integer.ir.values import Array, Refused, Value
-from onnx_backend.integer.lowering.layers.layers import accumulated
+from onnx_backend.integer.lowering.layers.layers import accumulate
 from onnx_backend.integer.lowering.layers.mean import mean_of_any_size
-from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, together
+from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, sum_accumulators
 
 
-def global_average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+def global_average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower GlobalAveragePool."""
     axes = list(range(2, ctx.rank(node.input[0])))
     return _reduced(ctx, node, args, axes, keepdims=1, mean=True)
 
 
-def reduce_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+def reduce_mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower ReduceMean (torch writes a mean over height and width like this)."""
     return _reduce(ctx, node, args, mean=True)
 
 
-def reduce_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
+def reduce_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower ReduceSum over static sizes."""
     return _reduce(ctx, node, args, mean=False)
 
 
-def _reduce(ctx: Context, node: NodeProto, args: Args, *, mean: bool) -> Value:
+def _reduce(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool) -> Value:
     attrs = attributes(node)
     axes = attrs.get("axes")
     if axes is None and len(args) > 1 and args[1] is not None:
@@ -48,19 +48,21 @@ def _reduce(ctx: Context, node: NodeProto, args: Args, *, mean: bool) -> Value:
 
 
 def encoded_value(args: Args) -> Value:
-    """Give the first argument if it is a quantized activation.
+    """Return the first argument if it is a quantized activation.
 
     Raises:
         Refused: it is not.
     """
-    encoded(args[0])
+    require_codes(args[0])
     value = args[0]
     assert value is not None  # encoded() refuses None
     return value
 
 
-def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, keepdims: int, mean: bool) -> Value:
-    codes, encoding = encoded(args[0])
+def _reduced(
+    ctx: LoweringContext, node: NodeProto, args: Args, axes: Sequence[int], *, keepdims: int, mean: bool
+) -> Value:
+    codes, encoding = require_codes(args[0])
     shape = ctx.shapes.get(node.input[0])
     sizes = [None if shape is None else shape[axis] for axis in axes]
     if mean and (None in sizes or math.prod(size or 1 for size in sizes) * encoding.hi >= 1 << 31):
@@ -87,11 +89,11 @@ def _reduced(ctx: Context, node: NodeProto, args: Args, axes: Sequence[int], *, 
     scale = np.asarray(encoding.scale / (count if mean else 1), np.float64)
     if count * encoding.hi >= 1 << 31:
         raise Refused(f"the sum of {count} codes can leave int32", "split the reduction")
-    found = accumulated(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
+    found = accumulate(result, scale, np.asarray(low, np.int64), np.asarray(high, np.int64), node)
     return replace(found, error=one_rounding(found.terms) if mean else Fraction(0))
 
 
-def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
+def average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower AveragePool to a depthwise ConvInteger with ones; the divisor may vary at the borders."""
     activation = bytes_of(ctx, args[0])
     attrs = attributes(node)
@@ -117,8 +119,8 @@ def average_pool(ctx: Context, node: NodeProto, args: Args) -> Value:
         b.nodes.append(pooled)
         ends = size * -encoding.zero_point, size * (encoding.hi - encoding.zero_point)
         low, high = (np.asarray(end, np.int64) for end in ends)
-        parts.append(accumulated(result, encoding.scale / divisor, low, high, node))
-    found = together(parts)
+        parts.append(accumulate(result, encoding.scale / divisor, low, high, node))
+    found = sum_accumulators(parts)
     return replace(found, error=one_rounding(found.terms))
 
 
@@ -126,7 +128,7 @@ Window = tuple[tuple[int, int, int, int, int], ...]
 
 
 def _same_pads(
-    ctx: Context, node: NodeProto, kernel: list[int], strides: list[int], dilations: list[int], *, upper: bool
+    ctx: LoweringContext, node: NodeProto, kernel: list[int], strides: list[int], dilations: list[int], *, upper: bool
 ) -> list[int]:
     sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(kernel))))
     totals = [
@@ -137,8 +139,8 @@ def _same_pads(
     return [*small, *large] if upper else [*large, *small]
 
 
-def _overhang(ctx: Context, node: NodeProto, window: Window) -> list[int]:
-    """Give by how much the last window of ceil_mode reaches beyond the padding; one that starts there is dropped."""
+def _overhang(ctx: LoweringContext, node: NodeProto, window: Window) -> list[int]:
+    """Return how far the last window of ceil_mode reaches beyond the padding; one that starts there is dropped."""
     sizes = ctx.sizes(node.input[0], list(range(2, 2 + len(window))))
     found = []
     for size, (k, s, d, begin, end) in zip(sizes, window, strict=True):
@@ -148,8 +150,8 @@ def _overhang(ctx: Context, node: NodeProto, window: Window) -> list[int]:
     return found
 
 
-def _divisor(ctx: Context, node: NodeProto, window: Window, overhang: Sequence[int], *, padded: bool) -> Array:
-    """Give what each window's sum is divided by: scalar, or one number per output position."""
+def _divisor(ctx: LoweringContext, node: NodeProto, window: Window, overhang: Sequence[int], *, padded: bool) -> Array:
+    """Return the divisor of each window's sum: scalar, or one number per output position."""
     size = math.prod(k for k, *_ in window)
     if not any(overhang) and (padded or not any(begin or end for *_, begin, end in window)):
         return np.asarray(float(size))
@@ -158,7 +160,7 @@ def _divisor(ctx: Context, node: NodeProto, window: Window, overhang: Sequence[i
     for length, (k, s, d, begin, end), more in zip(sizes, window, overhang, strict=True):
         starts = np.arange((length + begin + end + more - (k - 1) * d - 1) // s + 1) * s - begin
         taps = starts[:, None] + np.arange(k) * d
-        # padding counts where it is asked for, what overhangs it never does
+        # padding counts where the node asks for it, positions beyond it never do
         low, high = (-begin, length + end) if padded else (0, length)
         counts = counts[..., None] * ((taps >= low) & (taps < high)).sum(1)
     return counts

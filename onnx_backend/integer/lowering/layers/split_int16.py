@@ -1,4 +1,4 @@
-"""Codes of 16 bits as two tensors of 8 bits, since ConvInteger and MatMulInteger take no more.
+"""Split codes of 16 bits into two tensors of 8 bits, since ConvInteger and MatMulInteger accept no more.
 
 With `code = 256 * high + low` and `zero point = 256 * high_zero + low_zero`, the value of a code is the sum of the
 values of its halves: `(high - high_zero) * 256 * scale + (low - low_zero) * scale`. Every layer is linear, so it is
@@ -12,20 +12,20 @@ from fractions import Fraction
 import numpy as np
 from onnx import TensorProto
 
-from onnx_backend.integer.ir.context import Context, encoded
+from onnx_backend.integer.ir.context import LoweringContext, require_codes
 from onnx_backend.integer.ir.exact_bounds import are_float32, one_rounding
-from onnx_backend.integer.ir.values import Array, Encoding, Linear, Value
+from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Value
 
-Bytes = tuple[str, Encoding]
+Bytes = tuple[str, ActivationEncoding]
 
 
-def bytes_of(ctx: Context, value: Value | None, what: str = "its input") -> list[Bytes]:
-    """Give a quantized operand as uint8 codes with their encoding, one tensor for 8 bits and two for 16.
+def bytes_of(ctx: LoweringContext, value: Value | None, what: str = "its input") -> list[Bytes]:
+    """Return a quantized operand as uint8 codes with their encoding, one tensor for 8 bits and two for 16.
 
     Raises:
         Refused: the operand does not come straight from a DequantizeLinear.
     """
-    codes, encoding = encoded(value, what)
+    codes, encoding = require_codes(value, what)
     if not encoding.wide:
         return [(codes, encoding)]
     if codes not in ctx.halves:
@@ -35,12 +35,12 @@ def bytes_of(ctx: Context, value: Value | None, what: str = "its input") -> list
         rest = b.node("BitwiseAnd", [codes, b.constant(255, np.int32)])
         ctx.halves[codes] = (high, b.cast(rest, TensorProto.UINT8, name=f"{codes}.low"))
     high, low = ctx.halves[codes]
-    above = Encoding(encoding.scale * 256.0, encoding.zero_point >> 8, TensorProto.UINT8)
-    return [(high, above), (low, Encoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
+    above = ActivationEncoding(encoding.scale * 256.0, encoding.zero_point >> 8, TensorProto.UINT8)
+    return [(high, above), (low, ActivationEncoding(encoding.scale, encoding.zero_point & 255, TensorProto.UINT8))]
 
 
-def together(parts: Sequence[Linear], error: Fraction = Fraction(0), scale: Array | float = 1.0) -> Linear:
-    """Give the sum of accumulators of the same layer, which is `error` from the real values, in real units.
+def sum_accumulators(parts: Sequence[Linear], error: Fraction = Fraction(0), scale: Array | float = 1.0) -> Linear:
+    """Return the sum of a layer's accumulators, which is `error` from the real values, in real units.
 
     Args:
         parts: the accumulators, whose scales are products of float32 scales and of `scale`.
@@ -54,5 +54,5 @@ def together(parts: Sequence[Linear], error: Fraction = Fraction(0), scale: Arra
 
 
 def reach(activation: Sequence[Bytes]) -> Fraction:
-    """Give the largest magnitude of an activation, in real units."""
+    """Return the largest magnitude of an activation, in real units."""
     return sum((Fraction(e.scale) * max(e.zero_point, e.hi - e.zero_point) for _, e in activation), Fraction(0))

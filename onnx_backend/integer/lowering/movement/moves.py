@@ -1,4 +1,4 @@
-"""Lowering of ops that move, copy or select values without changing them: they work on codes as they are."""
+"""Lower ops that move, copy or select values without changing them: they work on codes as they are."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,50 +7,50 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.integer.fixed_point.to_fixed import moved as move_wide
-from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, integer_name, move
+from onnx_backend.integer.fixed_point.to_fixed import move_integers as move_fixed_point
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, integer_name, move
 from onnx_backend.integer.ir.values import (
     GRIDS,
+    ActivationEncoding,
     CodedConstant,
     Codes,
     Constant,
-    Encoding,
+    FixedPoint,
     FloatInput,
     Integers,
     Linear,
     Lookup,
+    Movement,
     Pending,
     Refused,
-    Step,
     Value,
-    Wide,
-    moved,
+    append_movement,
 )
 
 _BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
-_FEW = 256  # numbers that codes of 8 bits tell apart
-_ANY = Encoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
+_FEW = 256  # numbers that codes of 8 bits can distinguish
+_ANY = ActivationEncoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 
 
-def _movement(*, monotone: bool = False) -> Callable[[Context, NodeProto, Args], Value | tuple[Value, ...]]:
+def _movement(*, monotone: bool = False) -> Callable[[LoweringContext, NodeProto, Args], Value | tuple[Value, ...]]:
     """Make the lowering of a movement; `monotone` ops compare values, so codes must be in the order of values."""
 
-    def lower(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
         value = args[0]
         if isinstance(value, Constant):
             if all(arg is None or constant_integers(arg) is not None for arg in args[1:]):
                 return _folded(node, value, args)
-            value = movable(ctx, value)  # to where only a run knows, as a class token to the size of the batch
+            value = as_movable(ctx, value)  # to where only a run knows, as a class token to the size of the batch
         if monotone and isinstance(value, Lookup) and np.any(np.diff(value.values) < 0):
             raise Refused("a decreasing function stands directly in front of it", _BEFORE)
         rest = tuple(integer_name(ctx, arg) for arg in args[1:])
-        found = tuple(applied(ctx, value, Step(node, rest, i), name) for i, name in enumerate(node.output))
+        found = tuple(applied(ctx, value, Movement(node, rest, i), name) for i, name in enumerate(node.output))
         return found[0] if len(found) == 1 else found
 
     return lower
 
 
-def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
+def applied(ctx: LoweringContext, value: Value | None, step: Movement, name: str) -> Value:
     """Apply a movement to codes now, to a pending value once its codes exist.
 
     Raises:
@@ -58,16 +58,16 @@ def applied(ctx: Context, value: Value | None, step: Step, name: str) -> Value:
     """
     if isinstance(value, Lookup):
         return Lookup(move(ctx, step, value.name, value.encoding or _ANY, name), value.values, value.encoding)
-    if isinstance(value, Wide):
-        return move_wide(ctx, value, step)
-    pending = None if value is None else moved(value, step)
+    if isinstance(value, FixedPoint):
+        return move_fixed_point(ctx, value, step)
+    pending = None if value is None else append_movement(value, step)
     if pending is None:
         raise Refused("its input is not quantized", _BEFORE)
     return pending
 
 
-def movable(ctx: Context, value: Constant) -> Lookup | Pending:
-    """Give a constant as a value that nodes can move: as its own codes, as indices of few numbers, or one that waits.
+def as_movable(ctx: LoweringContext, value: Constant) -> Lookup | Pending:
+    """Return a constant as a value that nodes can move: its own codes, indices of few numbers, or a pending one.
 
     What waits is quantized at conversion time, as the QuantizeLinear behind the movement says.
     """
@@ -82,8 +82,8 @@ def movable(ctx: Context, value: Constant) -> Lookup | Pending:
     return Lookup(name, table.astype(np.float32), None)
 
 
-def _own_codes(ctx: Context, value: Constant, name: str = "constant") -> Lookup | None:
-    """Give a constant that is stored per tensor as its codes, None where it has none of at most 16 bits."""
+def _own_codes(ctx: LoweringContext, value: Constant, name: str = "constant") -> Lookup | None:
+    """Return a constant that is stored per tensor as its codes, None if it has none of at most 16 bits."""
     coded = value.coded
     if coded is None or coded.axis is not None or coded.error:
         return None
@@ -92,7 +92,7 @@ def _own_codes(ctx: Context, value: Constant, name: str = "constant") -> Lookup 
     if high - low > GRIDS[kind][1]:
         return None
     zero = 128 if -128 <= low < 0 and high <= 127 else -low
-    encoding = Encoding(float(coded.scale[0]), zero, kind)
+    encoding = ActivationEncoding(float(coded.scale[0]), zero, kind)
     return Lookup(ctx.builder.constant(coded.integers + zero, encoding.kind, name), encoding.values(), encoding)
 
 
@@ -117,7 +117,7 @@ def _folded(node: NodeProto, value: Constant, args: Args) -> Value:
 
 
 def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, ...] | None:
-    """Give the shape that a reshaping node gives a constant, None if it is no reshaping or not known."""
+    """Return the shape that a reshaping node gives a constant, None for other nodes and unknown shapes."""
     old = value.values.shape
     given = constant_integers(args[1]) if len(args) > 1 else None
     if node.op_type == "Reshape" and given is not None:
@@ -132,7 +132,7 @@ def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, 
     return None
 
 
-def filled(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...] | None:
+def filled(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...] | None:
     """Lower ConstantOfShape of a float: its number, expanded to where only a run knows; None if it is an integer."""
     given = attributes(node).get("value")
     number = np.zeros((), np.float32) if given is None else numpy_helper.to_array(given).reshape(())
@@ -142,7 +142,7 @@ def filled(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     return _movement()(ctx, expand, [Constant(np.asarray(number)), *args])
 
 
-def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def blocks(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower DepthToSpace and SpaceToDepth; the runtime has kernels for 8 bits, all else is reshaped and transposed.
 
     Raises:
@@ -165,9 +165,9 @@ def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     reshape, transpose = (helper.make_node(kind, ["x"], ["y"]) for kind in ("Reshape", "Transpose"))
     transpose.attribute.append(helper.make_attribute("perm", order))
     steps = [
-        Step(reshape, (b.constant(split, np.int64),)),
-        Step(transpose),
-        Step(reshape, (b.constant(whole, np.int64),)),
+        Movement(reshape, (b.constant(split, np.int64),)),
+        Movement(transpose),
+        Movement(reshape, (b.constant(whole, np.int64),)),
     ]
     for step in steps:
         value = applied(ctx, value, step, node.output[0])
@@ -175,14 +175,14 @@ def blocks(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ..
     return value
 
 
-def max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def max_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower MaxPool: the largest code is the code of the largest value, and padding never wins."""
     if len(node.output) > 1 and node.output[1]:
         raise Refused("its second output, the indices, is read", "write what reads them without indices")
     return _movement(monotone=True)(ctx, node, args)
 
 
-def global_max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def global_max_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower GlobalMaxPool to ReduceMax, which has a uint8 kernel."""
     axes = list(range(2, ctx.rank(node.input[0])))
     name = ctx.builder.constant(axes, np.int64)
@@ -190,16 +190,16 @@ def global_max_pool(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[
     return _movement(monotone=True)(ctx, reduced, [args[0], Integers(name)])
 
 
-def gather(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def gather(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Gather, also of rows of a stored table (an embedding)."""
     table = args[0]
     if not isinstance(table, Constant):
         return _movement()(ctx, node, args)
-    rows = _own_codes(ctx, table, node.input[0]) or movable(ctx, table)
+    rows = _own_codes(ctx, table, node.input[0]) or as_movable(ctx, table)
     return _movement()(ctx, node, [rows, *args[1:]])
 
 
-def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
+def shape(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Shape: a constant where all sizes are static; else the codes have the shape of the values."""
     value = args[0]
     sizes = ctx.shapes.get(node.input[0])
@@ -212,7 +212,7 @@ def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
         name = value.name
     elif isinstance(value, Linear) and not value.after and len(value.terms) == 1:
         name = value.terms[0].name
-    elif isinstance(value, Wide):
+    elif isinstance(value, FixedPoint):
         name = value.name
     elif isinstance(value, Constant):
         whole = np.asarray(value.values.shape, np.int64)
@@ -225,7 +225,7 @@ def shape(ctx: Context, node: NodeProto, args: Args) -> Value:
     return Integers(ctx.builder.node("Shape", [name], name=node.output[0], **attributes(node)), dtype=TensorProto.INT64)
 
 
-def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def identity(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Drop Identity and inference-time Dropout."""
     if len(node.output) > 1 and node.output[1]:
         raise Refused("its second output, the mask, is read", "export the model in evaluation mode, without Dropout")
@@ -234,25 +234,25 @@ def identity(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, 
     return value
 
 
-def pad(ctx: Context, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+def pad(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
     """Lower Pad: a constant is filled in as its code, which must be exact."""
     value, pads = args[0], args[1] if len(args) > 1 else None
     mode = attributes(node).get("mode", "constant")
     axes = integer_name(ctx, args[3]) if len(args) > 3 else ""
     if mode != "constant":
-        return applied(ctx, value, Step(node, (integer_name(ctx, pads), "", axes)), node.output[0])
+        return applied(ctx, value, Movement(node, (integer_name(ctx, pads), "", axes)), node.output[0])
     given = args[2] if len(args) > 2 else None
     if given is not None and not isinstance(given, Constant):
         raise Refused("its fill value is not a constant", "store the fill value as an initializer")
     fill = 0.0 if given is None else float(given.values.reshape(-1)[0])
-    step = Step(node, (integer_name(ctx, pads), axes), fill=fill)
+    step = Movement(node, (integer_name(ctx, pads), axes), fill=fill)
     if isinstance(value, Lookup) and not _has_code(value, fill):
         return Pending(value, (step,))
     return applied(ctx, value, step, node.output[0])
 
 
 def _has_code(value: Lookup, number: float) -> bool:
-    """Whether a number is the value of the code that stands for it."""
+    """Return True if a number is exactly the value of a code."""
     if value.encoding is None:
         return False
     code = int(value.encoding.quantize(number))
@@ -260,7 +260,7 @@ def _has_code(value: Lookup, number: float) -> bool:
 
 
 #: Movements by op type; the data is the first input, all others are integers.
-MOVES: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
+MOVES: Mapping[str, Callable[[LoweringContext, NodeProto, Args], Any]] = MappingProxyType(
     {
         **{name: _movement() for name in ("Expand", "Flatten", "GatherND", "Reshape", "Slice", "Split", "Squeeze")},
         "DepthToSpace": blocks,

@@ -1,4 +1,4 @@
-"""Lowering of Resize: nearest moves codes, linear is a sum of two taps per axis with integer weights.
+"""Lower Resize: nearest moves codes, linear is a sum of two taps per axis with integer weights.
 
 Linear weights stay exact fractions in int32 sums where their common denominators leave room; the product of the
 codes with a small matrix does the last axis, whole rows are gathered for the others.
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import Args, Context, attributes, encoded, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
-from onnx_backend.integer.ir.values import Array, Linear, Lookup, Refused, Step, Term, Value
+from onnx_backend.integer.ir.values import Array, Linear, Lookup, Movement, Refused, Term, Value
 from onnx_backend.integer.lowering.movement.moves import applied
 from onnx_backend.integer.lowering.movement.resize_geometry import (
     Geometry,
@@ -30,7 +30,7 @@ _FINE = 2.0**-8  # error of int32 sums, in input steps, above which they are tak
 _MATRIX = 512  # input positions up to which the last axis is interpolated by one matrix product
 
 
-def resize(ctx: Context, node: NodeProto, args: Args) -> Value:
+def resize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Resize with mode nearest or linear.
 
     Raises:
@@ -46,7 +46,7 @@ def resize(ctx: Context, node: NodeProto, args: Args) -> Value:
     if repeated is not None:
         return repeated
     whole = axis_geometries(ctx, node, args)
-    # ONNX Runtime copies a tensor whose sizes all stay, whatever the scales say
+    # ONNX Runtime copies a tensor whose sizes all stay, whatever the scales are
     geometries = [] if all(g.inputs == g.outputs for g in whole) else [g for g in whole if not _unchanged(g)]
     if any(g.outputs < 1 or g.inputs < 1 for g in geometries):
         raise Refused("it resizes from or to nothing", "remove the node")
@@ -62,7 +62,7 @@ def _unchanged(geometry: Geometry) -> bool:
 _KERNEL = MappingProxyType({"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"})
 
 
-def _moved(ctx: Context, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> Value:
+def _moved(ctx: LoweringContext, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> Value:
     """Move codes by the integer kernel of Resize where it takes the same indices, else by a Gather per axis."""
     b, name = ctx.builder, node.output[0]
     chosen = attributes(node).get("nearest_mode", "round_prefer_floor")
@@ -71,18 +71,18 @@ def _moved(ctx: Context, node: NodeProto, value: Value | None, geometries: Seque
         sizes = _every_size(ctx, node, value, geometries)
         if sizes:
             kernel = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **_KERNEL)
-            return applied(ctx, value, Step(kernel, ("", "", sizes)), name)
+            return applied(ctx, value, Movement(kernel, ("", "", sizes)), name)
     for geometry in geometries:
         gather = helper.make_node("Gather", ["x", "i"], ["y"], axis=geometry.axis)
-        step = Step(gather, (b.constant(indices[geometry.axis], np.int64),))
+        step = Movement(gather, (b.constant(indices[geometry.axis], np.int64),))
         value = applied(ctx, value, step, name)
     if value is None:
         raise Refused("it has no input", "remove the node")
     return value
 
 
-def _every_size(ctx: Context, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> str:
-    """Give all sizes of the result; nothing where they are known only once the codes of a pending sum exist.
+def _every_size(ctx: LoweringContext, node: NodeProto, value: Value | None, geometries: Sequence[Geometry]) -> str:
+    """Return all sizes of the result; "" where they are known only once the codes of a pending sum exist.
 
     All of them, not those of some `axes`: where ONNX Runtime moves a Transpose across a Resize with that attribute, it
     loses the sizes and refuses the model.
@@ -102,13 +102,13 @@ def _every_size(ctx: Context, node: NodeProto, value: Value | None, geometries: 
 
 
 def _kernel_indices(g: Geometry) -> Array:
-    """Give the indices that the kernel takes for these sizes, none where float32 and exact arithmetic disagree."""
+    """Return the indices that the kernel reads for these sizes, none if float32 and exact arithmetic disagree."""
     exact = np.arange(g.outputs) * g.inputs // g.outputs
     plain = Geometry(g.axis, g.inputs, g.outputs, Fraction(g.outputs, g.inputs), "asymmetric")
     return exact if np.array_equal(nearest_indices(plain, "floor"), exact) else exact[:0]
 
 
-def _repeated(ctx: Context, node: NodeProto, args: Args) -> Value | None:
+def _repeated(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | None:
     """Repeat codes a whole number of times along axes of dynamic sizes, with the integer kernel of Resize."""
     value, attrs = args[0], attributes(node)
     factors = _factors(ctx, node, args)
@@ -128,8 +128,8 @@ def _repeated(ctx: Context, node: NodeProto, args: Args) -> Value | None:
     )
 
 
-def _factors(ctx: Context, node: NodeProto, args: Args) -> list[int] | None:
-    """Give the whole number by which every axis grows; None if one does not, or if all sizes are static."""
+def _factors(ctx: LoweringContext, node: NodeProto, args: Args) -> list[int] | None:
+    """Return the whole number by which every axis grows; None if one does not, or if all sizes are static."""
     attrs, scales = attributes(node), stated_scales(args)
     mode = attrs.get("coordinate_transformation_mode", "half_pixel")
     if mode not in ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "asymmetric") or scales is None:
@@ -146,8 +146,8 @@ def _factors(ctx: Context, node: NodeProto, args: Args) -> list[int] | None:
     return factors
 
 
-def _interpolated(ctx: Context, node: NodeProto, args: Args, geometries: Sequence[Geometry]) -> Value:
-    codes, encoding = encoded(args[0])
+def _interpolated(ctx: LoweringContext, node: NodeProto, args: Args, geometries: Sequence[Geometry]) -> Value:
+    codes, encoding = require_codes(args[0])
     if not geometries:
         assert args[0] is not None  # encoded() refuses None
         return args[0]
@@ -193,7 +193,7 @@ def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:
     return [found[geometry.axis] for geometry in geometries]
 
 
-def _narrowed(ctx: Context, tensor: str, shift: int) -> str:
+def _narrowed(ctx: LoweringContext, tensor: str, shift: int) -> str:
     b = ctx.builder
     if shift:
         raised = b.node("Add", [tensor, b.constant(1 << (shift - 1), np.int64)])
@@ -203,7 +203,7 @@ def _narrowed(ctx: Context, tensor: str, shift: int) -> str:
     return b.cast(tensor, TensorProto.INT32)
 
 
-def _by_matrix(ctx: Context, codes: str, geometry: Geometry, taps: Taps) -> str:
+def _by_matrix(ctx: LoweringContext, codes: str, geometry: Geometry, taps: Taps) -> str:
     matrix = np.zeros((geometry.inputs, geometry.outputs), np.int64)
     columns = np.arange(geometry.outputs)
     np.add.at(matrix, (taps.left, columns), taps.whole - taps.weight)
@@ -211,7 +211,7 @@ def _by_matrix(ctx: Context, codes: str, geometry: Geometry, taps: Taps) -> str:
     return ctx.builder.node("MatMulInteger", [codes, ctx.builder.constant(matrix, np.uint8)])
 
 
-def _by_gather(ctx: Context, tensor: str, geometry: Geometry, taps: Taps, rank: int, kind: Any) -> str:
+def _by_gather(ctx: LoweringContext, tensor: str, geometry: Geometry, taps: Taps, rank: int, kind: Any) -> str:
     b, shape = ctx.builder, [1] * rank
     shape[geometry.axis] = -1
     sides = []

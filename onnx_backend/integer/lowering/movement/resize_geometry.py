@@ -1,4 +1,4 @@
-"""What a Resize means per axis: input positions, nearest indices, and the weights of linear interpolation.
+"""The geometry of a Resize per axis: input positions, nearest indices, and the weights of linear interpolation.
 
 The taps follow the coordinate transformations of the ONNX standard. Nearest indices are computed in float32, as
 runtimes do, since they are part of what the model means; linear weights are exact fractions wherever their common
@@ -14,15 +14,15 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers
 from onnx_backend.integer.ir.values import Array, Constant, Refused
 
-_LARGEST_DENOMINATOR = 1 << 12  # a scale such as float32(1.7) stands for 17/10
+_LARGEST_DENOMINATOR = 1 << 12  # a scale such as float32(1.7) means 17/10
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one axis is resized.
+    """The resizing of one axis.
 
     Attributes:
         axis: the axis.
@@ -41,8 +41,8 @@ class Geometry:
     region: tuple[float, float] = (0.0, 1.0)
 
 
-def axis_geometries(ctx: Context, node: NodeProto, args: Args) -> list[Geometry]:
-    """Give the axes that the node names; one whose size and scale stay is included.
+def axis_geometries(ctx: LoweringContext, node: NodeProto, args: Args) -> list[Geometry]:
+    """Return the axes that the node names; one whose size and scale stay is included.
 
     Raises:
         Refused: a size is not static, or an attribute or operand is unknown.
@@ -74,7 +74,7 @@ def axis_geometries(ctx: Context, node: NodeProto, args: Args) -> list[Geometry]
 
 
 def stated_scales(args: Args) -> list[Fraction] | None:
-    """Give the scales that the node states, float32 exactly; None where it states sizes.
+    """Return the scales that the node states, float32 exactly; None where it states sizes.
 
     Raises:
         Refused: they are not constant, or not positive and finite.
@@ -128,7 +128,7 @@ _COORDINATES: Mapping[str, Callable[[Geometry, int], Fraction]] = MappingProxyTy
 
 
 def positions(geometry: Geometry) -> list[Fraction]:
-    """Give the exact input position of every output position.
+    """Return the exact input position of every output position.
 
     Raises:
         Refused: `tf_crop_and_resize` reaches outside of the input, where a constant would have to be filled in.
@@ -140,14 +140,14 @@ def positions(geometry: Geometry) -> list[Fraction]:
 
 
 def nearest_indices(geometry: Geometry, mode: str) -> Array:
-    """Give the input index of every output position, from float32 coordinates as ONNX Runtime computes them.
+    """Return the input index of every output position, from float32 coordinates as in ONNX Runtime.
 
     Raises:
         Refused: the mode is unknown, or the region leaves the input.
     """
     positions(geometry)
     x = _float_positions(geometry)
-    # ONNX Runtime takes what is this close to a half for one
+    # ONNX Runtime treats a number this close to a half as one
     tie = np.abs(x - (np.trunc(x) + np.float32(0.5))) < 1e-6
     nearest = np.floor(x.astype(np.float64) + 0.5)
     rounded = {
@@ -203,7 +203,7 @@ class Taps:
 
 
 def linear_taps(geometry: Geometry, room: int) -> Taps:
-    """Give the taps of one axis with a sum of weights of at most `room`, exact where a common denominator fits.
+    """Return the taps of one axis with a sum of weights of at most `room`, exact if a common denominator fits.
 
     Raises:
         Refused: the region of `tf_crop_and_resize` reaches outside of the input.

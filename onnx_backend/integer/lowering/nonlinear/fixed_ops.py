@@ -1,4 +1,4 @@
-"""Lowerings of arithmetic on values that no quantizer stands behind: where the short forms for codes do not apply.
+"""Lower arithmetic on values without a quantizer behind them, where the short forms for codes do not apply.
 
 Each lowering first asks for the short form (a table, a scale, an int32 accumulator); only where an operand is a
 function, a clipped accumulator or fixed point already, the operation itself is written in fixed point.
@@ -16,24 +16,24 @@ from onnx import NodeProto, TensorProto, helper
 from onnx_backend.integer.fixed_point.elementwise import CURVES, bent
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
+    add_constant,
     bits,
     constant64,
+    fit_to,
     fits_int32,
-    fitted,
-    gathered,
+    gather_table,
     inexact,
     int64,
-    made,
+    int64_value,
     multiply,
-    narrowed,
-    negated,
+    narrow_to,
+    negate,
     reach,
-    scaled,
-    shifted,
+    require_unmasked,
+    scale_by,
     single_scale,
     spread,
     total,
-    unmasked,
 )
 from onnx_backend.integer.fixed_point.newton import (
     logarithm,
@@ -43,13 +43,14 @@ from onnx_backend.integer.fixed_point.newton import (
     table_of_exponentials,
 )
 from onnx_backend.integer.fixed_point.sums import add
-from onnx_backend.integer.fixed_point.to_fixed import widened
-from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, label
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, label
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
 from onnx_backend.integer.ir.values import (
     Array,
     Bent,
     Constant,
+    FixedPoint,
     Integers,
     Joined,
     Linear,
@@ -58,29 +59,28 @@ from onnx_backend.integer.ir.values import (
     Refused,
     Selected,
     Value,
-    Wide,
 )
 from onnx_backend.integer.lowering.movement.moves import MOVES
 from onnx_backend.integer.lowering.nonlinear.straight_lines import STRAIGHT
 from onnx_backend.integer.lowering.nonlinear.tables import SELU, TABLES
 
-Lowering = Callable[[Context, NodeProto, Args], Any]
-_PENDING = (Wide, Linear, Joined, Bent, Selected, Pending)
+Lowering = Callable[[LoweringContext, NodeProto, Args], Any]
+_PENDING = (FixedPoint, Linear, Joined, Bent, Selected, Pending)
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
 def either(short: Lowering, wide: Lowering) -> Lowering:
     """Make a lowering that takes the short form where there is one, and fixed point where it would be refused."""
 
-    def lower(ctx: Context, node: NodeProto, args: Args) -> Any:
-        if not any(isinstance(arg, Wide) for arg in args):
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Any:
+        if not any(isinstance(arg, FixedPoint) for arg in args):
             try:
                 return short(ctx, node, args)
             except Refused:
                 if not _is_wide(args):
                     raise
         found = wide(ctx, node, args)
-        return replace(found, source=label(node)) if isinstance(found, Wide) else found
+        return replace(found, source=label(node)) if isinstance(found, FixedPoint) else found
 
     return lower
 
@@ -92,30 +92,30 @@ def _is_wide(args: Args) -> bool:
     return bool(pending) or len(activations) > 1
 
 
-def wide_add(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_add(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Add two values, or a constant to one."""
     return _added(ctx, args, 1)
 
 
-def wide_sub(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_sub(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Subtract two values, or a value and a constant."""
     return _added(ctx, args, -1)
 
 
-def _added(ctx: Context, args: Args, sign: int) -> Wide:
+def _added(ctx: LoweringContext, args: Args, sign: int) -> FixedPoint:
     left, right = args
     for side, other in ((left, right), (right, left)):
         if isinstance(side, Constant) and np.all(np.isfinite(side.values)) and np.all(side.values > MASK):
             number = side.values.astype(np.float64)
             if side is right:
-                return shifted(widened(ctx, other), sign * number)
-            value = widened(ctx, other)
-            return shifted(value if sign > 0 else negated(value), number)
-    second = widened(ctx, right, "its second input")
-    return add(ctx, widened(ctx, left, "its first input"), second if sign > 0 else negated(second))
+                return add_constant(to_fixed(ctx, other), sign * number)
+            value = to_fixed(ctx, other)
+            return add_constant(value if sign > 0 else negate(value), number)
+    second = to_fixed(ctx, right, "its second input")
+    return add(ctx, to_fixed(ctx, left, "its first input"), second if sign > 0 else negate(second))
 
 
-def wide_mul(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_mul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Multiply two values, or a value and a constant."""
     left, right = args
     if isinstance(left, Constant):
@@ -123,30 +123,30 @@ def wide_mul(ctx: Context, node: NodeProto, args: Args) -> Value:
     if isinstance(right, Constant):
         if not np.all(np.isfinite(right.values)):
             raise Refused("it multiplies by infinity", "replace the constant by a finite one")
-        return _times(widened(ctx, left), right, right.values.astype(np.float64))
+        return _times(to_fixed(ctx, left), right, right.values.astype(np.float64))
     if left is right:
-        value = widened(ctx, left)
+        value = to_fixed(ctx, left)
         return multiply(ctx, value, value)
-    return multiply(ctx, widened(ctx, left, "its first input"), widened(ctx, right, "its second input"))
+    return multiply(ctx, to_fixed(ctx, left, "its first input"), to_fixed(ctx, right, "its second input"))
 
 
-def _times(value: Wide, constant: Constant, numbers: Array, off: float = 0.0) -> Wide:
+def _times(value: FixedPoint, constant: Constant, numbers: Array, off: float = 0.0) -> FixedPoint:
     """Multiply by the numbers of a constant, `off` as a share; float32 rounded those that are stored as integers."""
-    found = scaled(value, numbers)
+    found = scale_by(value, numbers)
     if constant.coded is not None or constant.blocks is not None:
         off += 2.0**-23
     magnitude = float(largest(found.constant)) / (float(largest(found.scale)) or 1.0)
     return replace(found, relative=found.relative + off, error=found.error + off * magnitude)
 
 
-def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Divide by a value whose static bounds exclude 0: by a table of reciprocals, or by an integer division."""
     left, right = args
     if isinstance(right, Constant):
-        return _times(widened(ctx, left), right, 1.0 / right.values.astype(np.float64), ULP)
+        return _times(to_fixed(ctx, left), right, 1.0 / right.values.astype(np.float64), ULP)
     if isinstance(left, Constant):
         return _times(inverse(ctx, right, ROOM - 9), left, left.values.astype(np.float64))
-    numerator = widened(ctx, left, "its first input")
+    numerator = to_fixed(ctx, left, "its first input")
     divisor = inverse(ctx, right, max(ROOM - bits(numerator), 31))
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
@@ -157,24 +157,24 @@ def wide_div(ctx: Context, node: NodeProto, args: Args) -> Value:
     return replace(multiply(ctx, numerator, replace(divisor, infinite=0.0)), infinite=least)
 
 
-def inverse(ctx: Context, value: Value | None, most: int) -> Wide:
-    """Give `1 / value`; of codes by a table with up to `most` bits, in which a large number stands for infinity."""
+def inverse(ctx: LoweringContext, value: Value | None, most: int) -> FixedPoint:
+    """Return `1 / value`; of codes by a table with up to `most` bits, in which a large number means infinity."""
     if not isinstance(value, Lookup):
-        return reciprocal(ctx, widened(ctx, value, "its second input"))
+        return reciprocal(ctx, to_fixed(ctx, value, "its second input"))
     with np.errstate(divide="ignore"):
         inverted = 1.0 / value.values.astype(np.float64)
     zero = np.isinf(inverted)
     top = float(np.abs(inverted[~zero]).max(initial=0.0)) * 2.0**16 if zero.any() else 0.0
-    return replace(widened(ctx, Lookup(value.name, np.where(zero, top, inverted), None), most=most), infinite=top)
+    return replace(to_fixed(ctx, Lookup(value.name, np.where(zero, top, inverted), None), most=most), infinite=top)
 
 
-def wide_pow(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_pow(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Raise a value to a small whole power, to 1/2 or to -1/2."""
     base, exponent = args
     if not isinstance(exponent, Constant) or exponent.values.size != 1:
         raise Refused("its exponent is not one stored number", "store the exponent as a scalar")
     power = float(exponent.values.reshape(-1)[0])
-    value = widened(ctx, base)
+    value = to_fixed(ctx, base)
     if power in (0.5, -0.5):
         return square_root(ctx, value) if power > 0 else reciprocal_root(ctx, value)
     if power not in (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0, 4.0):
@@ -185,33 +185,33 @@ def wide_pow(ctx: Context, node: NodeProto, args: Args) -> Value:
     return found if power > 0 else reciprocal(ctx, found)
 
 
-def wide_sqrt(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take the square root of a value that is not negative."""
-    return square_root(ctx, widened(ctx, args[0]))
+def wide_sqrt(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Compute the square root of a value that is not negative."""
+    return square_root(ctx, to_fixed(ctx, args[0]))
 
 
-def wide_reciprocal(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take the reciprocal of a value whose static bounds exclude 0."""
-    return reciprocal(ctx, widened(ctx, args[0]))
+def wide_reciprocal(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Compute the reciprocal of a value whose static bounds exclude 0."""
+    return reciprocal(ctx, to_fixed(ctx, args[0]))
 
 
-def wide_log(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take the logarithm of a positive value."""
-    return logarithm(ctx, widened(ctx, args[0]))
+def wide_log(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Compute the logarithm of a positive value."""
+    return logarithm(ctx, to_fixed(ctx, args[0]))
 
 
-def wide_neg(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_neg(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Change the sign of a value."""
-    return negated(widened(ctx, args[0]))
+    return negate(to_fixed(ctx, args[0]))
 
 
-def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take the exponential of a value: two tables for a high and a low part, in units of the largest possible result.
+def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Compute the exponential: two tables for a high and a low part, in units of the largest possible result.
 
     Raises:
         Refused: the static bounds let the result reach 2**40.
     """
-    value = narrowed(ctx, single_scale(ctx, unmasked(widened(ctx, args[0]))), 30)
+    value = narrow_to(ctx, single_scale(ctx, require_unmasked(to_fixed(ctx, args[0]))), 30)
     step = abs(float(value.scale))
     highest = max(value.lo * float(value.scale), value.hi * float(value.scale))
     if highest > 28.0:
@@ -230,45 +230,45 @@ def wide_exp(ctx: Context, node: NodeProto, args: Args) -> Value:
     high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
     rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
     tables = table_of_exponentials(step * (1 << low), (last >> low) + 1, 30), table_of_exponentials(step, 1 << low, 30)
-    parts = [gathered(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
+    parts = [gather_table(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
     unit = math.exp(highest) * 2.0**-60
     # half a unit of both tables and what float64 adds to it; beyond the last entry, the smallest result stands
     error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
     relative = math.expm1(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
-    return made(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
+    return int64_value(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
 
 
 def curve(op_type: str, function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
     """Make the lowering of a function of `elementwise.CURVES`."""
 
-    def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         attrs = attributes(node)
         with np.errstate(all="ignore"):
-            return bent(ctx, widened(ctx, args[0]), lambda x: function(x, attrs), CURVES[op_type](attrs))
+            return bent(ctx, to_fixed(ctx, args[0]), lambda x: function(x, attrs), CURVES[op_type](attrs))
 
     return lower
 
 
-def wide_selu(ctx: Context, node: NodeProto, args: Args) -> Value:
-    """Take an Elu `gamma` times: the line of a curve must have a slope that is exact, as 1 is."""
+def wide_selu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+    """Compute an Elu times `gamma`: the line of a curve must have a slope that is exact, as 1 is."""
     attrs = {**SELU, **attributes(node)}
     with np.errstate(all="ignore"):
-        elu = bent(ctx, widened(ctx, args[0]), lambda x: TABLES["Elu"](x, attrs), CURVES["Elu"](attrs))
-    return scaled(elu, float(attrs["gamma"]))
+        elu = bent(ctx, to_fixed(ctx, args[0]), lambda x: TABLES["Elu"](x, attrs), CURVES["Elu"](attrs))
+    return scale_by(elu, float(attrs["gamma"]))
 
 
-def wide_sum(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Sum over axes of static sizes."""
     return _reduced(ctx, node, args)[0]
 
 
-def wide_mean(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Average over axes of static sizes: the sum with another scale."""
     found, count = _reduced(ctx, node, args)
-    return scaled(found, 1.0 / count)
+    return scale_by(found, 1.0 / count)
 
 
-def _reduced(ctx: Context, node: NodeProto, args: Args) -> tuple[Wide, int]:
+def _reduced(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[FixedPoint, int]:
     attrs = attributes(node)
     axes: Sequence[int] | None = attrs.get("axes")
     if len(args) > 1 and args[1] is not None:
@@ -279,19 +279,19 @@ def _reduced(ctx: Context, node: NodeProto, args: Args) -> tuple[Wide, int]:
     if node.op_type.startswith("Global"):
         axes = list(range(2, rank))
     if not axes and attrs.get("noop_with_empty_axes", 0):
-        return widened(ctx, args[0]), 1
+        return to_fixed(ctx, args[0]), 1
     chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
     count = math.prod(ctx.sizes(node.input[0], chosen))
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")
-    return total(ctx, widened(ctx, args[0]), chosen, count, keepdims=int(attrs.get("keepdims", 1))), count
+    return total(ctx, to_fixed(ctx, args[0]), chosen, count, keepdims=int(attrs.get("keepdims", 1))), count
 
 
-def wide_matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Multiply matrices of which at least one is neither codes nor a stored weight, in int32 or int64."""
     depth = ctx.sizes(node.input[0], [-1])[0]
     sides = [
-        unmasked(widened(ctx, arg, what))
+        require_unmasked(to_fixed(ctx, arg, what))
         for arg, what in zip(args, ("its first input", "its second input"), strict=True)
     ]
     left, right = sides
@@ -303,17 +303,17 @@ def wide_matmul(ctx: Context, node: NodeProto, args: Args) -> Value:
     room = ROOM - depth.bit_length()
     if bits(left) + bits(right) > room:
         smaller = min(bits(left), bits(right), room // 2)
-        left, right = (fitted(ctx, side, room - smaller) for side in (left, right))
+        left, right = (fit_to(ctx, side, room - smaller) for side in (left, right))
     most = depth * reach(left) * reach(right)
     narrow = left.narrow and right.narrow and fits_int32(-most, most)
     names = [side.name if narrow else int64(ctx, side) for side in (left, right)]
     error = depth * (spread(left) * reach(right) + spread(right) * reach(left) + spread(left) * spread(right))
     lo = 0 if left.lo >= 0 and right.lo >= 0 else -most
     scale = left.scale.reshape(()) * (right.scale.reshape(-1) if right.scale.size > 1 else right.scale.reshape(()))
-    return Wide(ctx.builder.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
+    return FixedPoint(ctx.builder.node("MatMul", names), scale, lo, most, narrow=narrow, error=error)
 
 
-def wide_gemm(ctx: Context, node: NodeProto, args: Args) -> Value:
+def wide_gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Multiply matrices as `wide_matmul` does, and add a bias."""
     attrs = attributes(node)
     if attrs.get("transA", 0):

@@ -1,4 +1,4 @@
-"""Lowering of norms: integer sums of a row and of its squares, one reciprocal square root per row.
+"""Lower norms: integer sums of a row and of its squares, one reciprocal square root per row.
 
 With x = integers * scale and n elements per row, `n * sum(x**2) - sum(x)**2` is the variance in units of
 `(scale / n)**2`, exactly; epsilon is added in that unit, made fine enough that it never vanishes. A row without any
@@ -16,33 +16,33 @@ from onnx import NodeProto, TensorProto
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     SUM_ROOM,
+    add_constant,
     constant64,
+    fit_to,
     fits_int32,
-    fitted,
     inexact,
     int64,
     multiply,
-    narrowed,
+    narrow_to,
     reach,
-    scaled,
-    shifted,
+    require_unmasked,
+    scale_by,
     single_scale,
     spread,
     total,
-    unmasked,
 )
 from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
 from onnx_backend.integer.fixed_point.sums import add
-from onnx_backend.integer.fixed_point.to_fixed import widened
-from onnx_backend.integer.ir.context import Args, Context, attributes, label
-from onnx_backend.integer.ir.values import Constant, Refused, Value, Wide
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label
+from onnx_backend.integer.ir.values import Constant, FixedPoint, Refused, Value
 
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 
 
 def normalized_rows(
-    ctx: Context, value: Wide, axes: Sequence[int], count: int, epsilon: float, *, centred: bool
-) -> Wide:
+    ctx: LoweringContext, value: FixedPoint, axes: Sequence[int], count: int, epsilon: float, *, centred: bool
+) -> FixedPoint:
     """Write `(x - mean) / sqrt(variance + epsilon)`, or without `centred` `x / sqrt(mean of squares + epsilon)`.
 
     Args:
@@ -53,10 +53,10 @@ def normalized_rows(
         epsilon: not negative.
         centred: whether the mean is subtracted.
     """
-    value = single_scale(ctx, unmasked(value))
+    value = single_scale(ctx, require_unmasked(value))
     # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
     length = count.bit_length()
-    value = fitted(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
+    value = fit_to(ctx, value, min((ROOM - 1) // 2 - length, (SUM_ROOM - length) // 2))
     scale = float(value.scale)
     sign = math.copysign(1.0, scale)
     power = total(ctx, multiply(ctx, value, value), axes, count)
@@ -64,7 +64,7 @@ def normalized_rows(
         epsilon *= count / scale**2
         inverse = _inverse(ctx, int64(ctx, power), power.hi, epsilon)
         rows = replace(value, scale=np.asarray(sign))
-        return scaled(
+        return scale_by(
             _sized(ctx, rows, inverse, 1.0, _unrest(value, 1.0 + math.sqrt(count), epsilon)),
             math.sqrt(count),
         )
@@ -80,20 +80,20 @@ def normalized_rows(
     kind = np.int32 if narrow else np.int64
     names = [side.name if narrow else int64(ctx, side) for side in (value, sums)]
     above = b.node("Sub", [b.node("Mul", [names[0], b.constant(count, kind)]), names[1]])
-    rows = Wide(above, np.asarray(sign), lo, hi, narrow=narrow)
+    rows = FixedPoint(above, np.asarray(sign), lo, hi, narrow=narrow)
     root = math.sqrt(count)
     return _sized(ctx, rows, inverse, root, _unrest(value, 2.0 * count * (1.0 + root), epsilon))
 
 
-def _inverse(ctx: Context, name: str, high: int, epsilon: float) -> Wide:
+def _inverse(ctx: LoweringContext, name: str, high: int, epsilon: float) -> FixedPoint:
     """Write `1 / sqrt(v + epsilon)` for an int64 tensor in 0..high, of which 0 is taken as 1."""
     b = ctx.builder
     empty = b.cast(b.node("Equal", [name, constant64(ctx, 0)]), TensorProto.INT64)
-    filled = Wide(b.node("Add", [name, empty]), np.ones(()), 1, max(high, 1))
-    return reciprocal_root(ctx, shifted(filled, epsilon))
+    filled = FixedPoint(b.node("Add", [name, empty]), np.ones(()), 1, max(high, 1))
+    return reciprocal_root(ctx, add_constant(filled, epsilon))
 
 
-def _unrest(value: Wide, times: float, epsilon: float) -> float:
+def _unrest(value: FixedPoint, times: float, epsilon: float) -> float:
     """Bound what an error of the elements does to the quotient: the smallest size of a row is that of epsilon alone.
 
     A rounding of the scale alone leaves rows of zeros as they are; any other row has a size of at least 1.
@@ -106,7 +106,7 @@ def _unrest(value: Wide, times: float, epsilon: float) -> float:
     return times * spread(value) / math.sqrt(epsilon if inexact(value) else max(epsilon, 1.0))
 
 
-def _sized(ctx: Context, rows: Wide, inverse: Wide, most: float, unrest: float) -> Wide:
+def _sized(ctx: LoweringContext, rows: FixedPoint, inverse: FixedPoint, most: float, unrest: float) -> FixedPoint:
     """Multiply rows by the inverse of their size; no quotient is larger than `most`, whatever the bounds say."""
     found = multiply(ctx, replace(rows, error=0.0, relative=0.0), inverse)
     unit = abs(float(found.scale))
@@ -114,28 +114,30 @@ def _sized(ctx: Context, rows: Wide, inverse: Wide, most: float, unrest: float) 
     return replace(found, lo=max(found.lo, -top), hi=min(found.hi, top), error=found.error + unrest / unit)
 
 
-def layer_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def layer_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower LayerNormalization over the last axes; gain and bias may be float, quantized, or activations."""
     return _last_axes(ctx, node, args, centred=True)
 
 
-def rms_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def rms_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower RMSNormalization over the last axes."""
     return _last_axes(ctx, node, args, centred=False)
 
 
-def _last_axes(ctx: Context, node: NodeProto, args: Args, *, centred: bool) -> Value:
+def _last_axes(ctx: LoweringContext, node: NodeProto, args: Args, *, centred: bool) -> Value:
     if any(node.output[1:]):
         raise Refused("its mean or deviation is used", "remove the further outputs")
     attrs, rank = attributes(node), ctx.rank(node.input[0])
     axes = list(range(int(attrs.get("axis", -1)) % rank, rank))
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attrs.get("epsilon", 1e-5))
-    found = normalized_rows(ctx, widened(ctx, args[0]), axes, count, epsilon, centred=centred)
+    found = normalized_rows(ctx, to_fixed(ctx, args[0]), axes, count, epsilon, centred=centred)
     return replace(_affine(ctx, found, args[1:]), source=label(node))
 
 
-def _affine(ctx: Context, value: Wide, parameters: Args, shape: Sequence[int] | None = None) -> Wide:
+def _affine(
+    ctx: LoweringContext, value: FixedPoint, parameters: Args, shape: Sequence[int] | None = None
+) -> FixedPoint:
     """Apply a gain and a bias."""
     for index, parameter in enumerate(parameters):
         if parameter is None:
@@ -143,31 +145,31 @@ def _affine(ctx: Context, value: Wide, parameters: Args, shape: Sequence[int] | 
         if isinstance(parameter, Constant):
             array = parameter.values.astype(np.float64)
             array = array if shape is None else array.reshape(tuple(shape))
-            value = scaled(value, array) if index == 0 else shifted(value, array)
+            value = scale_by(value, array) if index == 0 else add_constant(value, array)
         elif shape is None:
-            other = widened(ctx, parameter)
+            other = to_fixed(ctx, parameter)
             value = multiply(ctx, value, other) if index == 0 else add(ctx, value, other)
         else:
             raise Refused("its gain or bias is an activation", "store it as an initializer")
     return value
 
 
-def instance_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def instance_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower InstanceNormalization over the spatial axes."""
     rank = ctx.rank(node.input[0])
     axes = list(range(2, rank))
     count = math.prod(ctx.sizes(node.input[0], axes))
     epsilon = float(attributes(node).get("epsilon", 1e-5))
-    found = normalized_rows(ctx, widened(ctx, args[0]), axes, count, epsilon, centred=True)
+    found = normalized_rows(ctx, to_fixed(ctx, args[0]), axes, count, epsilon, centred=True)
     return replace(_affine(ctx, found, args[1:], (-1, *(1 for _ in axes))), source=label(node))
 
 
-def group_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def group_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower GroupNormalization: every group is one row; gain and bias are per channel (per group before opset 21)."""
     attrs, rank = attributes(node), ctx.rank(node.input[0])
     groups = int(attrs["num_groups"])
     channels, *spatial = ctx.sizes(node.input[0], list(range(1, rank)))
-    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
+    value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     b = ctx.builder
     apart = replace(value, name=b.node("Reshape", [value.name, constant64(ctx, np.asarray([0, groups, -1]))]))
     count = channels // groups * math.prod(spatial)
@@ -183,26 +185,26 @@ def _per_channel(parameter: Value | None, channels: int) -> Value | None:
     return parameter
 
 
-def mean_variance_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def mean_variance_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower MeanVarianceNormalization; the standard's 1e-9 beside the deviation is left out, as an error."""
     axes = [int(axis) % ctx.rank(node.input[0]) for axis in attributes(node).get("axes", [0, 2, 3])]
     count = math.prod(ctx.sizes(node.input[0], axes))
-    value = single_scale(ctx, unmasked(widened(ctx, args[0])))
+    value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     found = normalized_rows(ctx, value, axes, count, 0.0, centred=True)
     least = abs(float(value.scale)) / count  # of a deviation that is not 0
     return replace(found, relative=found.relative + 1e-9 / least, source=label(node))
 
 
-def lp_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
+def lp_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower LpNormalization: a row over its sum of magnitudes (p=1) or over the root of its sum of squares (p=2)."""
     attrs = attributes(node)
     axis = int(attrs.get("axis", -1))
     count = ctx.sizes(node.input[0], [axis])[0]
-    value = widened(ctx, args[0])
+    value = to_fixed(ctx, args[0])
     if int(attrs.get("p", 2)) == 2:
         found = normalized_rows(ctx, value, [axis], count, 0.0, centred=False)
-        return replace(scaled(found, 1.0 / math.sqrt(count)), source=label(node))
-    value = narrowed(ctx, single_scale(ctx, unmasked(value)), 31)
+        return replace(scale_by(found, 1.0 / math.sqrt(count)), source=label(node))
+    value = narrow_to(ctx, single_scale(ctx, require_unmasked(value)), 31)
     if inexact(value):
         raise Refused("its input is not exact", _BETWEEN)
     b = ctx.builder
@@ -215,7 +217,7 @@ def lp_normalization(ctx: Context, node: NodeProto, args: Args) -> Value:
 
 
 #: Norms by op type.
-NORMS: Mapping[str, Callable[[Context, NodeProto, Args], Value]] = MappingProxyType(
+NORMS: Mapping[str, Callable[[LoweringContext, NodeProto, Args], Value]] = MappingProxyType(
     {
         "GroupNormalization": group_normalization,
         "InstanceNormalization": instance_normalization,

@@ -1,4 +1,4 @@
-"""Lowering of ops that choose among values or compare them: they need the order of values, never their arithmetic."""
+"""Lower ops that choose among values or compare them: they need the order of values, never their arithmetic."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import Args, Context, attributes, constant_integers, integer_name
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, integer_name
 from onnx_backend.integer.ir.values import (
     Array,
     Constant,
@@ -18,7 +18,7 @@ from onnx_backend.integer.ir.values import (
     Refused,
     Selected,
     Value,
-    clipped,
+    clip_value,
 )
 
 _QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair before it"
@@ -27,7 +27,7 @@ _QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair before it"
 # --- Max, Min, Where, Scatter: choosing ------------------------------------------------------------------------------
 
 
-def extreme(ctx: Context, node: NodeProto, args: Args) -> Value:
+def extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Max and Min: of an activation and a constant scalar to a clip, else to the same op on codes.
 
     Raises:
@@ -45,16 +45,16 @@ def extreme(ctx: Context, node: NodeProto, args: Args) -> Value:
             bound = float(folded.reshape(-1)[0])
             limits = (bound, np.inf) if largest else (-np.inf, bound)
             # one operand suffices: the extreme of all is the bounded one's with the others
-            bounded = clipped(parts[0], *limits)
+            bounded = clip_value(parts[0], *limits)
             if bounded is None:
                 raise Refused("one of its operands is not quantized", _QUANTIZE)
             parts[0] = bounded
     if len(parts) == 1:
         return parts[0]
-    return selected(ctx, node, tuple(range(len(parts))), tuple(parts), monotone=True)
+    return select(ctx, node, tuple(range(len(parts))), tuple(parts), monotone=True)
 
 
-def where(ctx: Context, node: NodeProto, args: Args) -> Value:
+def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Where with a boolean condition to Where on codes.
 
     Raises:
@@ -66,10 +66,10 @@ def where(ctx: Context, node: NodeProto, args: Args) -> Value:
         return Constant(np.where(known, yes.values, no.values))
     if yes is None or no is None:
         raise Refused("a branch is missing", "give both branches")
-    return selected(ctx, node, (integer_name(ctx, condition), 0, 1), (yes, no))
+    return select(ctx, node, (integer_name(ctx, condition), 0, 1), (yes, no))
 
 
-def scatter(ctx: Context, node: NodeProto, args: Args) -> Value:
+def scatter(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower ScatterND and ScatterElements, which write codes over codes.
 
     Raises:
@@ -81,10 +81,10 @@ def scatter(ctx: Context, node: NodeProto, args: Args) -> Value:
     data, indices, updates = args
     if data is None or updates is None:
         raise Refused("an operand is missing", "give data, indices and updates")
-    return selected(ctx, node, (0, integer_name(ctx, indices), 1), (data, updates), monotone=reduction != "none")
+    return select(ctx, node, (0, integer_name(ctx, indices), 1), (data, updates), monotone=reduction != "none")
 
 
-def trilu(ctx: Context, node: NodeProto, args: Args) -> Value:
+def trilu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Trilu of static sizes to a Where with a stored mask.
 
     Raises:
@@ -104,13 +104,18 @@ def trilu(ctx: Context, node: NodeProto, args: Args) -> Value:
         raise Refused("its input is missing", "give its input")
     choose = helper.make_node("Where", ["m", "x", "z"], list(node.output), name=node.name)
     zero = Constant(np.zeros((), np.float32))
-    return selected(ctx, choose, (ctx.builder.constant(mask), 0, 1), (value, zero))
+    return select(ctx, choose, (ctx.builder.constant(mask), 0, 1), (value, zero))
 
 
-def selected(
-    ctx: Context, node: NodeProto, inputs: tuple[str | int, ...], parts: tuple[Value, ...], *, monotone: bool = False
+def select(
+    ctx: LoweringContext,
+    node: NodeProto,
+    inputs: tuple[str | int, ...],
+    parts: tuple[Value, ...],
+    *,
+    monotone: bool = False,
 ) -> Value:
-    """Give a selection: written at once where all parts share one function of codes, else when it is quantized.
+    """Return a selection: written at once if all parts share one function of codes, else when it is quantized.
 
     Raises:
         Refused: a part is an integer tensor.
@@ -126,8 +131,8 @@ def selected(
     return Lookup(name, first.values, first.encoding)
 
 
-def _shared(ctx: Context, first: Lookup, part: Value) -> str | None:
-    """Give the codes of a part that are codes of `first` too: the same function, or a constant of its values."""
+def _shared(ctx: LoweringContext, first: Lookup, part: Value) -> str | None:
+    """Return the codes of a part if they are codes of `first` too: the same function, or a constant of its values."""
     if isinstance(part, Lookup):
         return part.name if np.array_equal(part.values, first.values) else None
     if isinstance(part, Constant) and first.encoding is not None:
@@ -140,14 +145,14 @@ def _shared(ctx: Context, first: Lookup, part: Value) -> str | None:
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Context, NodeProto, Args], Value]:
+def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[LoweringContext, NodeProto, Args], Value]:
     """Make the lowering of a comparison of quantized tensors and constants; it is exact.
 
     Every value is replaced by its rank among all values that either operand can have: ranks compare as the float32
     values do, whatever the scales, and equal values have equal ranks.
     """
 
-    def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         left, right = (_finite(arg, what) for arg, what in zip(args, ("first", "second"), strict=True))
         b, op = ctx.builder, node.op_type
         if isinstance(left, Constant) and isinstance(right, Constant):
@@ -177,14 +182,14 @@ def _finite(value: Value | None, what: str) -> Lookup | Constant:
     return value
 
 
-def _ranked(ctx: Context, value: Lookup | Constant, ranks: Array) -> str:
+def _ranked(ctx: LoweringContext, value: Lookup | Constant, ranks: Array) -> str:
     places = np.searchsorted(ranks, value.values).astype(np.int32)
     if isinstance(value, Constant):
         return ctx.builder.constant(places)
     return gathered_as(ctx, value.name, places, f"{value.name}.rank")
 
 
-def gathered_as(ctx: Context, codes: str, table: Array, name: str) -> str:
+def gathered_as(ctx: LoweringContext, codes: str, table: Array, name: str) -> str:
     """Emit a table look-up of another dtype than codes: GatherElements on the flattened tensor is the fast form."""
     b = ctx.builder
     flat = b.node("Reshape", [b.cast(codes, TensorProto.INT32), b.constant([-1], np.int64)])
@@ -195,7 +200,7 @@ def gathered_as(ctx: Context, codes: str, table: Array, name: str) -> str:
 # --- ArgMax, ArgMin, TopK: order -------------------------------------------------------------------------------------
 
 
-def arg_extreme(ctx: Context, node: NodeProto, args: Args) -> Value:
+def arg_extreme(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower ArgMax and ArgMin: codes, or ranks where codes are not in the order of values, decide.
 
     Raises:
@@ -206,7 +211,7 @@ def arg_extreme(ctx: Context, node: NodeProto, args: Args) -> Value:
     return Integers(name, dtype=TensorProto.INT64)
 
 
-def top_k(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
+def top_k(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
     """Lower TopK on codes; values stay codes, indices are integers, and among equals the smaller index comes first.
 
     Raises:
@@ -220,8 +225,8 @@ def top_k(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
     return (values, Integers(outputs[1], dtype=TensorProto.INT64))[: len(node.output)]
 
 
-def _ordered(ctx: Context, value: Value | None) -> Lookup:
-    """Give a tensor whose codes compare as its values do: equal where they are equal."""
+def _ordered(ctx: LoweringContext, value: Value | None) -> Lookup:
+    """Return a tensor whose codes compare as its values do: equal where they are equal."""
     if not isinstance(value, Lookup):
         raise Refused("its input is not a quantized activation", _QUANTIZE)
     if np.all(np.diff(value.values) > 0):
@@ -239,7 +244,7 @@ def _ordered(ctx: Context, value: Value | None) -> Lookup:
 
 
 #: Choosing, comparing and ordering by op type.
-SELECTIONS: Mapping[str, Callable[[Context, NodeProto, Args], Any]] = MappingProxyType(
+SELECTIONS: Mapping[str, Callable[[LoweringContext, NodeProto, Args], Any]] = MappingProxyType(
     {
         "ArgMax": arg_extreme,
         "ArgMin": arg_extreme,

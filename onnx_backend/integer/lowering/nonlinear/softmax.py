@@ -1,4 +1,4 @@
-"""Lowering of Softmax and LogSoftmax: exponentials by tables, one integer sum, one division per row.
+"""Lower Softmax and LogSoftmax: exponentials by tables, one integer sum, one division per row.
 
 The largest score of a row is subtracted first, so the exponentials are at most 1 and the largest is exactly 1. Scores
 on a coarse grid (codes, with or without a mask) have one table entry per difference; scores on a fine grid are split
@@ -15,20 +15,20 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     bits,
     constant64,
-    gathered,
+    gather_table,
     int64,
-    made,
-    narrowed,
-    negated,
+    int64_value,
+    narrow_to,
+    negate,
     single_scale,
     spread,
 )
 from onnx_backend.integer.fixed_point.newton import logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.sums import add
-from onnx_backend.integer.fixed_point.to_fixed import chosen, integer_scores, widened
-from onnx_backend.integer.ir.context import Args, Context, attributes, integer_name, label
+from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
+from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, integer_name, label
 from onnx_backend.integer.ir.operations import Softmax
-from onnx_backend.integer.ir.values import Constant, Integers, Lookup, NotANumber, Refused, Value, Wide
+from onnx_backend.integer.ir.values import Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
 
 _BITS = 30
@@ -64,11 +64,11 @@ class _Rows:
     missing: str
     error: float
     relative: float
-    scores: Wide
+    scores: FixedPoint
     length: int
 
 
-def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
+def softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Softmax over one axis; scores may be codes, accumulators or sums with a mask of minus infinity."""
     rows = _rows(ctx, node, args)
     b = ctx.builder
@@ -79,8 +79,8 @@ def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
     # e / s against the true e' / s': an error d of each exponential moves it by (1 + length) * d / s, and s >= 2**_BITS
     off = 2.0 * rows.relative / (1.0 - rows.relative) if rows.relative < 0.5 else 1.0
     moved = (1.0 + rows.length) * rows.error * 2.0**-_BITS + off + rows.length * 2.0 ** (_BITS - ROOM)
-    found = made(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
-    value = replace(narrowed(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
+    found = int64_value(name, 2.0**-ROOM, 0, 1 << ROOM, error=math.ldexp(moved, ROOM))
+    value = replace(narrow_to(ctx, found, _BITS), source=label(node), missing=bool(rows.missing))
     scores = args[0]
     if isinstance(scores, Lookup) and scores.encoding is not None and not scores.encoding.wide:
         whole = Softmax(scores.name, scores.encoding, int(attributes(node).get("axis", -1)), rows.length)
@@ -88,21 +88,23 @@ def softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
     return value
 
 
-def log_softmax(ctx: Context, node: NodeProto, args: Args) -> Value:
+def log_softmax(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower LogSoftmax over one axis as the scores below the largest, minus the logarithm of the sum."""
     rows = _rows(ctx, node, args)
     if rows.scores.masked:
         raise Refused("minus infinity was added to its input", "use Softmax, or a finite mask")
     scale = abs(float(rows.scores.scale))
     most = rows.scores.hi - rows.scores.lo
-    below = Wide(rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * spread(rows.scores))
+    below = FixedPoint(
+        rows.below, np.asarray(scale), 0, most, narrow=rows.scores.narrow, error=2.0 * spread(rows.scores)
+    )
     high = rows.length << _BITS
     error = rows.length * rows.error
-    logs = logarithm(ctx, made(rows.sums, 2.0**-_BITS, 1 << _BITS, high, error=error, relative=rows.relative))
-    return replace(negated(add(ctx, below, logs)), source=label(node))
+    logs = logarithm(ctx, int64_value(rows.sums, 2.0**-_BITS, 1 << _BITS, high, error=error, relative=rows.relative))
+    return replace(negate(add(ctx, below, logs)), source=label(node))
 
 
-def _rows(ctx: Context, node: NodeProto, args: Args) -> _Rows:
+def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
     axis = int(attributes(node).get("axis", -1))
     shape = ctx.shapes.get(node.input[0])
     length = shape[axis] if shape is not None else None
@@ -137,21 +139,21 @@ def _rows(ctx: Context, node: NodeProto, args: Args) -> _Rows:
     return _Rows(below, exponentials, sums, missing, error, relative, scores, length or _DYNAMIC)
 
 
-def _scores(ctx: Context, value: Value | None) -> Wide:
-    """Give scores with one scale: codes as they are, everything else on a grid that is fine enough."""
+def _scores(ctx: LoweringContext, value: Value | None) -> FixedPoint:
+    """Return scores with one scale: codes as they are, everything else on a grid that is fine enough."""
     if isinstance(value, Lookup) and value.encoding is not None:
         encoding = value.encoding  # the zero point cancels in every difference
         name = ctx.builder.cast(value.name, TensorProto.INT32)
-        return Wide(name, np.asarray(encoding.scale, np.float64), 0, encoding.hi, narrow=True)
-    found = single_scale(ctx, widened(ctx, value))
+        return FixedPoint(name, np.asarray(encoding.scale, np.float64), 0, encoding.hi, narrow=True)
+    found = single_scale(ctx, to_fixed(ctx, value))
     excess = math.floor(math.log2(_FINE / 2 / abs(float(found.scale)))) if float(found.scale) else 0
     if excess > 0 and bits(found) > 24:
-        found = narrowed(ctx, found, max(bits(found) - excess, 24))
-    found = narrowed(ctx, found, 58)  # both halves of a difference fit in int32
+        found = narrow_to(ctx, found, max(bits(found) - excess, 24))
+    found = narrow_to(ctx, found, 58)  # both halves of a difference fit in int32
     return integer_scores(ctx, found) if bits(found) < 30 else replace(found, name=int64(ctx, found), narrow=False)
 
 
-def _largest(ctx: Context, tensor: str, axis: int, lowest: int | None) -> str:
+def _largest(ctx: LoweringContext, tensor: str, axis: int, lowest: int | None) -> str:
     """Write the largest element along an axis, of int64 (at least `lowest`) by halves: its ReduceMax is wrong."""
     b, along = ctx.builder, constant64(ctx, np.asarray([axis]))
     if lowest is None:
@@ -168,14 +170,14 @@ def _largest(ctx: Context, tensor: str, axis: int, lowest: int | None) -> str:
     return b.node("Add", [found, constant64(ctx, lowest)])
 
 
-def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bool) -> tuple[str, float]:
+def _exponentials(ctx: LoweringContext, below: str, step: float, last: int, *, empty: bool) -> tuple[str, float]:
     """Write exp(-below * step) in units of 2**-_BITS for 0..last, where `last` stands for 0 if `empty`."""
     b = ctx.builder
     if last < _LARGEST_TABLE:
         table = table_of_exponentials(step, last + 1, _BITS)
         if empty:
             table[-1] = 0
-        return gathered(ctx, table, below, below), 0.5 + _FLOAT64
+        return gather_table(ctx, table, below, below), 0.5 + _FLOAT64
     low = (last.bit_length() + 1) // 2
     if low > 14:
         raise Refused(
@@ -186,7 +188,7 @@ def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bo
     rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
     coarse = table_of_exponentials(step * (1 << low), (last >> low) + 1, _BITS)
     fine = table_of_exponentials(step, 1 << low, _BITS)
-    parts = [gathered(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]
+    parts = [gather_table(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]
     product = b.node("Add", [b.node("Mul", parts), constant64(ctx, 1 << (_BITS - 1))])
     shifted = b.node("BitShift", [b.cast(product, TensorProto.UINT64), b.constant(_BITS, np.uint64)], direction="RIGHT")
     found = b.cast(shifted, TensorProto.INT32)
@@ -196,7 +198,7 @@ def _exponentials(ctx: Context, below: str, step: float, last: int, *, empty: bo
     return found, 1.5 + 3 * _FLOAT64
 
 
-def is_nan(ctx: Context, node: NodeProto, args: Args) -> Value:
+def is_nan(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Note the question; only a Where that replaces the NaN of fully masked rows may ask it."""
     value = args[0]
     if value is None or isinstance(value, Integers | NotANumber):
@@ -204,7 +206,7 @@ def is_nan(ctx: Context, node: NodeProto, args: Args) -> Value:
     return NotANumber(value)
 
 
-def where(ctx: Context, node: NodeProto, args: Args) -> Value:
+def where(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     """Lower Where that makes a mask of two numbers, replaces the NaN of fully masked rows, or chooses fixed point.
 
     Everything else chooses among codes.
@@ -222,8 +224,8 @@ def where(ctx: Context, node: NodeProto, args: Args) -> Value:
     if len(numbers) == 2 and not known:
         codes = ctx.builder.cast(integer_name(ctx, condition), TensorProto.UINT8)
         return Lookup(codes, np.asarray(numbers[::-1], np.float32), None)
-    if any(isinstance(arg, Wide) for arg in (first, second)):
-        return chosen(ctx, integer_name(ctx, condition), first, second)
+    if any(isinstance(arg, FixedPoint) for arg in (first, second)):
+        return choose(ctx, integer_name(ctx, condition), first, second)
     return choose_codes(ctx, node, args)
 
 
@@ -231,7 +233,7 @@ def _replaced(condition: NotANumber, first: Value | None, second: Value | None) 
     value = condition.value
     if second is not value or not isinstance(first, Constant):
         raise Refused("it does not simply replace NaN by a constant", "replace NaN in the tensor that was tested")
-    if isinstance(value, Wide) and value.missing:
+    if isinstance(value, FixedPoint) and value.missing:
         if np.any(first.values):
             raise Refused("it replaces NaN by another number than 0", "replace NaN by 0")
         return replace(value, missing=False)

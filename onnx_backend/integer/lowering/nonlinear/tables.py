@@ -1,4 +1,4 @@
-"""Elementwise functions: computed by a table with an entry for every code of their input."""
+"""Lower elementwise functions of codes to a table with an entry for every code."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, Context, Lowering, attributes
+from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext, attributes
 from onnx_backend.integer.ir.values import Array, Constant, Function, Lookup, Refused, Value
 
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
@@ -21,7 +21,7 @@ NO_NUMBER = "it is not a number for some value that its input can have"
 def table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
     """Make the lowering of an elementwise function: its values at every code of a uint8 tensor."""
 
-    def lower(ctx: Context, node: NodeProto, args: Args) -> Value:
+    def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
         value = args[0]
         if isinstance(value, Lookup):
             with np.errstate(all="ignore"):

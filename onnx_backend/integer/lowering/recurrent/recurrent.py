@@ -1,4 +1,4 @@
-"""Lowering of LSTM and GRU: unrolled over a static sequence, gates and states in fixed point between the quantizers.
+"""Lower LSTM and GRU: unrolled over a static sequence, gates and states in fixed point between the quantizers.
 
 The quantized input is multiplied with W for all steps at once. Per step the hidden state is multiplied with R exactly,
 Sigmoid and Tanh are tables with straight lines between their entries, and both states are rounded to fixed units that
@@ -16,15 +16,15 @@ import numpy as np
 from onnx import NodeProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
+    add_constant,
     multiply,
-    negated,
-    shifted,
+    negate,
 )
 from onnx_backend.integer.fixed_point.sums import add
-from onnx_backend.integer.fixed_point.to_fixed import widened
-from onnx_backend.integer.ir.context import FIXED_SIZES, Args, Context, attributes, label
-from onnx_backend.integer.ir.exact_bounds import raised
-from onnx_backend.integer.ir.values import Array, Constant, Integers, Linear, Lookup, Refused, Term, Value, Wide
+from onnx_backend.integer.fixed_point.to_fixed import to_fixed
+from onnx_backend.integer.ir.context import FIXED_SIZES, Args, LoweringContext, attributes, label
+from onnx_backend.integer.ir.exact_bounds import float_chain_bound
+from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Linear, Lookup, Refused, Term, Value
 from onnx_backend.integer.lowering.layers.split_int16 import bytes_of
 from onnx_backend.integer.lowering.recurrent.parts import (
     Matrix,
@@ -32,11 +32,11 @@ from onnx_backend.integer.lowering.recurrent.parts import (
     difference,
     gate,
     in_unit,
-    loosened,
+    loosen_bounds,
     matrix,
     of_codes,
     of_state,
-    picked,
+    pick,
     product_in_unit,
     split,
     state_fraction,
@@ -48,8 +48,8 @@ _GATES = MappingProxyType({"LSTM": 4, "GRU": 3})
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """What the steps of one direction need.
+class _Direction:
+    """The constants that the steps of one direction need.
 
     Attributes:
         inputs: products of the input with W plus biases, for all steps: (steps, batch, gates * hidden).
@@ -62,17 +62,17 @@ class _Layer:
         largest: largest magnitude of a hidden state.
     """
 
-    inputs: Wide
+    inputs: FixedPoint
     recurrent: Matrix
     hidden: int
     steps: Sequence[int]
-    state: Wide | None
-    cell: Wide | None
+    state: FixedPoint | None
+    cell: FixedPoint | None
     bias: Array
     largest: float
 
 
-def lstm(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
+def lstm(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
     """Lower LSTM with its default activations, in one or two directions.
 
     Raises:
@@ -85,7 +85,7 @@ def lstm(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
     return _unrolled(ctx, node, args, _lstm_steps)
 
 
-def gru(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
+def gru(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[Value, ...]:
     """Lower GRU with its default activations, in one or two directions, with the reset gate before or behind R.
 
     Raises:
@@ -95,10 +95,10 @@ def gru(ctx: Context, node: NodeProto, args: Args) -> tuple[Value, ...]:
     return _unrolled(ctx, node, args, _gru_steps_before if before else _gru_steps_behind)
 
 
-Steps = Callable[[Context, _Layer], tuple[dict[int, Wide], Wide | None]]
+Steps = Callable[[LoweringContext, _Direction], tuple[dict[int, FixedPoint], FixedPoint | None]]
 
 
-def _unrolled(ctx: Context, node: NodeProto, args: Args, steps: Steps) -> tuple[Value, ...]:
+def _unrolled(ctx: LoweringContext, node: NodeProto, args: Args, steps: Steps) -> tuple[Value, ...]:
     layers = _layers(ctx, node, args)
     outputs, ends, cells = [], [], []
     for layer in layers:
@@ -113,24 +113,24 @@ def _unrolled(ctx: Context, node: NodeProto, args: Args, steps: Steps) -> tuple[
     return tuple(_pending(node, value) for value in found)[: len(node.output)]
 
 
-def _pending(node: NodeProto, value: Wide) -> Linear:
+def _pending(node: NodeProto, value: FixedPoint) -> Linear:
     lo, hi, zero = (np.asarray(bound, np.int64) for bound in (value.lo, value.hi, 0))
     unit = float(value.scale)
     return Linear(
         (Term(value.name, np.asarray(unit), zero, lo, hi),),
         source=label(node),
-        error=raised(value.error) * Fraction(unit),
+        error=float_chain_bound(value.error) * Fraction(unit),
     )
 
 
-def _stacked(ctx: Context, values: Sequence[Wide], axis: int, new: Sequence[int]) -> Wide:
+def _stacked(ctx: LoweringContext, values: Sequence[FixedPoint], axis: int, new: Sequence[int]) -> FixedPoint:
     b = ctx.builder
     axes = b.constant(list(new), np.int64)
     wider = [replace(value, name=b.node("Unsqueeze", [value.name, axes])) for value in values]
     return _joined(ctx, wider, axis)
 
 
-def _joined(ctx: Context, values: Sequence[Wide], axis: int) -> Wide:
+def _joined(ctx: LoweringContext, values: Sequence[FixedPoint], axis: int) -> FixedPoint:
     first = values[0]
     if len(values) == 1:
         return first
@@ -142,7 +142,7 @@ def _joined(ctx: Context, values: Sequence[Wide], axis: int) -> Wide:
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
-def _layers(ctx: Context, node: NodeProto, args: Args) -> list[_Layer]:
+def _layers(ctx: LoweringContext, node: NodeProto, args: Args) -> list[_Direction]:
     attrs, count = attributes(node), _GATES[node.op_type]
     directions = _directions(node, attrs)
     steps = (ctx.shapes.get(node.input[0]) or (None,))[0]
@@ -171,10 +171,10 @@ def _layers(ctx: Context, node: NodeProto, args: Args) -> list[_Layer]:
         if apart:
             inner = bias[1, 2 * hidden :].copy()
             bias = np.stack([bias[0], np.where(np.arange(3 * hidden) < 2 * hidden, bias[1], 0.0)])
-        first = [None if state is None else picked(ctx, state, direction) for state in states]
+        first = [None if state is None else pick(ctx, state, direction) for state in states]
         order = range(steps)[::-1] if backwards else range(steps)
         products = of_codes(ctx, activation, weight, bias.sum(0))
-        found.append(_Layer(products, recurrent, hidden, order, first[0], first[1], inner, largest))
+        found.append(_Direction(products, recurrent, hidden, order, first[0], first[1], inner, largest))
     return found
 
 
@@ -208,29 +208,29 @@ def _constant(value: Value | None, what: str) -> Array:
     return value.values
 
 
-def _initial(ctx: Context, args: Args, place: int, what: str) -> Wide | None:
+def _initial(ctx: LoweringContext, args: Args, place: int, what: str) -> FixedPoint | None:
     value = args[place] if len(args) > place else None
     if value is None or (isinstance(value, Constant | Lookup) and not np.any(value.values)):
         return None
-    return in_unit(ctx, widened(ctx, value, what), 20)
+    return in_unit(ctx, to_fixed(ctx, value, what), 20)
 
 
-def _magnitude(value: Wide) -> float:
+def _magnitude(value: FixedPoint) -> float:
     return max(abs(value.lo), abs(value.hi)) * float(value.scale)
 
 
 # --- the steps -------------------------------------------------------------------------------------------------------
 
 
-def _first_state(ctx: Context, layer: _Layer, fraction: int) -> Wide | None:
+def _first_state(ctx: LoweringContext, layer: _Direction, fraction: int) -> FixedPoint | None:
     return None if layer.state is None else in_unit(ctx, layer.state, fraction)
 
 
-def _sum(ctx: Context, inputs: Wide, state: Wide | None, weight: Matrix) -> Wide:
+def _sum(ctx: LoweringContext, inputs: FixedPoint, state: FixedPoint | None, weight: Matrix) -> FixedPoint:
     return inputs if state is None else add(ctx, inputs, of_state(ctx, state, weight))
 
 
-def _lstm_steps(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | None]:
+def _lstm_steps(ctx: LoweringContext, layer: _Direction) -> tuple[dict[int, FixedPoint], FixedPoint | None]:
     size, fraction = layer.hidden, state_fraction(layer.largest)
     start = 0.0 if layer.cell is None else _magnitude(layer.cell)
     # a cell grows by at most 1 per step, so its bound is known for the whole sequence
@@ -239,25 +239,25 @@ def _lstm_steps(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | No
     cell = None if layer.cell is None else in_unit(ctx, layer.cell, cells)
     state, found = _first_state(ctx, layer, fraction), {}
     for count, t in enumerate(layer.steps, 1):
-        sums = _sum(ctx, picked(ctx, layer.inputs, t), state, layer.recurrent)
+        sums = _sum(ctx, pick(ctx, layer.inputs, t), state, layer.recurrent)
         rest, candidate = split(ctx, sums, [3 * size, size])
         enter, leave, keep = split(ctx, gate(ctx, rest, "Sigmoid"), [size] * 3)
         fresh = multiply(ctx, enter, gate(ctx, candidate, "Tanh", cells))
         if cell is not None:
             fresh = add(ctx, multiply(ctx, keep, cell), fresh)
         cell = within(ctx, in_unit(ctx, fresh, cells), -(start + count), start + count)
-        state = product_in_unit(ctx, leave, gate(ctx, loosened(cell, bound), "Tanh"), fraction)
-        state = found[t] = loosened(within(ctx, state, -1.0, 1.0), 1.0)
+        state = product_in_unit(ctx, leave, gate(ctx, loosen_bounds(cell, bound), "Tanh"), fraction)
+        state = found[t] = loosen_bounds(within(ctx, state, -1.0, 1.0), 1.0)
     return found, cell
 
 
-def _gru_steps_before(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | None]:
+def _gru_steps_before(ctx: LoweringContext, layer: _Direction) -> tuple[dict[int, FixedPoint], FixedPoint | None]:
     size, fraction = layer.hidden, state_fraction(layer.largest)
     update_reset = columns(layer.recurrent, ctx, 0, 2 * size)
     candidate = columns(layer.recurrent, ctx, 2 * size, 3 * size)
     state, found = _first_state(ctx, layer, fraction), {}
     for t in layer.steps:
-        inputs, last = split(ctx, picked(ctx, layer.inputs, t), [2 * size, size])
+        inputs, last = split(ctx, pick(ctx, layer.inputs, t), [2 * size, size])
         sums = _sum(ctx, inputs, state, update_reset)
         update, reset = split(ctx, gate(ctx, sums, "Sigmoid"), [size] * 2)
         kept = None if state is None else product_in_unit(ctx, reset, state, fraction)
@@ -266,17 +266,17 @@ def _gru_steps_before(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wid
     return found, None
 
 
-def _gru_steps_behind(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wide | None]:
+def _gru_steps_behind(ctx: LoweringContext, layer: _Direction) -> tuple[dict[int, FixedPoint], FixedPoint | None]:
     size, fraction = layer.hidden, state_fraction(layer.largest)
     state, found = _first_state(ctx, layer, fraction), {}
     for t in layer.steps:
-        inputs, last = split(ctx, picked(ctx, layer.inputs, t), [2 * size, size])
-        inner: Wide | None = None
+        inputs, last = split(ctx, pick(ctx, layer.inputs, t), [2 * size, size])
+        inner: FixedPoint | None = None
         if state is not None:
             product = of_state(ctx, state, layer.recurrent)
             unit = 30 - max(math.ceil(math.log2(_reach(product, layer.bias) + 1.0)), 0)
             zeros = np.zeros(2 * size)
-            whole = in_unit(ctx, shifted(product, np.concatenate([zeros, layer.bias])), unit)
+            whole = in_unit(ctx, add_constant(product, np.concatenate([zeros, layer.bias])), unit)
             ahead, inner = split(ctx, whole, [2 * size, size])
             inputs = add(ctx, inputs, ahead)
         update, reset = split(ctx, gate(ctx, inputs, "Sigmoid"), [size] * 2)
@@ -289,19 +289,21 @@ def _gru_steps_behind(ctx: Context, layer: _Layer) -> tuple[dict[int, Wide], Wid
     return found, None
 
 
-def _reach(product: Wide, bias: Array) -> float:
+def _reach(product: FixedPoint, bias: Array) -> float:
     top = max(abs(product.lo), abs(product.hi)) * float(np.max(product.scale))
     return top + float(np.max(np.abs(bias), initial=0.0))
 
 
-def _blended(ctx: Context, update: Wide, fresh: Wide, state: Wide | None, largest: float, fraction: int) -> Wide:
+def _blended(
+    ctx: LoweringContext, update: FixedPoint, fresh: FixedPoint, state: FixedPoint | None, largest: float, fraction: int
+) -> FixedPoint:
     """Write `(1 - update) * fresh + update * state`, which never leaves the larger of both magnitudes."""
-    apart = negated(fresh) if state is None else difference(ctx, state, fresh)
+    apart = negate(fresh) if state is None else difference(ctx, state, fresh)
     moved = product_in_unit(ctx, update, apart, fraction)
     blended = add(ctx, fresh, moved)
-    # a convex combination errs no more than the worse of its two, and by what the error of `update` moves between them
+    # the error of a convex combination is at most the larger of both, plus the effect of the error of `update`
     worst = fresh.error if state is None else max(fresh.error, state.error)
     reach = max(abs(apart.lo), abs(apart.hi))
     error = worst + update.error * float(update.scale) * reach + 1.0
     found = within(ctx, replace(blended, error=min(blended.error, error)), -largest, largest)
-    return loosened(found, largest)
+    return loosen_bounds(found, largest)
