@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
-from torch_bridge.torch_values.relu6 import bounds, set_bounds
+from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.weight_snapshot import Key, state_tensors
 
 
@@ -21,20 +21,20 @@ class GivenWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._bounds = bounds(model)  # of ReLU6 modules
+        self._bounds = relu6_bounds(model)  # of ReLU6 modules
         self._values: dict[Key, tuple[Tensor, bytes]] = {}
         self._writing: dict[Key, Tensor] = {}  # given values of tensors that are being written
 
-    def known(self) -> Mapping[Key, tuple[Tensor, bytes]]:
-        """Return the current contents, for `become`."""
+    def contents(self) -> Mapping[Key, tuple[Tensor, bytes]]:
+        """Return the current contents, for `restore_contents`."""
         return dict(self._values)
 
-    def become(self, known: Mapping[Key, tuple[Tensor, bytes]]) -> None:
+    def restore_contents(self, known: Mapping[Key, tuple[Tensor, bytes]]) -> None:
         """Restore contents that belong to the values which the tensors have again."""
         self._values = dict(known)
 
-    def before(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
-        """Return the values given for these tensors (None: for all), to pass to `changed` after they are written."""
+    def given_values(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
+        """Return the values given for these tensors (None: for all), to pass to `record_changes` later."""
         wanted = None if tensors is None else {id(tensor) for tensor in tensors}
         result = {}
         for key, tensor in state_tensors(model):
@@ -43,57 +43,57 @@ class GivenWeights:
                 result[key] = _local(tensor).to("cpu", copy=True) if given is None else given
         return result
 
-    def changed(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
-        """Store the values of `before` for the tensors that have other values now."""
-        there = dict(state_tensors(model))
+    def record_changes(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
+        """Store the values of `given_values` for the tensors that have other values now."""
+        tensors_by_key = dict(state_tensors(model))
         for key, given in before.items():
-            if key in there and there[key].is_meta:
+            if key in tensors_by_key and tensors_by_key[key].is_meta:
                 continue  # a model on the meta device has no values to compare
-            now = _local(there[key]).cpu() if key in there else given
-            if _are_equal(given, now):
+            current = _local(tensors_by_key[key]).cpu() if key in tensors_by_key else given
+            if _are_equal(given, current):
                 self._values.pop(key, None)
             else:
-                self._values[key] = given, _digest(now)
+                self._values[key] = given, _digest(current)
 
     @contextmanager
-    def changing(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
+    def recording_changes(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
         """Record what the block writes to these tensors of the model, or to any of them."""
-        outer, before = self._writing, self.before(model, tensors)
+        outer, before = self._writing, self.given_values(model, tensors)
         self._writing = {**outer, **before}
         try:
             yield
         finally:
             self._writing = outer
-            self.changed(model, before)
+            self.record_changes(model, before)
 
-    def settle(self, model: nn.Module) -> None:
+    def end_recording(self, model: nn.Module) -> None:
         """End the recording in a copy that was made while tensors were written."""
         written, self._writing = self._writing, {}
-        self.changed(model, written)
+        self.record_changes(model, written)
 
-    def now(self, model: nn.Module) -> dict[Key, Tensor]:
+    def originals(self, model: nn.Module) -> dict[Key, Tensor]:
         """Return the given values of the tensors that have others now."""
-        there = dict(state_tensors(model))
+        tensors_by_key = dict(state_tensors(model))
         known = self._values.keys() | self._writing.keys()
-        values = {key: self._given(key, there[key]) for key in known if key in there}
+        values = {key: self._given(key, tensors_by_key[key]) for key in known if key in tensors_by_key}
         return {key: given for key, given in values.items() if given is not None}
 
-    def opened(self, model: nn.Module) -> dict[str, float]:
+    def original_bounds(self, model: nn.Module) -> dict[str, float]:
         """Return path -> own bound of each ReLU6 with another bound now."""
-        now = bounds(model)
-        return {path: bound for path, bound in self._bounds.items() if now.get(path, bound) != bound}
+        current = relu6_bounds(model)
+        return {path: bound for path, bound in self._bounds.items() if current.get(path, bound) != bound}
 
-    def take(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
+    def load(self, model: nn.Module, values: Mapping[Key, Tensor]) -> None:
         """Store values that a file says were given.
 
         Raises:
             ModelError: they are those of another model.
         """
-        there = dict(state_tensors(model))
+        tensors_by_key = dict(state_tensors(model))
         for key, value in values.items():
-            if key not in there or there[key].shape != value.shape:
+            if key not in tensors_by_key or tensors_by_key[key].shape != value.shape:
                 raise ModelError(f"{'.'.join(key).lstrip('.')} is no tensor of the model, or of another shape")
-        self._values = {key: (value, _digest(_local(there[key]).cpu())) for key, value in values.items()}
+        self._values = {key: (value, _digest(_local(tensors_by_key[key]).cpu())) for key, value in values.items()}
 
     def _given(self, key: Key, tensor: Tensor) -> Tensor | None:
         """Return the given value where a verb's value is stored; None where the user's own is."""
@@ -112,26 +112,26 @@ def as_given(sim: Any) -> Iterator[bool]:
     Raises:
         ModelError: a parameter is sharded over ranks now.
     """
-    given, opened = sim.given.now(sim.model), sim.given.opened(sim.model)
-    there = dict(state_tensors(sim.model))
+    given, opened = sim.given.originals(sim.model), sim.given.original_bounds(sim.model)
+    tensors_by_key = dict(state_tensors(sim.model))
     for key, value in given.items():
-        if _local(there[key]).shape != value.shape:
+        if _local(tensors_by_key[key]).shape != value.shape:
             raise ModelError(f"{'.'.join(key).lstrip('.')} is sharded over ranks; gather the model's parameters first")
-    current = {key: _local(there[key]).clone() for key in given}
-    changed_bounds = {path: bound for path, bound in bounds(sim.model).items() if path in opened}
+    current = {key: _local(tensors_by_key[key]).clone() for key in given}
+    changed_bounds = {path: bound for path, bound in relu6_bounds(sim.model).items() if path in opened}
     try:
-        _write(there, given)
-        set_bounds(sim.model, opened)
+        _write(tensors_by_key, given)
+        set_relu6_bounds(sim.model, opened)
         yield bool(given or opened)
     finally:
-        _write(there, current)
-        set_bounds(sim.model, changed_bounds)
+        _write(tensors_by_key, current)
+        set_relu6_bounds(sim.model, changed_bounds)
 
 
 @torch.no_grad()
-def _write(there: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
+def _write(tensors_by_key: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
     for key, value in values.items():
-        _local(there[key]).copy_(value)
+        _local(tensors_by_key[key]).copy_(value)
 
 
 def _local(tensor: Any) -> Tensor:

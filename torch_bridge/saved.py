@@ -48,7 +48,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     def write_given(stream: IO[bytes]) -> None:
         torch.save(kept, stream)
 
-    kept = sim.given.now(sim.model)
+    kept = sim.given.originals(sim.model)
     return {WEIGHTS: write_weights, EXAMPLE: write_example, **({GIVEN: write_given} if kept else {})}
 
 
@@ -92,7 +92,7 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
         ) from error
 
 
-def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
+def load_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
     """Load the values that were given of the weights that verbs had changed.
 
     Raises:
@@ -100,7 +100,7 @@ def take_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
     """
     kept = _read(parts, GIVEN, where) if GIVEN in parts else {}
     try:
-        sim.given.take(sim.model, {(str(path), str(name)): value for (path, name), value in kept.items()})
+        sim.given.load(sim.model, {(str(path), str(name)): value for (path, name), value in kept.items()})
     except (ModelError, AttributeError, TypeError, ValueError) as error:
         raise FileFormatError(
             f"{GIVEN} in {where} is damaged ({error}); write it again with qsdk.save(sim, path)"

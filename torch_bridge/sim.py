@@ -33,7 +33,7 @@ from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
 from torch_bridge.torch_values.parameters import find_stored, stored_tensor
-from torch_bridge.torch_values.relu6 import bounds, set_bounds
+from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.batch_norm_training import (
     active_norms,
@@ -136,7 +136,7 @@ class QuantSim(StatefulSim):
         self.__dict__.update(state)
         fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
-        self.given.settle(self.model)
+        self.given.end_recording(self.model)
 
     def __repr__(self) -> str:
         counts = self.coverage().summary
@@ -186,8 +186,13 @@ class QuantSim(StatefulSim):
         held: Any = None
         if weights:
             with temporarily_folded(self.model):
-                held = copy_tensors(self.model), dict(self.folded_norms), bounds(self.model), dict(self.original_biases)
-            held = *held, self.given.known()
+                held = (
+                    copy_tensors(self.model),
+                    dict(self.folded_norms),
+                    relu6_bounds(self.model),
+                    dict(self.original_biases),
+                )
+            held = *held, self.given.contents()
         return SimState(self.config, self.plan, own, held, self.methods)
 
     def restore(self, state: SimState) -> None:
@@ -211,9 +216,9 @@ class QuantSim(StatefulSim):
             held, norms, relu6, biases, given = state.stored
             with temporarily_folded(self.model, changes=True):
                 restore_tensors(self.model, held)
-                set_bounds(self.model, relu6)
+                set_relu6_bounds(self.model, relu6)
                 state_of(self.model).norms, self.original_biases = dict(norms), dict(biases)
-            self.given.become(given)
+            self.given.restore_contents(given)
         before, self.config, self.plan = self.plan, state.config, state.plan
         self.methods = state.methods or self.methods
         if state.plan is not before:
@@ -269,7 +274,7 @@ class QuantSim(StatefulSim):
                     f"what is stored at {site} has the shape {tuple(tensors[site].shape)}, not {value.shape}"
                 )
         written = [places[tensor.untyped_storage().data_ptr()] for tensor in tensors.values()]
-        with self.given.changing(self.model, written):
+        with self.given.recording_changes(self.model, written):
             for site, value in values.items():
                 tensors[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
@@ -329,7 +334,7 @@ class QuantSim(StatefulSim):
         with (
             entering,
             holding_values(self.model, self.frozen_values),
-            self.given.changing(self.model),
+            self.given.recording_changes(self.model),
             unfolded_norms(self.model, freeze_bn_after) as freezing,
             training(self.model, list(self.quantizers.values()), learning, schedules=[*freezing, *called]) as model,
         ):

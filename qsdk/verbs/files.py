@@ -43,7 +43,7 @@ from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.relu6 import unbind, unbounded
+from torch_bridge.torch_values.relu6 import remove_bounds, unbounded_paths
 
 
 def save_encodings(
@@ -249,7 +249,7 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
         return
     facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
-    facts |= {"norms": norms_to_json(sim.folded_norms), "relu6_as_relu": unbounded(sim.model)}
+    facts |= {"norms": norms_to_json(sim.folded_norms), "relu6_as_relu": unbounded_paths(sim.model)}
     write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
 
 
@@ -301,8 +301,8 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
             "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
         )
     saved_torch.load_weights(sim, file.parts, where)
-    saved_torch.take_given(sim, file.parts, where)
-    unbind(sim.model, file.facts.get("relu6_as_relu", ()))
+    saved_torch.load_given(sim, file.parts, where)
+    remove_bounds(sim.model, file.facts.get("relu6_as_relu", ()))
     sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))
     sim.restore(replace(planned, own=file.state.own))
     return sim

@@ -23,7 +23,7 @@ def stored_by_name(sim: QuantSim) -> LazyArrays:
 def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
     """Copy values of the same shape into the parameters and buffers of these names."""
     tensors = _tensors(sim)
-    with sim.given.changing(sim.model, [tensors[name] for name in values]):
+    with sim.given.recording_changes(sim.model, [tensors[name] for name in values]):
         for name, value in values.items():
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
 

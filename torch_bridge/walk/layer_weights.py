@@ -36,7 +36,7 @@ class LayerWeights:
         self._before: dict[str, tuple[Quantizer, bool, dict[str, Tensor | None]]] = {}
         self._shifted: dict[str, Tensor] = {}
         self._biases = dict(sim.original_biases)
-        self._known, self._given = sim.given.known(), sim.given.now(sim.model)
+        self._known, self._given = sim.given.contents(), sim.given.originals(sim.model)
 
     def set_floats(self, floats: Mapping[str, Any]) -> None:
         """Give the float model other values than those stored at these sites."""
@@ -120,12 +120,12 @@ class LayerWeights:
         """Copy what was written into the original storage, so that everything that shares it sees the change."""
         now = {parameter: parameter.data for parameter in self._originals}
         with self.floats():
-            before = self._sim.given.before(self._sim.model, list(now))
+            before = self._sim.given.given_values(self._sim.model, list(now))
         for parameter, original in self._originals.items():
             self._kept[original] = original.clone()
             original.copy_(parameter.data)
             parameter.data = original
-        self._sim.given.changed(self._sim.model, {**before, **self._given})
+        self._sim.given.record_changes(self._sim.model, {**before, **self._given})
 
     def undo(self) -> None:
         """Restore the state before the first `write`, also where `keep` has begun."""
@@ -138,7 +138,7 @@ class LayerWeights:
             quantizer.frozen = frozen
             quantizer.owner._buffers.update(buffers)
         self._sim.original_biases = dict(self._biases)
-        self._sim.given.become(self._known)
+        self._sim.given.restore_contents(self._known)
 
     def _requantize_cached(self, changed: Quantizer) -> None:
         """Quantize the cached tensors that depend on a quantizer again, in place, because passes hold them."""

@@ -83,11 +83,11 @@ class ModuleDoor:
     def why_bounded(self, clips: Mapping[str, int], wanted: Collection[str]) -> dict[str, str]:
         """Return the reasons: other calls of the same ReLU6 module."""
         owners = {site: without_calls(owner_of(site)) for site in clips}
-        return relu6.of_calls(self.sim.model, owners, wanted)
+        return relu6.shared_bound_reasons(self.sim.model, owners, wanted)
 
     def unbind(self, sites: Collection[str]) -> None:
         """Replace ReLU6 modules by ReLU."""
-        relu6.unbind(self.sim.model, {without_calls(owner_of(site)) for site in sites})
+        relu6.remove_bounds(self.sim.model, {without_calls(owner_of(site)) for site in sites})
 
     def reestimate_batch_norm(
         self, data: Iterable[Any], together: Together, forward: Forward | None, progress: bool
