@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")  # before the fixtures of modules, which trace most
 def shared_traces() -> Iterator[None]:
     """Tests that capture equal programs share their translation to ONNX; tests of tracing itself do not."""
     with shared_translations():

@@ -1,11 +1,12 @@
 """Tests share the translation of equal captured programs, and of no others."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from shared_translations import key_of, shared_translations
+from shared_translations import key_of, own_translations, shared_translations
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -28,8 +29,10 @@ X = torch.ones(3, 4)
 
 
 @pytest.fixture(autouse=True)
-def shared_traces() -> None:
+def own_traces() -> Iterator[None]:
     """Nothing is shared but what a test here shares itself."""
+    with own_translations():
+        yield
 
 
 def key(net: nn.Module, x: Tensor = X, *, dynamic: bool = False, **options: Any) -> str | None:

@@ -6,6 +6,7 @@ again. Every test captures its own; only a translation of an equal program is ta
 test's own weights. What `key_of` names is all that a translation depends on.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ def shared_translations() -> Iterator[None]:
     """Let `torch.onnx.export` translate each captured program once."""
     export = torch.onnx.export
 
+    @functools.wraps(export)
     def translated(model: Any, *args: Any, **options: Any) -> Any:
         as_captured = isinstance(model, ExportedProgram) and not args and options.get("optimize") is False
         key = key_of(model, options) if as_captured else None  # optimizing would fold the weights into it
@@ -44,6 +46,17 @@ def shared_translations() -> Iterator[None]:
         yield
     finally:
         torch.onnx.export = export
+
+
+@contextmanager
+def own_translations() -> Iterator[None]:
+    """Let `torch.onnx.export` translate all programs inside the block, whatever is shared around it."""
+    shared = torch.onnx.export
+    torch.onnx.export = getattr(shared, "__wrapped__", shared)
+    try:
+        yield
+    finally:
+        torch.onnx.export = shared
 
 
 def key_of(program: ExportedProgram, options: Any) -> str | None:
