@@ -88,8 +88,8 @@ class Checkpoint:
 
     def has_next(self) -> bool:
         """Return whether the next step was solved before."""
-        found: bool = ranks.all_gather(self._path().exists())[0]
-        return found
+        result: bool = ranks.all_gather(self._path().exists())[0]
+        return result
 
     def replay(self, problems: Sequence[SiteMeans]) -> list[Solution]:
         """Return the stored solutions of the next step.
@@ -101,14 +101,14 @@ class Checkpoint:
             ConfigError: the step is about other layers or other data.
             FileFormatError: its file is damaged.
         """
-        found = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
-        if isinstance(found, str):
-            raise FileFormatError(found)
-        stored, facts = found
+        result = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
+        if isinstance(result, str):
+            raise FileFormatError(result)
+        stored, facts = result
         sites = [problem.site for problem in problems]
         if [fact["site"] for fact in facts] != sites:
-            found = ", ".join(fact["site"] for fact in facts)
-            raise self._other_run_error(f"step {self._step} solved {found} there and is about {', '.join(sites)} here")
+            result = ", ".join(fact["site"] for fact in facts)
+            raise self._other_run_error(f"step {self._step} solved {result} there and is about {', '.join(sites)} here")
         for index, problem in enumerate(problems):
             for what, mean in (("float", problem.mean), ("quantized", problem.mean_quantized)):
                 kept = stored[f"{index}.{what}"]
@@ -192,13 +192,13 @@ class Checkpoint:
 
 def _identities(walk: CheckpointSource) -> dict[str, str]:
     """Return the identity of each layer: its spec, and digests of its weight and encoding."""
-    found = {}
+    result = {}
     for layer in walk.layers:
         encoding = walk.encoding(layer.site)
         parts = (_array(walk.weight(layer.site)), encoding.scale, encoding.zero_point)
         digests = (hashlib.sha256(np.ascontiguousarray(part).tobytes()).hexdigest()[:12] for part in parts)
-        found[layer.site] = f"{layer.spec}, weight {next(digests)}, scale {next(digests)}, zero point {next(digests)}"
-    return found
+        result[layer.site] = f"{layer.spec}, weight {next(digests)}, scale {next(digests)}, zero point {next(digests)}"
+    return result
 
 
 def _facts(site: str, solution: Solution) -> dict[str, Any]:
@@ -215,14 +215,14 @@ def _facts(site: str, solution: Solution) -> dict[str, Any]:
 
 
 def _arrays(problem: SiteMeans, solution: Solution) -> dict[str, Any]:
-    found = {
+    result = {
         "float": _array(problem.mean),
         "quantized": _array(problem.mean_quantized),
         "scale": solution.encoding.scale,
         "zero_point": solution.encoding.zero_point,
     }
     optional = {"weight": solution.weight, "bias_shift": solution.bias_shift}
-    return found | {name: _array(values) for name, values in optional.items() if values is not None}
+    return result | {name: _array(values) for name, values in optional.items() if values is not None}
 
 
 def _solution(stored: Mapping[str, Any], index: int, fact: Mapping[str, Any]) -> Solution:
@@ -268,12 +268,12 @@ def _damaged(path: Path, error: BaseException) -> str:
 
 
 def _digest(facts: str, arrays: Mapping[str, Any]) -> str:
-    found = hashlib.sha256(facts.encode())
+    result = hashlib.sha256(facts.encode())
     for name, values in sorted(arrays.items()):
         array = np.ascontiguousarray(values)
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()
+        result.update(f"{name} {array.dtype} {array.shape}".encode())
+        result.update(array.tobytes())
+    return result.hexdigest()
 
 
 def _array(values: Any) -> Any:

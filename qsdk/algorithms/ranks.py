@@ -42,9 +42,9 @@ def all_gather(value: Any) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks; any picklable object."""
     if world_size() == 1:
         return [value]
-    found: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found
+    result: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(result, value)
+    return result
 
 
 def require_same_layers(sites: Sequence[str], failure: str | None = None) -> None:

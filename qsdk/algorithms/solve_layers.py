@@ -52,7 +52,7 @@ def solve_layers(
             float one and the bias has absorbed its error.
 
     Returns:
-        Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`, which says why
+        Rows `site`, `error_before`, `error_after` (relative to the float output), `seconds` and `note`: why
         a layer is unchanged; summary `layers`, `left`, `seconds`, and `passes`: the same in float passes.
 
     Raises:
@@ -97,18 +97,18 @@ def _solve_step(
     start = time.perf_counter()
     if store is not None and store.has_next():
         means = problems_of(step, walk, replace(gathers, second_moments=False, every_patch=False), seed)
-        return [(*found, 0.0) for found in zip(step.layers, means, store.replay(means), strict=True)]
+        return [(*result, 0.0) for result in zip(step.layers, means, store.replay(means), strict=True)]
     problems = problems_of(step, walk, gathers, seed)
     shared = (time.perf_counter() - start) / len(problems)
-    found = []
+    result = []
     for layer, problem in zip(step.layers, problems, strict=True):
         begun = time.perf_counter()
         reached = problem.rows > 0
         solution = solver(problem) if reached else Solution(problem.encoding, None, 0.0, 0.0, "no batch reaches it")
-        found.append((layer, problem, solution, time.perf_counter() - begun + shared))
+        result.append((layer, problem, solution, time.perf_counter() - begun + shared))
     if store is not None:
-        store.keep(problems, [solution for _, _, solution, _ in found])
-    return found
+        store.keep(problems, [solution for _, _, solution, _ in result])
+    return result
 
 
 def _mean_shift(problem: LayerProblem, weight: Tensor) -> Any:

@@ -119,7 +119,7 @@ def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
                 raise ValueError("it is truncated or no .npz file")
             with np.load(path, allow_pickle=False) as held:
                 return {name: held[key] for name, key in _keys(held.files, names, path).items()}
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        result = np.load(path, mmap_mode="r", allow_pickle=False)
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -130,7 +130,7 @@ def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
         raise DataError(
             f"{path} holds one array, the model takes {', '.join(names)}; give an .npz with arrays of those names"
         )
-    return {names[0]: found}
+    return {names[0]: result}
 
 
 def _keys(held: Sequence[str], names: Sequence[str], path: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ def run(options: Namespace) -> int:
     require_output(options.out)
     config = config_of(options.config, options.override, options.skip)
     fixed = {name: _value(name, text) for name, text in options.input}
-    inputs = [found for found in inputs_of(load(options.model)) if found.name not in fixed]
+    inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
     if Path(options.out).exists() and Path(options.out).samefile(options.model):
         raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     data, source = batches_of_options(options, inputs), ", ".join(options.data or ["random inputs"])

@@ -20,17 +20,17 @@ def require_readable(path: str | os.PathLike[str], remedy: str) -> Path:
         FileFormatError: there is no file, or it is a folder, or a pipe or device, which could block. The message ends
             with `remedy`.
     """
-    found, where = Path(path), os.fspath(path)
+    result, where = Path(path), os.fspath(path)
     try:
-        mode = found.stat().st_mode
+        mode = result.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        problem = "there is no file" if not found.is_symlink() else "nothing is where the link points:"
+        problem = "there is no file" if not result.is_symlink() else "nothing is where the link points:"
         raise FileFormatError(f"{problem} {where}; {remedy}") from error
     if stat.S_ISDIR(mode):
         raise FileFormatError(f"{where} is a folder; {remedy}")
     if not stat.S_ISREG(mode):
         raise FileFormatError(f"{where} is no ordinary file, but a pipe or a device; {remedy}")
-    return found
+    return result
 
 
 def read_text(path: str | os.PathLike[str], remedy: str) -> str:
@@ -39,13 +39,13 @@ def read_text(path: str | os.PathLike[str], remedy: str) -> str:
     Raises:
         FileFormatError: it cannot be read, or is no text. `remedy` ends the message.
     """
-    found = require_readable(path, remedy)
+    result = require_readable(path, remedy)
     try:
-        return found.read_text(encoding="utf-8")
+        return result.read_text(encoding="utf-8")
     except OSError as error:
-        raise FileFormatError(f"cannot read {found}: {error.strerror}; {remedy}") from error
+        raise FileFormatError(f"cannot read {result}: {error.strerror}; {remedy}") from error
     except UnicodeDecodeError as error:
-        raise FileFormatError(f"{found} is no text; {remedy}") from error
+        raise FileFormatError(f"{result} is no text; {remedy}") from error
 
 
 def require_modest_size(archive: ZipFile, size: int, where: str, *, times: int = 1) -> None:

@@ -72,8 +72,8 @@ def nearest_owners(pattern: str, owners: Iterable[str], count: int = 3) -> list[
     for owner in known:
         for suffix in _suffixes(owner):
             by_suffix.setdefault(suffix, []).append(owner)
-    found = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.5)
-    return list(dict.fromkeys(owner for name in found for owner in by_suffix[name]))[:count]
+    result = get_close_matches(pattern.strip("*?"), by_suffix, n=count, cutoff=0.5)
+    return list(dict.fromkeys(owner for name in result for owner in by_suffix[name]))[:count]
 
 
 def nearest_in_words(pattern: str, owners: Iterable[str], intro: str = "the nearest are") -> str:

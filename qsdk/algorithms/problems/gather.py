@@ -64,8 +64,8 @@ def problems_of(step: WalkStep, walk: Walk, gathers: GatherOptions, seed: int) -
             raise
         failure = str(error)
     ranks.require_same_layers([layer.site for layer in step.layers], failure)
-    found = {problem.site: problem for part in parts for problem in part.problems(walk)}
-    return [found[layer.site] for layer in step.layers]
+    result = {problem.site: problem for part in parts for problem in part.problems(walk)}
+    return [result[layer.site] for layer in step.layers]
 
 
 def _part_of(layers: Sequence[Layer], walk: Walk, gathers: GatherOptions, seed: int) -> "_Part | EmbeddingPart":

@@ -119,9 +119,9 @@ def _fast(objective: Objective, grid: WeightGrid, sweeps: int, starts: int) -> T
     for some in torch.split(orders, max(SIDE_BY_SIDE // weights, 1)):
         several = objective.repeated(len(some))
         grids = WeightGrid.concatenate([grid] * len(some))
-        found = coordinate_descent(several, grids, error_feedback(several, grids, order=some.flatten(0, 1)), sweeps)
-        errors = several(found * grids.scale)
-        for codes, error in zip(found.chunk(len(some)), errors.chunk(len(some)), strict=True):
+        result = coordinate_descent(several, grids, error_feedback(several, grids, order=some.flatten(0, 1)), sweeps)
+        errors = several(result * grids.scale)
+        for codes, error in zip(result.chunk(len(some)), errors.chunk(len(some)), strict=True):
             if best is None or lowest is None:
                 best, lowest = codes, error
             else:
@@ -147,8 +147,8 @@ def _keep_if_better(
     rounded = torch.where(falls[..., None], rounded, plain)
     shift = torch.where(falls, shift, plain_shift)
     after = outputs.relative(torch.where(falls[:, None], errors, plain_errors))
-    found = shift if shifts else None
-    return Solution(problem.encoding, rounded, outputs.relative(before), after, bias_shift=found)
+    result = shift if shifts else None
+    return Solution(problem.encoding, rounded, outputs.relative(before), after, bias_shift=result)
 
 
 def sampled_gradient(
@@ -168,8 +168,8 @@ def sampled_gradient(
         given = x @ weight + outputs.bias[:, None]
         missed = outputs.function(given) - outputs.function(outputs.exact[:, rows])
         slope = x.mT @ (missed * outputs.function.derivative(given)) / len(rows)
-        found: Tensor = (slope + ridge * (weight - exact)) * (2 / unit)
-        return found
+        result: Tensor = (slope + ridge * (weight - exact)) * (2 / unit)
+        return result
 
     return gradient
 

@@ -45,5 +45,5 @@ def solve(problem: LayerProblem) -> Solution:
     after = outputs.errors(given + shift[:, None])
     falls = outputs.falls(before, after)
     left = outputs.relative(torch.where(falls[:, None], after, before))
-    found = torch.where(falls, shift, 0)
-    return Solution(problem.encoding, None, outputs.relative(before), left, bias_shift=found)
+    result = torch.where(falls, shift, 0)
+    return Solution(problem.encoding, None, outputs.relative(before), left, bias_shift=result)

@@ -82,11 +82,11 @@ def solve(
         problem, objective, order, cells, FACTORS if scales == "search" else (1.0,), block_size
     )
     both = WeightGrid.concatenate([fixed, grid], 2)
-    rounded, found = (coordinate_descent(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
+    rounded, result = (coordinate_descent(objective, both, codes, sweeps) * both.scale).mT.chunk(2, 1)
     rounded = torch.where(evidence.worse(rounded, plain)[..., None], plain, rounded)
-    factors[evidence.worse(found, rounded, units_of(cells))] = 1
+    factors[evidence.worse(result, rounded, units_of(cells))] = 1
     encoding = _scale_encoding(problem, factors, cells)
-    return evidence.solution(encoding, torch.where((factors != 1)[..., None], found, rounded), plain)
+    return evidence.solution(encoding, torch.where((factors != 1)[..., None], result, rounded), plain)
 
 
 def _require_options(problem: LayerProblem, block_size: int, damping: float | None, scales: str, sweeps: int) -> None:
@@ -157,8 +157,8 @@ def _search_scales(
 
     # rows are independent, unless the scales that their spec can store depend on all of them
     same = torch.equal(grid.scale, of_best([each.scale for each in grids]))
-    found = of_best(codes) if same else error_feedback(objective, grid, order=order, block_size=block_size)
-    return chosen, grid, torch.cat([codes[0], found], 2)
+    result = of_best(codes) if same else error_feedback(objective, grid, order=order, block_size=block_size)
+    return chosen, grid, torch.cat([codes[0], result], 2)
 
 
 def _scale_encoding(problem: LayerProblem, factors: Tensor, cells: Tensor) -> Encoding:

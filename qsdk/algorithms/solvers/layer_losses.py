@@ -88,11 +88,11 @@ class SquaredLosses:
 
     def fix_columns(self, columns: Columns, deviation: Tensor, losses: Tensor | None = None) -> None:
         """Fix the deviation of these columns."""
-        found = self._loss(deviation) if losses is None else losses
+        result = self._loss(deviation) if losses is None else losses
         if self._are_all(columns):
-            self.errors, self.deviation = found + self._drifts, deviation
+            self.errors, self.deviation = result + self._drifts, deviation
             return
-        self.errors += found - self.now
+        self.errors += result - self.now
         moved = deviation - self.deviation[..., columns]
         self.deviation[..., columns] = deviation
         later = slice(columns.stop, None) if isinstance(columns, slice) else slice(None)

@@ -152,12 +152,12 @@ def best_of(block: Block, loss: Loss, scales: Tensor, zero_points: Tensor) -> Sc
     if block.wide and isinstance(loss, Quadratic):
         climb = _Descent(block, loss, scales, zero_points, step=1 if block.narrow else 2)
         return climb.start() if block.narrow else climb.choice()
-    found = []
+    result = []
     at_once = max(CACHED // block.weight.numel(), 1)
     for start in range(0, len(scales), at_once):
         some = slice(start, start + at_once)
-        found.append(block.total(loss(block.deviation(scales[some], zero_points[some]))))
-    lowest, best = torch.cat(found).min(0)
+        result.append(block.total(loss(block.deviation(scales[some], zero_points[some]))))
+    lowest, best = torch.cat(result).min(0)
     units = torch.arange(len(best), device=best.device)
     return ScaleChoice(best, lowest, block.deviation(scales[best, units], zero_points[best, units]))
 
@@ -219,11 +219,11 @@ def _rough(block: Block, loss: Quadratic, scales: Tensor, zero_points: Tensor, s
             scale, zero_point = scales[index, some, None], zero_points[index, some, None]
             # a product, which is faster than a quotient and off by an ulp
             points = clip_codes(block.weight[0, some] * (1 / scale), zero_point, *block.grid).mul_(scale)
-            found = points.sub_(target[0, some]).square_() @ diagonal[0]
-            if index > 0 and bool((found > HOPELESS * lowest).all()):
+            result = points.sub_(target[0, some]).square_() @ diagonal[0]
+            if index > 0 and bool((result > HOPELESS * lowest).all()):
                 break
-            best[some] = torch.where(found < lowest, index, best[some])
-            lowest = torch.minimum(lowest, found)
+            best[some] = torch.where(result < lowest, index, best[some])
+            lowest = torch.minimum(lowest, result)
     return best
 
 
@@ -237,5 +237,5 @@ def least_squares(block: Block, loss: Quadratic, scale: Tensor, choice: ScaleCho
     product = product + loss.weight_product(block.weight)
     below = block.total((product * points).sum(-1))
     above = block.total(product.mul_(block.weight).sub_(points.mul_(loss.linear)).sum(-1))
-    found = scale * above / below
-    return torch.where(found.isfinite() & (found > 0), found, scale)
+    result = scale * above / below
+    return torch.where(result.isfinite() & (result > 0), result, scale)

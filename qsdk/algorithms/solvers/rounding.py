@@ -110,8 +110,8 @@ def noise_in(problem: LayerProblem) -> Tensor | None:
     if not problem.without_mean or problem.mean_quantized is None:
         return None
     mean: Tensor = problem.mean_quantized
-    found: Tensor = 64 * torch.finfo(torch.float32).eps * mean.shape[-1] ** 0.5 * problem.count * mean.square()
-    return found
+    result: Tensor = 64 * torch.finfo(torch.float32).eps * mean.shape[-1] ** 0.5 * problem.count * mean.square()
+    return result
 
 
 def damp(h: Tensor, damping: float, noise: Tensor | None = None) -> Tensor:

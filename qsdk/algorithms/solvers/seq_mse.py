@@ -1,4 +1,4 @@
-"""SeqMSE: the weight ranges that give a layer the smallest output error."""
+"""SeqMSE: choose the weight ranges with the smallest output error of a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,15 +71,15 @@ def solve(
     cells = cells_of_weights(problem, problem.encoding)
     blocks = column_blocks(cells)
     note = "its encoding is frozen" if problem.encoding.frozen else ACROSS_GROUPS if blocks is None else ""
-    found = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
-    errors = judged.errors(old) if found is None else found.errors_before
+    result = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
+    errors = judged.errors(old) if result is None else result.errors_before
     before = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if shifts else errors)
-    if found is None:
+    if result is None:
         return Solution(problem.encoding, None, before, before, note=note)
-    better = _better(judged, cells, loss, (old, found.weight), (errors, found.errors))
-    after = judged.relative(torch.where(better, found.errors, errors))
-    shift = _shift(problem, torch.where(better[..., None], found.weight, old)) if shifts else None
-    encoding = found.encoding if better.all() else _merge_encodings(problem.encoding, found.encoding, cells[~better])
+    better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
+    after = judged.relative(torch.where(better, result.errors, errors))
+    shift = _shift(problem, torch.where(better[..., None], result.weight, old)) if shifts else None
+    encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
     return Solution(encoding, None, before, after, bias_shift=shift)
 
 
@@ -185,11 +185,11 @@ def _search(
         restrict_block_scales(scale.cpu().numpy().reshape(shape), spec),
         zero_point.int().cpu().numpy().reshape(shape),
     )
-    found = Encoding(encoding.dtype, *values, encoding.axis, encoding.block_size)
+    result = Encoding(encoding.dtype, *values, encoding.axis, encoding.block_size)
     if losses is squared and spec.scales_are_free:
-        return _SearchResult(found, squared.deviation + problem.weight, squared.errors, before)
-    weight = fake_quantize(problem, found)
-    return _SearchResult(found, weight, problem.errors(weight), before)
+        return _SearchResult(result, squared.deviation + problem.weight, squared.errors, before)
+    weight = fake_quantize(problem, result)
+    return _SearchResult(result, weight, problem.errors(weight), before)
 
 
 def _start(

@@ -73,8 +73,8 @@ def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:
 
 
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise FileFormatError(f"{where} names {max(names, key=names.count)!r} twice; keep one of them")
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Configs: presets and rules that say what is wanted where. Plain frozen data."""
+"""Configs: presets and rules for what is wanted where. Plain frozen data."""
 
 import json
 import os
@@ -165,11 +165,11 @@ class QuantConfig:
         Raises:
             ConfigError: dtype is not a float type.
         """
-        found = dtype_named(dtype)
-        if found.kind != "float":
-            raise ConfigError(f"skip({pattern!r}) keeps owners float; {found} is not a float dtype, use override")
+        result = dtype_named(dtype)
+        if result.kind != "float":
+            raise ConfigError(f"skip({pattern!r}) keeps owners float; {result} is not a float dtype, use override")
         where = {"op_type": op_type, "shape": shape, "tensor_dtype": tensor_dtype}
-        options = {**where, "weight": found, "activation": found, "bias": found}
+        options = {**where, "weight": result, "activation": result, "bias": result}
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
@@ -223,9 +223,9 @@ class QuantConfig:
         Raises:
             ConfigError: an unknown key, a value of the wrong type, or a rule that makes no sense.
         """
-        found = read_object(data, where)
-        rules = found.pop("rules", ())
-        return cls(**found, rules=rules)
+        result = read_object(data, where)
+        rules = result.pop("rules", ())
+        return cls(**result, rules=rules)
 
 
 def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:

@@ -1,4 +1,4 @@
-"""Configs as JSON: one table of fields gives the schema, the writing and the typed reading."""
+"""Configs as JSON: one table of fields for the schema, the writing and the typed reading."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -155,9 +155,9 @@ def config_schema() -> dict[str, Any]:
 
 def to_json(config: Any) -> dict[str, Any]:
     """Return a config's fields, and its rules, as values for JSON; fields that are None are left out."""
-    found = {"format": FORMAT, "version": VERSION, **_fields_to_json(config, _CONFIG_TYPES)}
+    result = {"format": FORMAT, "version": VERSION, **_fields_to_json(config, _CONFIG_TYPES)}
     rules = [_fields_to_json(rule, _RULE_TYPES) for rule in config.rules]
-    return {**found, "rules": [{n: v for n, v in rule.items() if (n, v) != ("optional", False)} for rule in rules]}
+    return {**result, "rules": [{n: v for n, v in rule.items() if (n, v) != ("optional", False)} for rule in rules]}
 
 
 def read_object(data: Any, where: str) -> dict[str, Any]:
@@ -177,35 +177,35 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data.get("$schema", ""), str):
         raise ConfigError(f"{where}.$schema is a string, not {_describe(data['$schema'])}")
     head = ("$schema", "format", "version", "rules")
-    found = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
-    if found.pop(_POWER_OF_TWO, False):
-        found.setdefault("scale_bits", 1)
-    require_bias(found.get("bias"), where)
-    return {**found, "rules": tuple(_rule(rule, f"{where}.rules[{index}]") for index, rule in enumerate(rules))}
+    result = _read({n: v for n, v in data.items() if n not in head}, _CONFIG_TYPES, where, head)
+    if result.pop(_POWER_OF_TWO, False):
+        result.setdefault("scale_bits", 1)
+    require_bias(result.get("bias"), where)
+    return {**result, "rules": tuple(_rule(rule, f"{where}.rules[{index}]") for index, rule in enumerate(rules))}
 
 
 def _rule(data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is an object, not {_describe(data)}")
-    found = _read(data, _RULE_TYPES, where)
-    if "pattern" not in found:
+    result = _read(data, _RULE_TYPES, where)
+    if "pattern" not in result:
         raise ConfigError(f'{where} has no "pattern"; give a glob, "*" for every owner')
     try:
-        return make_rule(found.pop("pattern"), found, optional=found.pop("optional", False))
+        return make_rule(result.pop("pattern"), result, optional=result.pop("optional", False))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def _read(data: Mapping[str, Any], types: Mapping[str, JsonType], where: str, others: tuple[str, ...] = ()) -> Any:
-    found = {}
+    result = {}
     for name, value in data.items():
         kind = types.get(name)
         if kind is None:
             raise ConfigError(f"{where} has the unknown key {name!r}; {nearest_key(name, [*types, *others])}")
         if value is None:
             raise ConfigError(f"{where}.{name} is null; leave the key out where it is not meant")
-        found[name] = read_value(value, kind, f"{where}.{name}")
-    return found
+        result[name] = read_value(value, kind, f"{where}.{name}")
+    return result
 
 
 def read_value(value: Any, kind: JsonType, where: str) -> Any:

@@ -116,7 +116,9 @@ class Rule:
 
     def fits_op_type(self, op_types: Iterable[str]) -> bool:
         """Return whether the rule applies to one of the op types."""
-        return self.op_type is None or any(fnmatchcase(found, wanted) for found in op_types for wanted in self.op_type)
+        return self.op_type is None or any(
+            fnmatchcase(result, wanted) for result in op_types for wanted in self.op_type
+        )
 
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
@@ -211,16 +213,16 @@ class RuleMatcher:
 
     def matching(self, place: Place) -> tuple[int, ...]:
         """Return the indices of the rules that match a place, in order."""
-        found = tuple(index for index in sorted(self.named(place)) if self._rules[index].fits(place))
-        self.matched.update(found)
-        return found
+        result = tuple(index for index in sorted(self.named(place)) if self._rules[index].fits(place))
+        self.matched.update(result)
+        return result
 
     def named(self, place: Place) -> set[int]:
         """Return the indices of the rules whose pattern matches one of a place's names."""
-        found = {index for owner in place.owners for index in self.of_owner(owner)}
+        result = {index for owner in place.owners for index in self.of_owner(owner)}
         if self._on_sites:
-            found.update(index for site in place.sites for index in self.of_site(site))
-        return found
+            result.update(index for site in place.sites for index in self.of_site(site))
+        return result
 
     def of_owner(self, owner: str) -> frozenset[int]:
         """Return the indices of the rules whose pattern matches an owner."""

@@ -66,10 +66,10 @@ def facts_of(
     sites = (*stored.encodings, *(stored.casts or {}))
     if tensors is not None:
         known = by_name(tensors)
-        found = {site: known.get(stored.tensors.get(site, site)) or known.get(site) for site in sites}
-        return {site: tensor for site, tensor in found.items() if tensor is not None}
-    for said, what in ((stored.tensors, "names"), (stored.kinds, "kinds")):
-        missing = [site for site in sites if site not in said]
+        result = {site: known.get(stored.tensors.get(site, site)) or known.get(site) for site in sites}
+        return {site: tensor for site, tensor in result.items() if tensor is not None}
+    for known_sites, what in ((stored.tensors, "names"), (stored.kinds, "kinds")):
+        missing = [site for site in sites if site not in known_sites]
         if missing and (what == "names" or needs_kinds):
             raise FileFormatError(
                 f"{where} does not say the {what} of the tensors at {', '.join(missing[:4])}; pass the float ONNX "
@@ -86,12 +86,12 @@ def own_rows(stored: StoredEncodings) -> list[dict[str, Any]]:
         {
             "site": site,
             "tensor": stored.tensors.get(site, ""),
-            "dtype": (found.dtype if isinstance(found, Encoding) else found).name,
-            "form": _form(found),
-            "frozen": isinstance(found, Encoding) and found.frozen,
+            "dtype": (result.dtype if isinstance(result, Encoding) else result).name,
+            "form": _form(result),
+            "frozen": isinstance(result, Encoding) and result.frozen,
             "loss": "",
         }
-        for site, found in listed.items()
+        for site, result in listed.items()
     ]
 
 

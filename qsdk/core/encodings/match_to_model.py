@@ -99,7 +99,7 @@ def _moves(file: StoredEncodings, graph: Graph, site: str) -> bool:
 
 def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str, str]:
     """Return the tables that nothing reads any more because their rows are stored, and the sites of these."""
-    found = {}
+    result = {}
     for op in source.ops:
         table = op.inputs[0] if op.inputs else None
         if table is None or not source.tensors[table].constant or shorter.consumers[table]:
@@ -107,15 +107,15 @@ def _absorbed(file: StoredEncodings, source: Graph, shorter: Graph) -> dict[str,
         name, rows = source.tensors[table].site or "", source.tensors[op.outputs[0]].site or ""
         taken = name in file.encodings and file.encodings[name].axis is None and rows in file.encodings
         if taken and keeps_grid(source, op) and shorter.tensors[op.outputs[0]].constant:
-            found[name] = rows
-    return found
+            result[name] = rows
+    return result
 
 
 def _named(file: StoredEncodings, name: str, known: Mapping[str, TensorFacts]) -> TensorFacts | None:
     """Return the tensor that an entry names; the weight of a layer with a folded BatchNorm has a new name."""
     # the tensor's name comes first: folding moves a site to another tensor
     tried = (file.tensors.get(name, name), name, f"{name.replace(':', '.')}_folded")
-    return next((known[found] for found in tried if found in known), None)
+    return next((known[result] for result in tried if result in known), None)
 
 
 def _biases(
@@ -193,6 +193,6 @@ def require_matched(placed: MatchedEncodings, where: str, *, strict: bool) -> No
 
 
 def _listed(kind: str, problems: Iterable[tuple[str, tuple[str, str]]]) -> str:
-    found = [f"{name} ({why})" for name, (what, why) in problems if what == kind]
+    result = [f"{name} ({why})" for name, (what, why) in problems if what == kind]
     title = "no tensor of that name" if kind == UNMATCHED else "not of the tensor's shape"
-    return f"  {len(found)} {title}: {', '.join(found)}\n" if found else ""
+    return f"  {len(result)} {title}: {', '.join(result)}\n" if result else ""

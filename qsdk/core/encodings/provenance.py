@@ -47,10 +47,10 @@ def example_text(sizes: Mapping[str, Sequence[int]]) -> str:
 def example_sizes(text: str) -> dict[str, list[int]]:
     """Return the sizes that `example_text` wrote; {} where they are damaged, since nothing depends on them."""
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    entries = found.items() if isinstance(found, dict) else ()
+    entries = result.items() if isinstance(result, dict) else ()
     return {
         name: given
         for name, given in entries
@@ -68,7 +68,7 @@ def installed(package: str) -> str | None:
 
 def network_hash(graph: Graph) -> str:
     """Return `sha256:...` of a network's ops, connections, attributes and fixed sizes, without names and weights."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     numbers: dict[int | None, int] = {None: -1}  # by first use: files differ in the order of their tensors
 
     def seen(tensors: Sequence[int | None]) -> list[int]:
@@ -78,15 +78,15 @@ def network_hash(graph: Graph) -> str:
                 tensor = graph.tensors[index]
                 sizes = [n if isinstance(n, int) else None for n in tensor.shape or ()]
                 value = None if tensor.is_float or tensor.value is None else np.asarray(tensor.value).tolist()
-                found.update(repr((tensor.dtype, tensor.shape is None, sizes, tensor.constant, value)).encode())
+                result.update(repr((tensor.dtype, tensor.shape is None, sizes, tensor.constant, value)).encode())
         return [numbers[index] for index in tensors]
 
-    found.update(repr(seen(graph.inputs)).encode())
+    result.update(repr(seen(graph.inputs)).encode())
     for op in graph.ops:
         attributes = sorted((name, _plain(value)) for name, value in op.attributes.items())
-        found.update(repr((op.domain, op.type, seen(op.inputs), seen(op.outputs), attributes)).encode())
-    found.update(repr(seen(graph.outputs)).encode())
-    return f"sha256:{found.hexdigest()}"
+        result.update(repr((op.domain, op.type, seen(op.inputs), seen(op.outputs), attributes)).encode())
+    result.update(repr(seen(graph.outputs)).encode())
+    return f"sha256:{result.hexdigest()}"
 
 
 def _plain(value: Any) -> str:

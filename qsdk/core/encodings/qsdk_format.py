@@ -127,19 +127,19 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
 def _plain(encoding: Encoding) -> dict[str, Any]:
     """Return an entry without defaults: zero points of 0, the shape of a list, no axis, not frozen."""
     # the shortest decimal of a float32 is read back as that float32, also through a double
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "dtype": encoding.dtype.name,
         "scale": [float(str(value)) for value in encoding.scale.reshape(-1)],
     }
     if not encoding.symmetric:
-        found["zero_point"] = [int(value) for value in encoding.zero_point.reshape(-1)]
+        result["zero_point"] = [int(value) for value in encoding.zero_point.reshape(-1)]
     if encoding.scale.ndim > 1:
-        found["shape"] = list(encoding.scale.shape)
+        result["shape"] = list(encoding.scale.shape)
     if encoding.axis is not None:
-        found["axis"] = encoding.axis
+        result["axis"] = encoding.axis
     if encoding.block_size is not None:
-        found["block_size"] = encoding.block_size
-    return {**found, "frozen": True} if encoding.frozen else found
+        result["block_size"] = encoding.block_size
+    return {**result, "frozen": True} if encoding.frozen else result
 
 
 def parse_json(text: str, where: str) -> Any:

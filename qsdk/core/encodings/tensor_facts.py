@@ -51,12 +51,12 @@ def tensor_facts(graph: Graph, plan: Plan | None = None) -> list[TensorFacts]:
     """
     facts = _facts_by_id(graph, plan)
     sited = [facts[index] for index in graph.sites.values()]
-    return sited + [found for index, found in facts.items() if graph.tensors[index].site is None]
+    return sited + [result for index, result in facts.items() if graph.tensors[index].site is None]
 
 
 def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
     axes = _axes(graph)
-    found = {}
+    result = {}
     for index, tensor in enumerate(graph.tensors):
         if tensor.site is None and not tensor.is_float:
             continue
@@ -69,29 +69,29 @@ def _facts_by_id(graph: Graph, plan: Plan | None) -> dict[int, TensorFacts]:
         if spec is not None and isinstance(spec.granularity, PerBlock):
             block = spec.granularity.axis
         wanted = None if spec is None else spec.dtype
-        found[index] = TensorFacts(site, tensor.name, tensor.constant, tensor.shape, channel, block, wanted)
-    return found
+        result[index] = TensorFacts(site, tensor.name, tensor.constant, tensor.shape, channel, block, wanted)
+    return result
 
 
 def _axes(graph: Graph) -> dict[int, tuple[int | None, int | None]]:
     """Return, by stored tensor, the axes of output and input channels in the first op that reads it."""
-    found: dict[int, tuple[int | None, int | None]] = {}
+    result: dict[int, tuple[int | None, int | None]] = {}
     for index in range(len(graph.ops)):
         for operand in operands_of(graph, index):
-            found.setdefault(operand.root, (operand.channel_axis, operand.input_axis))
-    return found
+            result.setdefault(operand.root, (operand.channel_axis, operand.input_axis))
+    return result
 
 
 def by_name(tensors: Iterable[TensorFacts]) -> dict[str, TensorFacts]:
     """Return the tensors by every name that an encodings file may use: own name, site, or `owner.weight`."""
     listed = list(tensors)
-    found = {tensor.name: tensor for tensor in reversed(listed)}
+    result = {tensor.name: tensor for tensor in reversed(listed)}
     for tensor in listed:
-        found.setdefault(tensor.site, tensor)
+        result.setdefault(tensor.site, tensor)
     for tensor in listed:
         if tensor.stored:
-            found.setdefault(tensor.site.replace(":", "."), tensor)
-    return found
+            result.setdefault(tensor.site.replace(":", "."), tensor)
+    return result
 
 
 def counterparts(graph: Graph, plan: Plan | None, model: Graph) -> list[tuple[TensorFacts, TensorFacts]]:

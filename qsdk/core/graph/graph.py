@@ -68,12 +68,12 @@ class Graph:
     @cached_property
     def consumers(self) -> Mapping[int, Sequence[int]]:
         """Return, by tensor id, the ids of the ops that read it, once for each reading op."""
-        found: dict[int, list[int]] = {index: [] for index in range(len(self.tensors))}
+        result: dict[int, list[int]] = {index: [] for index in range(len(self.tensors))}
         for index, op in enumerate(self.ops):
             for tensor in dict.fromkeys(op.inputs):
                 if tensor is not None:
-                    found[tensor].append(index)
-        return found
+                    result[tensor].append(index)
+        return result
 
     @cached_property
     def output_set(self) -> frozenset[int]:
@@ -97,12 +97,12 @@ class Graph:
     @cached_property
     def _roots(self) -> Mapping[int, int]:
         """Return, by tensor id, the stored tensor that it is, or is a view of; one pass, even for long chains."""
-        found = {index: index for index, tensor in enumerate(self.tensors) if tensor.constant}
+        result = {index: index for index, tensor in enumerate(self.tensors) if tensor.constant}
         for op in self.ops:
             source = op.inputs[0] if op.type in ("Identity", "Transpose") and op.inputs else None
-            if source in found:
-                found.update(dict.fromkeys(op.outputs, found[source]))
-        return found
+            if source in result:
+                result.update(dict.fromkeys(op.outputs, result[source]))
+        return result
 
     def constant_root(self, tensor: int) -> int | None:
         """Return the stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
@@ -140,5 +140,5 @@ class Graph:
 
     def scalar(self, tensor: int | None) -> float | None:
         """Return the value of a one-element constant, or None."""
-        found = self.value(tensor)
-        return None if found is None or np.size(found) != 1 else float(np.reshape(found, ()))
+        result = self.value(tensor)
+        return None if result is None or np.size(result) != 1 else float(np.reshape(result, ()))

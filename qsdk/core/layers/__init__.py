@@ -1,1 +1,1 @@
-"""One linear layer as a solver sees it, and the walk that hands layers out."""
+"""One linear layer as a solver sees it, and the walk that provides the layers."""

@@ -46,17 +46,17 @@ def expected_values(graph: Graph, norms: Mapping[str, FoldedNorm], stored: Store
         norms: owner of a layer -> the BatchNorm that was folded into it.
         stored: returns a stored tensor, or None, by its name in the graph: for BatchNorms that were not folded.
     """
-    found: dict[int, ExpectedMoments] = {}
+    result: dict[int, ExpectedMoments] = {}
     for index, op in enumerate(graph.ops):
         norm = _folded_into(graph, op, norms)
         tensor = None if norm is None else op.inputs[0] if norm.before else _result(graph, index)
         if norm is not None and tensor is not None:
-            found[tensor] = ExpectedMoments(norm.mean.astype(np.float64), np.square(norm.std.astype(np.float64)))
-        if op.outputs and op.outputs[0] not in found:
-            made = _expected_output(graph, op, found, stored)
+            result[tensor] = ExpectedMoments(norm.mean.astype(np.float64), np.square(norm.std.astype(np.float64)))
+        if op.outputs and op.outputs[0] not in result:
+            made = _expected_output(graph, op, result, stored)
             if made is not None:
-                found[op.outputs[0]] = made
-    return found
+                result[op.outputs[0]] = made
+    return result
 
 
 def clipped_normal(mean: FloatArray, std: FloatArray, low: float, high: float) -> FloatArray:

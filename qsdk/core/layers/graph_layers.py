@@ -55,7 +55,7 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
     groups = match_supergroups(graph).groups
     activations = {op: activation_of(graph, graph.ops[group.ops[-1]]) for op, group in groups.items()}
     ties = {d.tied_to: d.site for d in plan.decisions.values() if d.tied_to is not None and d.kind == "weight"}
-    found, left = [], {}
+    result, left = [], {}
     for site, decision in plan.decisions.items():
         if decision.kind != "weight":
             continue
@@ -65,11 +65,11 @@ def graph_layers(graph: Graph, plan: Plan, frozen: Collection[str]) -> tuple[lis
             reading = [] if root is None else readers.get(root, [])
             if root is None or not reading:
                 raise _NoLayerError("no op of the traced graph reads it")
-            found.append(_layer(graph, decision, root, reading, activations))
+            result.append(_layer(graph, decision, root, reading, activations))
         except _NoLayerError as reason:
             left[site] = str(reason)
     # of a recurrent op, the weight of its input comes before that of its states
-    return sorted(found, key=lambda at: (at.ops[0], graph.ops[at.ops[0]].inputs.index(at.weights[0]))), left
+    return sorted(result, key=lambda at: (at.ops[0], graph.ops[at.ops[0]].inputs.index(at.weights[0]))), left
 
 
 def _require_solvable(decision: Decision, frozen: Collection[str], ties: Mapping[str, str]) -> None:
@@ -88,14 +88,14 @@ def _require_solvable(decision: Decision, frozen: Collection[str], ties: Mapping
 
 def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
     """Return, by stored tensor, the (op, position) of whatever reads its values behind Transpose and Identity."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    result: dict[int, list[tuple[int, int]]] = {}
     for index, op in enumerate(graph.ops):
         for position, tensor in enumerate(op.inputs):
             root = None if tensor is None else graph.constant_root(tensor)
             passes_on = op.type in ("Transpose", "Identity") and position == 0
             if root is not None and not passes_on and op.type not in ("Shape", "Size"):
-                found.setdefault(root, []).append((index, position))
-    return found
+                result.setdefault(root, []).append((index, position))
+    return result
 
 
 def _layer(

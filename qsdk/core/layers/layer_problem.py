@@ -202,13 +202,13 @@ class LayerProblem:
 
     def __post_init__(self) -> None:
         groups, out, k = self.layout.matrix_shape
-        for name, found, wanted in (
+        for name, result, wanted in (
             ("weight", self.weight, (groups, out, k)),
             ("linear term", self.linear, (groups, out, k)),
             ("second moment", self.h, (groups, k, k)),
         ):
-            if found is not None and tuple(found.shape) != wanted:
-                raise ModelError(f"{self.site}: a {name} of {tuple(found.shape)}, not {wanted}")
+            if result is not None and tuple(result.shape) != wanted:
+                raise ModelError(f"{self.site}: a {name} of {tuple(result.shape)}, not {wanted}")
 
     @property
     def has_bias(self) -> bool:

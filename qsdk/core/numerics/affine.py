@@ -2,7 +2,7 @@
 
 Duck-typed: `/`, `.round()`, `+` and `.clip()` exist on NumPy arrays and torch tensors and agree bit for bit
 (half to even). Order matters: divide, round, add the zero point, saturate (ONNX QuantizeLinear). Adding the
-zero point before rounding, or multiplying by 1/scale, gives other integers.
+zero point before rounding, or multiplying by 1/scale, results in other integers.
 """
 
 import math
@@ -66,23 +66,23 @@ def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: 
     Raises:
         ValueError: the parameter's shape does not belong to that granularity, or the axis not to the tensor.
     """
-    found = tuple(parameter.shape)
+    result = tuple(parameter.shape)
     if axis is None:
-        if math.prod(found) != 1:
-            raise ValueError(f"a scale of shape {found} is not one scale per tensor; name the channel axis")
+        if math.prod(result) != 1:
+            raise ValueError(f"a scale of shape {result} is not one scale per tensor; name the channel axis")
         return parameter.reshape(())
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis {axis} is outside a tensor of shape {shape}")
     axis %= len(shape)
     if block_size is None:
-        if found != (shape[axis],):
+        if result != (shape[axis],):
             raise ValueError(
-                f"a scale of shape {found} does not fit the {shape[axis]} channels (axis {axis}) of {shape}"
+                f"a scale of shape {result} does not fit the {shape[axis]} channels (axis {axis}) of {shape}"
             )
         return parameter.reshape(tuple(shape[axis] if i == axis else 1 for i in range(len(shape))))
     blocks = -(-shape[axis] // block_size)
-    if found != (*shape[:axis], blocks, *shape[axis + 1 :]):
-        raise ValueError(f"a scale of shape {found} does not fit blocks of {block_size} (axis {axis}) in {shape}")
+    if result != (*shape[:axis], blocks, *shape[axis + 1 :]):
+        raise ValueError(f"a scale of shape {result} does not fit blocks of {block_size} (axis {axis}) in {shape}")
     index = [slice(None)] * len(shape)
     index[axis] = [position // block_size for position in range(shape[axis])]  # type: ignore[call-overload]
     return parameter[tuple(index)]

@@ -40,7 +40,8 @@ class Float8Scales:
 def round_up_to_digits(scale: FloatArray, bits: int) -> FloatArray:
     """Round positive scales up to the next float32 with `bits` significant binary digits, the largest there is at most.
 
-    One digit gives powers of two. With fewer digits than 24, products of scales and integers are exact for longer.
+    With one digit they are powers of two. With fewer digits than 24, products of scales and integers are exact for
+    longer.
     """
     mantissa, exponent = np.frexp(scale.astype(np.float64))
     short = np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
@@ -93,9 +94,9 @@ def float8_scales(encoding: Encoding) -> Float8Scales | None:
     # the quotient's rounding may hide the factor that made the product: it is then a neighbour
     for tensor_scale in (quotient, *(np.nextafter(quotient, np.float32(end)) for end in (0, np.inf))):
         if tensor_scale > 0:
-            found = _float8_scales(encoding.scale, tensor_scale)
-            if np.array_equal(found.product(), encoding.scale):
-                return found
+            result = _float8_scales(encoding.scale, tensor_scale)
+            if np.array_equal(result.product(), encoding.scale):
+                return result
     return None
 
 

@@ -152,10 +152,10 @@ def dtype_named(name: WeightType | str) -> DType:
     if str(name) in BLOCK_FORMATS:
         raise ConfigError(f"{name} is a format of blocks, for weights only; give a dtype here")
     strict = re.fullmatch(r"(int\d+)_strict", str(name))
-    found = DTYPES.get(strict[1] if strict else str(name))
-    if found is None:
+    result = DTYPES.get(strict[1] if strict else str(name))
+    if result is None:
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    return found.strict if strict else found
+    return result.strict if strict else result
 
 
 def level_dtype(dtype: DType) -> DType:

@@ -35,7 +35,7 @@ def _gelu() -> Term:
     )
 
 
-def _bounded(low: float, high: float, graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+def _bounded(low: float, high: float, graph: Graph, op_id: int, tensor: int, captured: Captured) -> Captured | str:
     """Accept a Clip to exactly these bounds, given as inputs or as attributes."""
     op_node = graph.ops[op_id]
     given = [graph.scalar(op_node.inputs[i]) if len(op_node.inputs) > i else None for i in (1, 2)]
@@ -44,7 +44,9 @@ def _bounded(low: float, high: float, graph: Graph, op_id: int, tensor: int, fou
         for key, value in zip(("min", "max"), given, strict=True)
     ]
     return (
-        found if given == [low, high] else f"its Clip goes from {given[0]} to {given[1]}, not from {low:g} to {high:g}"
+        captured
+        if given == [low, high]
+        else f"its Clip goes from {given[0]} to {given[1]}, not from {low:g} to {high:g}"
     )
 
 
@@ -53,11 +55,11 @@ def _clip(t: Term, low: float, high: float) -> Term:
     return any_of(op("Clip", t, where=partial(_bounded, low, high)), op("Min", floored, high))
 
 
-def _is_sixth(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+def _is_sixth(graph: Graph, op_id: int, tensor: int, captured: Captured) -> Captured | str:
     attributes = graph.ops[op_id].attributes
     alpha, beta = attributes.get("alpha", 0.2), attributes.get("beta", 0.5)
     fits = abs(alpha - 1 / 6) < 1e-4 and abs(beta - 0.5) < 1e-4
-    return found if fits else f"its HardSigmoid has a slope of {alpha:.6g}, not of 1/6"
+    return captured if fits else f"its HardSigmoid has a slope of {alpha:.6g}, not of 1/6"
 
 
 _RELU6 = _clip(op("Add", "x", 3.0), 0.0, 6.0)

@@ -47,7 +47,7 @@ def _bound(graph: Graph, op_id: int, position: int, default: int | None = None) 
     return ("computed", given) if value is None else int(value)
 
 
-def _accept_slice(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+def _accept_slice(graph: Graph, op_id: int, tensor: int, captured: Captured, *, part: int) -> Captured | str:
     """Accept a Slice that takes the first or the second half, or the even or the odd elements."""
     source = graph.ops[op_id].inputs[0]
     start, end, axis, step = (_bound(graph, op_id, i, default) for i, default in ((1, None), (2, None), (3, 0), (4, 1)))
@@ -56,7 +56,7 @@ def _accept_slice(graph: Graph, op_id: int, tensor: int, found: Captured, *, par
     axis = _axis(graph, source, axis)
     size = _size(graph, source, axis)
     if step == 2:
-        return _cut(found, ("pairs", axis)) if start == part else "its Slice does not start at the right element"
+        return _cut(captured, ("pairs", axis)) if start == part else "its Slice does not start at the right element"
     cut = start if part else end
     if part == 0 and start != 0:
         return "its first Slice does not start at 0"
@@ -66,41 +66,41 @@ def _accept_slice(graph: Graph, op_id: int, tensor: int, found: Captured, *, par
         cut = cut % size if size is not None else abs(cut)
         if size is not None and 2 * cut != size:
             return "its Slices do not cut in halves"
-    return _cut(found, ("halves", axis, cut)) if step == 1 else f"its Slice takes steps of {step}"
+    return _cut(captured, ("halves", axis, cut)) if step == 1 else f"its Slice takes steps of {step}"
 
 
-def _accept_split(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+def _accept_split(graph: Graph, op_id: int, tensor: int, captured: Captured, *, part: int) -> Captured | str:
     op_node = graph.ops[op_id]
     axis = _axis(graph, op_node.inputs[0], op_node.attributes.get("axis", 0))
     sizes = graph.value(op_node.inputs[1]) if len(op_node.inputs) > 1 else op_node.attributes.get("split")
     uneven = sizes is not None and (len(sizes) != 2 or sizes[0] != sizes[1])
     if len(op_node.outputs) != 2 or op_node.outputs.index(tensor) != part or uneven:
         return "its Split does not cut in halves in order"
-    return _cut(found, ("halves", axis, None))
+    return _cut(captured, ("halves", axis, None))
 
 
-def _accept_gather(graph: Graph, op_id: int, tensor: int, found: Captured, *, part: int) -> Captured | str:
+def _accept_gather(graph: Graph, op_id: int, tensor: int, captured: Captured, *, part: int) -> Captured | str:
     op_node = graph.ops[op_id]
     axis = _axis(graph, op_node.inputs[0], op_node.attributes.get("axis", 0))
     index = graph.scalar(op_node.inputs[1]) if len(op_node.inputs) > 1 else None
     if index != part or axis != -1 or _size(graph, op_node.inputs[0], -1) not in (2, None):
         return "its Gather does not take one of two elements"
-    return _cut(found, ("pairs", axis))
+    return _cut(captured, ("pairs", axis))
 
 
-def _cut(found: Captured, cut: tuple[Any, ...]) -> Captured | str:
-    known = found.facts.get("cut", cut)
-    return found.noting("cut", cut) if known == cut else "its two parts are cut in different ways"
+def _cut(captured: Captured, cut: tuple[Any, ...]) -> Captured | str:
+    known = captured.facts.get("cut", cut)
+    return captured.noting("cut", cut) if known == cut else "its two parts are cut in different ways"
 
 
-def _accept_join(graph: Graph, op_id: int, tensor: int, found: Captured, *, layout: str) -> Captured | str:
+def _accept_join(graph: Graph, op_id: int, tensor: int, captured: Captured, *, layout: str) -> Captured | str:
     """Accept a Concat (with a Reshape behind it for pairs) that puts the parts back where they were cut."""
-    axis = found.facts["cut"][1]
-    if found.facts["cut"][0] != layout:
+    axis = captured.facts["cut"][1]
+    if captured.facts["cut"][0] != layout:
         return "its parts are cut one way and put together another way"
     if layout == "halves" and _axis(graph, tensor, graph.ops[op_id].attributes.get("axis", 0)) != axis:
         return "its parts are cut along one axis and put together along another"
-    return found
+    return captured
 
 
 def _part(part: int) -> Term:

@@ -29,16 +29,16 @@ def find_chains(graph: Graph, names: Iterable[str], taken: Collection[int] = ())
         by_head.setdefault(types[0], []).append(types)
     for chains in by_head.values():
         chains.sort(key=len, reverse=True)
-    found: dict[int, Supergroup] = {}
+    result: dict[int, Supergroup] = {}
     for head, op in enumerate(graph.ops):
-        if head in found or head in taken:
+        if head in result or head in taken:
             continue
         for types in by_head.get(op.type, []):
             ops = _follow(graph, head, types)
-            if ops and not any(member in found or member in taken for member in ops):
-                found.update(dict.fromkeys(ops, Supergroup(tuple(ops), "+".join(types))))
+            if ops and not any(member in result or member in taken for member in ops):
+                result.update(dict.fromkeys(ops, Supergroup(tuple(ops), "+".join(types))))
                 break
-    return found
+    return result
 
 
 def _follow(graph: Graph, head: int, types: list[str]) -> list[int]:

@@ -88,12 +88,12 @@ def match_supergroups(graph: Graph, patterns: Sequence[Pattern] = PATTERNS) -> M
 def _by_anchor(graph: Graph, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
     """Return, by op type, the patterns that can end in it, without those that nothing in the graph can match."""
     types = frozenset(held.type for held in graph.ops)
-    found: dict[str, list[Pattern]] = {}
+    result: dict[str, list[Pattern]] = {}
     for pattern in patterns:
         if possible(pattern.output, types) or pattern.is_near(types):
             for type in pattern.anchors:
-                found.setdefault(type, []).append(pattern)
-    return found
+                result.setdefault(type, []).append(pattern)
+    return result
 
 
 def _worth_reporting(misses: Sequence[PartialMatch], of_pattern: Mapping[int, str]) -> tuple[NearMiss, ...]:

@@ -17,15 +17,15 @@ def linear_groups(graph: Graph, taken: Container[int]) -> Mapping[int, Supergrou
 
     A group grows from its head along tensors that have one reader and do not leave the model.
     """
-    found: dict[int, Supergroup] = {}
+    result: dict[int, Supergroup] = {}
     for index, head in enumerate(graph.ops):
-        if index in found or index in taken or head.type not in HEADS or not head.outputs:
+        if index in result or index in taken or head.type not in HEADS or not head.outputs:
             continue
         ops = _grow(graph, index)
         if len(ops) > 1 and not any(op in taken for op in ops):
             group = Supergroup(tuple(ops), "+".join(graph.ops[op].type for op in ops))
-            found.update(dict.fromkeys(ops, group))
-    return found
+            result.update(dict.fromkeys(ops, group))
+    return result
 
 
 def bias_of_add(graph: Graph, add: int) -> int | None:

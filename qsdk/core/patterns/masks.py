@@ -28,19 +28,19 @@ def is_mask(graph: Graph, tensor: int) -> str | None:
 def mask_tensors(graph: Graph, groups: Iterable[Supergroup]) -> frozenset[int]:
     """Return the computed tensors that hold a mask of a group, or a part of one, and that nothing else reads."""
     group_of = {op: group for group in groups if "mask" in group.tensors for op in group.ops}
-    found: set[int] = set()
+    result: set[int] = set()
     for group in {id(group): group for group in group_of.values()}.values():
-        found |= _sources(graph, group.tensors["mask"], _DEPTH) or set()
-    found = {tensor for tensor in found if tensor not in graph.output_set and tensor in graph.producer}
+        result |= _sources(graph, group.tensors["mask"], _DEPTH) or set()
+    result = {tensor for tensor in result if tensor not in graph.output_set and tensor in graph.producer}
     while True:
         read = {
             tensor
-            for tensor in found
-            if all(_only_hides(graph, tensor, op, found, group_of) for op in _readers(graph, tensor))
+            for tensor in result
+            if all(_only_hides(graph, tensor, op, result, group_of) for op in _readers(graph, tensor))
         }
-        if read == found:
-            return frozenset(found)
-        found = read
+        if read == result:
+            return frozenset(result)
+        result = read
 
 
 def _readers(graph: Graph, tensor: int) -> list[int]:
@@ -76,13 +76,13 @@ def _sources(graph: Graph, tensor: int | None, depth: int) -> set[int] | None:
         return {tensor} if hides else None
     parts = op.inputs if op.type in _JOINS else op.inputs[:1] if op.type in _MOVES else ()
     # halved, since a sum of two masks doubles the work at every step
-    found = [_sources(graph, part, depth - 1 if op.type in _MOVES else depth // 2) for part in parts]
-    hiding = [part for part in found if part is not None]
+    result = [_sources(graph, part, depth - 1 if op.type in _MOVES else depth // 2) for part in parts]
+    hiding = [part for part in result if part is not None]
     return {tensor}.union(*hiding) if hiding else None
 
 
 def _chosen(graph: Graph, tensor: int, branches: Iterable[int | None], depth: int) -> set[int] | None:
     """Return the sources of a Where with a branch that hides; the other one is a number, a mask or a bias."""
-    found = [_sources(graph, branch, depth - 1) for branch in branches]
-    hiding = [part for part in found if part is not None]
+    result = [_sources(graph, branch, depth - 1) for branch in branches]
+    hiding = [part for part in result if part is not None]
     return {tensor}.union(*hiding) if hiding else None

@@ -262,10 +262,10 @@ class PatternMatcher:
     def _stored_behind(self, tensor: int) -> tuple[int, frozenset[int]] | None:
         """Return the stored tensor that a tensor is a form of, and the ops between that nothing else reads."""
         graph = self.graph
-        found = graph.origin(tensor)
-        if found is None:
+        result = graph.origin(tensor)
+        if result is None:
             return None
-        root, between = found
+        root, between = result
         own = (op for op in between if graph.sole_consumer(graph.ops[op].outputs[0]) is not None)
         return root, frozenset(op for op in own if graph.ops[op].type not in ("Identity", "Transpose"))
 

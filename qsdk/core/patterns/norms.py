@@ -26,54 +26,54 @@ _EPSILON = number(0.0, 0.1, "an epsilon")
 
 def _axes(graph: Graph, op_id: int) -> tuple[int, ...] | str:
     """Return the axes of a reduction, counted from the end where the rank is known; or why they are unknown."""
-    found = graph.ops[op_id]
-    axes = found.attributes.get("axes")
-    if axes is None and len(found.inputs) > 1 and found.inputs[1] is not None:
-        value = graph.value(found.inputs[1])
+    result = graph.ops[op_id]
+    axes = result.attributes.get("axes")
+    if axes is None and len(result.inputs) > 1 and result.inputs[1] is not None:
+        value = graph.value(result.inputs[1])
         if value is None:
             return "the axes of its mean are computed"
         axes = np.reshape(value, -1).tolist()
-    shape = None if found.inputs[0] is None else graph.tensors[found.inputs[0]].shape
-    if not axes and found.attributes.get("noop_with_empty_axes", 0):
+    shape = None if result.inputs[0] is None else graph.tensors[result.inputs[0]].shape
+    if not axes and result.attributes.get("noop_with_empty_axes", 0):
         return "its mean runs over no axis"
     if shape is None:
         return tuple(sorted(axes or ()))
     return tuple(sorted({axis % len(shape) - len(shape) for axis in axes or range(len(shape))}))
 
 
-def _accept_reduction(graph: Graph, op_id: int, tensor: int, found: Captured, *, keeps: bool) -> Captured | str:
+def _accept_reduction(graph: Graph, op_id: int, tensor: int, captured: Captured, *, keeps: bool) -> Captured | str:
     """Accept a reduction over the same axes as all others of the norm; note the number of elements."""
     axes = _axes(graph, op_id)
     if isinstance(axes, str):
         return axes
     if bool(graph.ops[op_id].attributes.get("keepdims", 1)) is not keeps:
         return "its mean does not keep the axes it runs over"
-    if found.facts.get("axes", axes) != axes:
+    if captured.facts.get("axes", axes) != axes:
         return "its mean and its variance run over different axes"
     source = graph.ops[op_id].inputs[0]
     shape = None if source is None else graph.tensors[source].shape
     sizes = [None] if shape is None else [shape[axis] for axis in axes]
     known = [size for size in sizes if isinstance(size, int)]
     count = prod(known) if len(known) == len(sizes) else None
-    return found.noting("axes", axes).noting("count", count).noting("rank", None if shape is None else len(shape))
+    return captured.noting("axes", axes).noting("count", count).noting("rank", None if shape is None else len(shape))
 
 
-def _accept_restored_axes(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+def _accept_restored_axes(graph: Graph, op_id: int, tensor: int, captured: Captured) -> Captured | str:
     """Accept a reshape that restores the reduced axes with size 1."""
-    shape, axes = graph.tensors[tensor].shape, found.facts["axes"]
-    if shape is None or len(shape) != found.facts["rank"] or any(shape[axis] != 1 for axis in axes):
+    shape, axes = graph.tensors[tensor].shape, captured.facts["axes"]
+    if shape is None or len(shape) != captured.facts["rank"] or any(shape[axis] != 1 for axis in axes):
         return "its mean does not keep the axes it runs over"
-    return found
+    return captured
 
 
-def _accept_division_by_count(graph: Graph, op_id: int, tensor: int, found: Captured) -> Captured | str:
+def _accept_division_by_count(graph: Graph, op_id: int, tensor: int, captured: Captured) -> Captured | str:
     """Accept a sum that is divided by the number of its elements."""
-    count, op_node = found.facts["count"], graph.ops[op_id]
+    count, op_node = captured.facts["count"], graph.ops[op_id]
     divisors = [graph.scalar(operand) for operand in op_node.inputs]
     values = [1 / v if op_node.type == "Mul" else v for v in divisors if v]
     if count is None or len(values) != 1 or abs(values[0] - count) > 1e-3 * count:
         return "its sum is not divided by the number of elements"
-    return found
+    return captured
 
 
 def _dropped(t: Term | str, type: str = "ReduceMean") -> Term:
@@ -185,33 +185,33 @@ def _varied(graph: Graph, tensor: int | None) -> set[int] | None:
     return None if shape is None else {axis - len(shape) for axis, size in enumerate(shape) if size != 1}
 
 
-def _check_affine(graph: Graph, found: Captured) -> str | None:
+def _check_affine(graph: Graph, captured: Captured) -> str | None:
     """Return None if the addend can be a beta (along the normalised axes, one axis, or as gamma), else why not."""
-    beta, gamma = _varied(graph, found.tensors.get("beta")), _varied(graph, found.tensors.get("gamma"))
-    axes = set(found.facts.get("axes", ()))
+    beta, gamma = _varied(graph, captured.tensors.get("beta")), _varied(graph, captured.tensors.get("gamma"))
+    axes = set(captured.facts.get("axes", ()))
     if beta is None or gamma is None or len(beta) <= 1 or beta <= axes or beta <= gamma:
         return None
-    return f"{graph.tensors[found.tensors['beta']].name!r} is added along more axes than a beta has"
+    return f"{graph.tensors[captured.tensors['beta']].name!r} is added along more axes than a beta has"
 
 
-def _layer_or_instance(graph: Graph, found: Captured) -> str:
-    axes = set(found.facts.get("axes", ()))
-    varied = (_varied(graph, found.tensors.get("gamma")) or set()) | (
-        _varied(graph, found.tensors.get("beta")) or set()
+def _layer_or_instance(graph: Graph, captured: Captured) -> str:
+    axes = set(captured.facts.get("axes", ()))
+    varied = (_varied(graph, captured.tensors.get("gamma")) or set()) | (
+        _varied(graph, captured.tensors.get("beta")) or set()
     )
     outside = varied - axes if all(axis < 0 for axis in axes) else set()
     return "LayerNorm" if not outside else "GroupNorm" if varied & axes else "InstanceNorm"
 
 
-def _check_groups(graph: Graph, found: Captured) -> str | None:
+def _check_groups(graph: Graph, captured: Captured) -> str | None:
     """Return None if the norm between the two Reshapes is plain and the second undoes the first, else why not."""
     for name, plain in (("scale", 1.0), ("bias", 0.0)):
-        op_node = graph.value(found.tensors.get(name))
+        op_node = graph.value(captured.tensors.get(name))
         if op_node is not None and not np.all(op_node == plain):
             return f"the {name} of its InstanceNormalization is not {plain:g}"
-    before, after = (graph.tensors[t].shape for t in (found.tensors["x"], found.facts["back"]))
+    before, after = (graph.tensors[t].shape for t in (captured.tensors["x"], captured.facts["back"]))
     if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)) or before == after:
-        return _check_affine(graph, found)
+        return _check_affine(graph, captured)
     return "its second Reshape does not give the shape back"
 
 
@@ -221,7 +221,7 @@ def _group_norm() -> Pattern:
     instance = op("InstanceNormalization", grouped, stored("scale", "statistic"), stored("bias", "statistic"))
     spelled = _Spelling(_variance(grouped)).normed(_centred(grouped))
     back: Node = op(
-        "Reshape", any_of(instance, spelled), where=lambda g, _, tensor, found: found.noting("back", tensor)
+        "Reshape", any_of(instance, spelled), where=lambda g, _, tensor, captured: captured.noting("back", tensor)
     )
     return Pattern("GroupNorm", _shifted(any_of(op("Mul", back, _GAMMA), back)), _check_groups)
 

@@ -49,7 +49,7 @@ class MatchResult:
     """The result of matching.
 
     Attributes:
-        groups: op id -> the supergroup it is inside; an op that stands alone is absent.
+        groups: op id -> the supergroup that contains it; other ops are absent.
         near_misses: in the order of their ops.
         masks: ids of computed tensors that only hide scores from a softmax (0 or a very negative number, minus
             infinity too): no grid serves them, so they stay float.

@@ -32,15 +32,15 @@ def plan_activations(context: PlanningContext) -> dict[int, Decision]:
     """Decide graph inputs and op outputs, ties included; return the decisions by tensor id."""
     graph = context.graph
     assembled = _float_assemblies(context)
-    found = {}
+    result = {}
     for tensor in graph.inputs:
         if graph.tensors[tensor].is_float:
-            found[tensor] = _decide(context, tensor, None, {})
+            result[tensor] = _decide(context, tensor, None, {})
     for index, op in enumerate(graph.ops):
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
-                found[tensor] = _decide(context, tensor, index, assembled)
-    return _tie(context, found)
+                result[tensor] = _decide(context, tensor, index, assembled)
+    return _tie(context, result)
 
 
 def _float_assemblies(context: PlanningContext) -> dict[int, str]:
@@ -131,41 +131,41 @@ def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | Non
 def _tie(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Return the decisions with every member of a tie class pointing to the first site of the class."""
     loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
-    apart = {index for index in _movers(context) if _ties(context, index) is False}
-    classes = find_ties(context.graph, loose, apart | context.groups.keys())
+    untied = {index for index in _movers(context) if _ties(context, index) is False}
+    classes = find_ties(context.graph, loose, untied | context.groups.keys())
     through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
     ranges: dict[int, set[tuple[float, float] | None]] = {}
     for tensor in loose:
         spec = activations[tensor].spec
         if tensor not in through and spec is not None:
             ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
-    found = _tie_dynamic(context, activations)
+    result = _tie_dynamic(context, activations)
     for tensor in loose:
         first = classes.find(tensor)
         home, fixed = activations[first], ranges.get(first, {None})
         # a fixed range holds for a class only if all that enters it lives there
         shared = replace(loose[first], fixed_range=next(iter(fixed)) if len(fixed) == 1 else None)
-        found[tensor] = replace(activations[tensor], spec=shared)
+        result[tensor] = replace(activations[tensor], spec=shared)
         if first != tensor:
             reason = f"shares the encoding of {home.site}"
             passes = tensor in through
-            found[tensor] = replace(found[tensor], tied_to=home.site, passes_through=passes, reason=reason)
-    return found
+            result[tensor] = replace(result[tensor], tied_to=home.site, passes_through=passes, reason=reason)
+    return result
 
 
 def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Return the decisions, in which tensors that only move values of a dynamically quantized one are tied to it."""
-    found = dict(activations)
+    result = dict(activations)
     for index in _movers(context):
         op, source = context.graph.ops[index], context.graph.ops[index].inputs[0]
-        home = None if source is None else found.get(source)
+        home = None if source is None else result.get(source)
         if op.type == "Concat" or home is None or not (home.dynamic or home.tied_dynamically):
             continue
         for tensor in op.outputs:
-            if tensor in found and found[tensor].dynamic:
+            if tensor in result and result[tensor].dynamic:
                 reason = f"holds values of {home.encoding_site}, which is quantized dynamically"
-                found[tensor] = replace(found[tensor], spec=None, tied_to=home.encoding_site, reason=reason)
-    return found
+                result[tensor] = replace(result[tensor], spec=None, tied_to=home.encoding_site, reason=reason)
+    return result
 
 
 def _passes_through(context: PlanningContext, tensor: int, classes: Classes) -> bool:

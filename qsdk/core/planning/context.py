@@ -40,12 +40,12 @@ class PlanningContext:
         self.inputs, self.outputs = frozenset(graph.inputs), frozenset(graph.outputs)
         self.groups: Mapping[int, Supergroup] = {}
         wanted, names = (*config.patterns, *PATTERNS), config.supergroups
-        found = match_supergroups(graph, [pattern for pattern in wanted if names is None or pattern.name in names])
-        self.near_misses = {miss.op: miss for miss in found.near_misses}
-        self.steers = dict(steering_tensors(graph, found.masks)) | dict.fromkeys(
-            found.masks, "a mask of MaskedSoftmax: it only hides scores, and no grid serves it"
+        result = match_supergroups(graph, [pattern for pattern in wanted if names is None or pattern.name in names])
+        self.near_misses = {miss.op: miss for miss in result.near_misses}
+        self.steers = dict(steering_tensors(graph, result.masks)) | dict.fromkeys(
+            result.masks, "a mask of MaskedSoftmax: it only hides scores, and no grid serves it"
         )
-        self.groups = self._wanted_groups(found.groups)
+        self.groups = self._wanted_groups(result.groups)
         counted = becomes_integers(graph)
         self.steers |= {**self._outside_groups({**guarded_divisors(graph), **counted}), **self.coarse}
         for op, group in self.groups.items():
@@ -98,15 +98,15 @@ class PlanningContext:
         return {tensor: reason for tensor, reason in reasons.items() if tensor not in inside | self.steers.keys()}
 
     def _wanted_groups(self, matched: Mapping[int, Supergroup]) -> Mapping[int, Supergroup]:
-        found = dict(matched)
+        result = dict(matched)
         if self.config.supergroups is not None:
-            found = {op: group for op, group in matched.items() if not is_chain(group.name)}
-            found |= find_chains(self.graph, filter(is_chain, self.config.supergroups), found)
+            result = {op: group for op, group in matched.items() if not is_chain(group.name)}
+            result |= find_chains(self.graph, filter(is_chain, self.config.supergroups), result)
         if self.config.supergroup and all(rule.supergroup is None for rule in self.config.rules):
-            return found
+            return result
         # rules are applied to every member as if it were alone
-        alone = {op for op in found for t in self.graph.ops[op].outputs if not self._stays_in_group(t, op)}
-        return {op: group for op, group in found.items() if alone.isdisjoint(group.ops)}
+        alone = {op for op in result for t in self.graph.ops[op].outputs if not self._stays_in_group(t, op)}
+        return {op: group for op, group in result.items() if alone.isdisjoint(group.ops)}
 
     def _stays_in_group(self, tensor: int, op: int) -> bool:
         return self.result_choice(tensor, op).wanted.supergroup

@@ -39,12 +39,12 @@ def explanation(plan: Plan, site: str) -> str:
     Raises:
         ConfigError: there is no such site.
     """
-    found = plan.decisions.get(site)
-    if found is None:
+    result = plan.decisions.get(site)
+    if result is None:
         near = nearest_in_words(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")
         raise ConfigError(f"there is no site {site}; {near}")
-    what = "float32" if found.spec is None else ", ".join(filter(None, (found.spec.dtype.name, _granularity(found))))
-    return f"{site} is {found.state} ({what}): {found.reason}; decided by {found.rule}"
+    what = "float32" if result.spec is None else ", ".join(filter(None, (result.spec.dtype.name, _granularity(result))))
+    return f"{site} is {result.state} ({what}): {result.reason}; decided by {result.rule}"
 
 
 def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:

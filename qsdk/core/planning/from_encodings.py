@@ -41,7 +41,7 @@ def plan_as_given(
     """
     by_structure = kinds_of(graph)
     biases = {site: parts for site, parts in bias_parts(graph).items() if _is_product(site, parts, encodings)}
-    found, as_given = {}, _reasons(graph)
+    result, as_given = {}, _reasons(graph)
     for site, tensor in graph.sites.items():
         facts = graph.tensors[tensor]
         maker = graph.producer.get(tensor)
@@ -53,9 +53,9 @@ def plan_as_given(
             (missing, "default") if spec is None else (as_given[site] if site in encodings else AS_GIVEN, THE_FILE)
         )
         kind = (kinds or {}).get(site) or by_structure[site]
-        found[site] = Decision(site, op_type, kind, spec, reason, rule, bias_of=biases.get(site), shape=facts.shape)
-    _tie_what_passes_through(graph, found, encodings)
-    return Plan(found)
+        result[site] = Decision(site, op_type, kind, spec, reason, rule, bias_of=biases.get(site), shape=facts.shape)
+    _tie_what_passes_through(graph, result, encodings)
+    return Plan(result)
 
 
 def _reasons(graph: Graph) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _reasons(graph: Graph) -> dict[str, str]:
     return {site: AS_GIVEN + (_HOLDS_0 if tensor in poles else "") for site, tensor in graph.sites.items()}
 
 
-def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
+def _tie_what_passes_through(graph: Graph, decisions: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
     """Tie the results of ops that only move values to their inputs, where both have one encoding."""
     for op in graph.ops:
         sources = _moved_sites(graph, op)
@@ -73,25 +73,27 @@ def _tie_what_passes_through(graph: Graph, found: dict[str, Decision], encodings
         for output in op.outputs:
             site = graph.tensors[output].site or ""
             if site in encodings and all(encodings.get(source) == encodings[site] for source in sources):
-                found[site] = replace(found[site], tied_to=found[sources[0]].encoding_site, passes_through=True)
-    for site, decision in found.items():
+                decisions[site] = replace(
+                    decisions[site], tied_to=decisions[sources[0]].encoding_site, passes_through=True
+                )
+    for site, decision in decisions.items():
         if decision.bias_of is not None:
-            found[site] = replace(decision, bias_of=_homes(found, decision.bias_of))
+            decisions[site] = replace(decision, bias_of=_homes(decisions, decision.bias_of))
 
 
 def _moved_sites(graph: Graph, op: Op) -> list[str]:
     """Return the sites whose values an op only moves, also through tensors without a site; "" where there is none."""
     if not keeps_grid(graph, op):
         return []
-    found: list[str] = []
+    result: list[str] = []
     for tensor in op.inputs if op.type == "Concat" else op.inputs[:1]:
         if tensor is None:
             continue
         maker = graph.producer.get(tensor)
         site = graph.tensors[tensor].site
         through = [] if site is not None or maker is None else _moved_sites(graph, graph.ops[maker])
-        found += through or [site or ""]
-    return found
+        result += through or [site or ""]
+    return result
 
 
 def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding], casts: Mapping[str, DType]) -> Plan:
@@ -106,7 +108,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
         encodings: by site.
         casts: site -> float16 or bfloat16.
     """
-    found, as_given = dict(plan.decisions), _reasons(graph)
+    result, as_given = dict(plan.decisions), _reasons(graph)
     for home, members in _classes(plan).items():
         stated = [site for site in members if site in encodings]
         if not stated:
@@ -115,31 +117,31 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
         if all(encodings[site] == first for site in stated) and not any(site in casts for site in members):
             for site in members:
                 reason = as_given[site] if site in encodings else f"{AS_GIVEN} of {stated[0]}"
-                found[site] = replace(found[site], spec=spec_of(first), reason=reason, rule=THE_FILE)
+                result[site] = replace(result[site], spec=spec_of(first), reason=reason, rule=THE_FILE)
             continue
         for site in members:
-            found[site] = replace(found[site], passes_through=False)
+            result[site] = replace(result[site], passes_through=False)
         for site in (*stated, *((home,) if home not in encodings else ())):
-            found[site] = replace(found[site], tied_to=None)
+            result[site] = replace(result[site], tied_to=None)
     for site, encoding in encodings.items():
-        if found[site].rule != THE_FILE:
-            alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
-            found[site] = replace(alone, spec=spec_of(encoding), reason=as_given[site], rule=THE_FILE)
+        if result[site].rule != THE_FILE:
+            alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None)
+            result[site] = replace(alone, spec=spec_of(encoding), reason=as_given[site], rule=THE_FILE)
     for site, dtype in casts.items():
-        alone = replace(found[site], tied_to=None, passes_through=False, bias_of=None)
-        found[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
-    _plan_biases(graph, found, encodings)
-    return Plan(found, plan.inside)
+        alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None)
+        result[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
+    _plan_biases(graph, result, encodings)
+    return Plan(result, plan.inside)
 
 
 def owned_encodings(plan: Plan, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
     """Return the encodings by the site that owns them; each was given for that site or for one tied to it."""
-    found: dict[str, Encoding] = {}
+    result: dict[str, Encoding] = {}
     for site, encoding in encodings.items():
         decision = plan.decisions[site]
         if decision.bias_of is None:
-            found.setdefault(decision.encoding_site, encoding)
-    return {site: found[site] for site in plan.decisions if site in found}
+            result.setdefault(decision.encoding_site, encoding)
+    return {site: result[site] for site in plan.decisions if site in result}
 
 
 def misfit(encoding: Encoding, shape: tuple[int | str | None, ...] | None) -> str:
@@ -183,20 +185,20 @@ def spec_of(encoding: Encoding) -> Spec:
 def kinds_of(graph: Graph) -> dict[str, Kind]:
     """Return the kind of each site, as the structure of the graph shows it."""
     biases = {o.root for index in range(len(graph.ops)) for o in operands_of(graph, index) if o.role == "bias"}
-    found: dict[str, Kind] = {}
+    result: dict[str, Kind] = {}
     for site, tensor in graph.sites.items():
         if graph.tensors[tensor].constant:
-            found[site] = "bias" if tensor in biases else "weight"
+            result[site] = "bias" if tensor in biases else "weight"
         elif tensor in graph.inputs:
-            found[site] = "input"
+            result[site] = "input"
         else:
-            found[site] = "output" if tensor in graph.output_set else "activation"
-    return found
+            result[site] = "output" if tensor in graph.output_set else "activation"
+    return result
 
 
 def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
     """Return, for the site of each bias, the sites of the input and the weight of its layer."""
-    found: dict[str, tuple[str, str]] = {}
+    result: dict[str, tuple[str, str]] = {}
     for index, op in enumerate(graph.ops):
         for operand in operands_of(graph, index):
             bias = graph.tensors[operand.root].site
@@ -211,8 +213,8 @@ def bias_parts(graph: Graph) -> dict[str, tuple[str, str]]:
                 continue
             sites = (graph.tensors[source].site, graph.tensors[root].site)
             if sites[0] is not None and sites[1] is not None:
-                found[bias] = (sites[0], sites[1])
-    return found
+                result[bias] = (sites[0], sites[1])
+    return result
 
 
 def _is_product(bias: str, parts: tuple[str, str], encodings: Mapping[str, Encoding]) -> bool:
@@ -225,27 +227,27 @@ def _is_product(bias: str, parts: tuple[str, str], encodings: Mapping[str, Encod
 
 def _classes(plan: Plan) -> dict[str, list[str]]:
     """Return, by the site that owns an encoding, the sites that share it, itself included."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for site, decision in plan.decisions.items():
         if decision.quantized and decision.bias_of is None:
-            found.setdefault(decision.encoding_site, []).append(site)
-    return found
+            result.setdefault(decision.encoding_site, []).append(site)
+    return result
 
 
-def _plan_biases(graph: Graph, found: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
+def _plan_biases(graph: Graph, decisions: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
     """Derive the int32 biases from the new specs of input and weight; where that is impossible, leave them float."""
     for site, parts in bias_parts(graph).items():
-        decision = found[site]
-        derived = decision.bias_of is not None and all(_is_narrow(found[part]) for part in parts)
+        decision = decisions[site]
+        derived = decision.bias_of is not None and all(_is_narrow(decisions[part]) for part in parts)
         if derived or _is_product(site, parts, encodings):
-            found[site] = replace(decision, bias_of=_homes(found, parts))
+            decisions[site] = replace(decision, bias_of=_homes(decisions, parts))
         elif decision.bias_of is not None:
             reason = "an int32 bias needs an input and a weight of 8 bits or fewer, and the file has others"
-            found[site] = replace(decision, spec=None, bias_of=None, reason=reason)
+            decisions[site] = replace(decision, spec=None, bias_of=None, reason=reason)
 
 
-def _homes(found: Mapping[str, Decision], parts: tuple[str, str]) -> tuple[str, str]:
-    return found[parts[0]].encoding_site, found[parts[1]].encoding_site
+def _homes(decisions: Mapping[str, Decision], parts: tuple[str, str]) -> tuple[str, str]:
+    return decisions[parts[0]].encoding_site, decisions[parts[1]].encoding_site
 
 
 def _is_narrow(decision: Decision) -> bool:

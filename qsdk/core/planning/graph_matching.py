@@ -31,7 +31,7 @@ _VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
 _SPREADING = frozenset({"Tile"})  # broadcasts a stored tensor when sizes are dynamic, as Expand does
 _COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum", "And", "Or", "Equal"})
 _SHAPE_OPS = frozenset({"Shape", "Size"})
-_STORED = -1  # stands for any tensor that depends on no input
+_STORED = -1  # any tensor that depends on no input
 _ABSENT = -2
 
 
@@ -86,12 +86,12 @@ class _Reduced:
     def _fixed(self) -> set[int]:
         """Return the constants, and the tensors that depend on constants and shapes without reading a table."""
         graph = self.graph
-        found = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
+        result = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
         for op in graph.ops:
             read = self.read(op)
-            if op.type in _SHAPE_OPS or (all(t in found for t in read) and not self._looks_up(op, read)):
-                found.update(op.outputs)
-        return found
+            if op.type in _SHAPE_OPS or (all(t in result for t in read) and not self._looks_up(op, read)):
+                result.update(op.outputs)
+        return result
 
     def read(self, op: Op) -> list[int]:
         """Return the tensors whose values an op reads, without those that only give a type or sizes."""
@@ -148,11 +148,11 @@ class _Reduced:
 
     def _origins(self) -> dict[int, int]:
         """Return the tensor that each tensor is a view of."""
-        found = {index: index for index in range(len(self.graph.tensors))}
+        result = {index: index for index in range(len(self.graph.tensors))}
         for op in self.graph.ops:
             if self.is_view(op) and op.inputs[0] is not None and op.outputs[0] not in self.fixed:
-                found[op.outputs[0]] = found[op.inputs[0]]
-        return found
+                result[op.outputs[0]] = result[op.inputs[0]]
+        return result
 
     def result(self, tensor: int) -> int:
         """Return an op's output as others read it: behind its guard."""
@@ -161,28 +161,28 @@ class _Reduced:
     @cached_property
     def readers(self) -> Mapping[int, list[tuple[int, int]]]:
         """Return, by origin, the computing ops that read it and the positions where they do."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        result: dict[int, list[tuple[int, int]]] = {}
         for index in self.computing:
             op = self.graph.ops[index]
             for position, tensor in enumerate(op.inputs):
                 if tensor is not None and tensor not in self.fixed:
                     place = 0 if op.type in _COMMUTATIVE else position
-                    found.setdefault(self.origin[tensor], []).append((index, place))
-        return found
+                    result.setdefault(self.origin[tensor], []).append((index, place))
+        return result
 
     @cached_property
     def colours(self) -> Mapping[int, int]:
         """Return, by computing op, a hash of all that its results lead to; it tells equal siblings (Q, K, V) apart."""
         leaving = {self.origin[t]: number for number, t in enumerate(self.graph.outputs)}
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for index in reversed(self.computing):
             op = self.graph.ops[index]
             seen = []
             for output in (self.result(t) for t in op.outputs):
-                users = sorted((found[reader], place) for reader, place in self.readers.get(output, ()))
+                users = sorted((result[reader], place) for reader, place in self.readers.get(output, ()))
                 seen.append((leaving.get(output, -1), tuple(users)))
-            found[index] = hash((op.type, tuple(seen)))
-        return found
+            result[index] = hash((op.type, tuple(seen)))
+        return result
 
     def key(self, index: int, renamed: Mapping[int, int] | None = None) -> tuple[object, ...] | None:
         """Return an op's key: its type and its inputs, in the tensor ids of the other graph if `renamed` is given."""
@@ -228,7 +228,7 @@ class _Matching:
             key = self.left.key(index, self.found)
             if key is None:
                 continue
-            # an exporter joins equal ops, so that one of them may stand for several
+            # an exporter merges equal ops, so that one of them may represent several
             candidates = waiting.get(key) or taken.get(key, [])
             if candidates:
                 chosen = min(candidates, key=functools.partial(self._unlike, index))
@@ -290,18 +290,18 @@ class _Comparison:
 
     def run(self) -> list[PlanDifference]:
         mine, theirs = _by_tensor(self.left, self.left_plan), _by_tensor(self.right, self.right_plan)
-        found = []
+        result = []
         for left_id, decision in mine.items():
             other = theirs.get(self.mapping[left_id]) if left_id in self.mapping else None
             if left_id not in self.mapping:
-                found += _unmatched(decision, swapped=False)
+                result += _unmatched(decision, swapped=False)
             elif other is not None:
-                found += self._differences(left_id, decision, other)
+                result += self._differences(left_id, decision, other)
         matched = set(self.mapping.values())
         for right_id, decision in theirs.items():
             if right_id not in matched:
-                found += _unmatched(decision, swapped=True)
-        return found + self._other_classes(mine, theirs)
+                result += _unmatched(decision, swapped=True)
+        return result + self._other_classes(mine, theirs)
 
     def _differences(self, left_id: int, mine: Decision, theirs: Decision) -> list[PlanDifference]:
         pairs: list[tuple[str, object, object]] = [("kind", mine.kind, theirs.kind)]
@@ -315,7 +315,7 @@ class _Comparison:
 
     def _other_classes(self, mine: Mapping[int, Decision], theirs: Mapping[int, Decision]) -> list[PlanDifference]:
         """Return the matched tensors that share an encoding on one side only."""
-        found = []
+        result = []
         homes: dict[str, str] = {}
         back: dict[str, str] = {}
         for left_id, right_id in self.mapping.items():
@@ -324,8 +324,8 @@ class _Comparison:
                 continue
             ours, yours = one.encoding_site, other.encoding_site
             if homes.setdefault(ours, yours) != yours or back.setdefault(yours, ours) != ours:
-                found.append(PlanDifference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
-        return found
+                result.append(PlanDifference(one.site, other.site, f"shares the encoding of {ours} | of {yours}"))
+        return result
 
 
 def _unmatched(decision: Decision, *, swapped: bool) -> list[PlanDifference]:
@@ -338,12 +338,12 @@ def _unmatched(decision: Decision, *, swapped: bool) -> list[PlanDifference]:
 
 def _by_tensor(graph: Graph, plan: Plan) -> dict[int, Decision]:
     inside = {decision.site: decision for decision in plan.inside}
-    found = {}
+    result = {}
     for index, tensor in enumerate(graph.tensors):
         decision = plan.decisions.get(tensor.site) if tensor.site is not None else inside.get(f"({tensor.name})")
         if decision is not None:
-            found[index] = decision
-    return found
+            result[index] = decision
+    return result
 
 
 def _as_read(graph: Graph, tensor: int, spec: Spec | None) -> Spec | None:

@@ -59,7 +59,7 @@ def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decisi
     name = context.config.hardware
     if name is None or HARDWARE[hardware_named(name)].second_operand == "free":
         return dict(activations)
-    found, members = dict(activations), _classes(activations)
+    result, members = dict(activations), _classes(activations)
     narrow = HARDWARE[hardware_named(name)].second_operand == "8 bits"
     # later ops first: a raised operand may be the second one of an earlier MatMul, and then raises another
     waiting = [index for index, op in enumerate(context.graph.ops) if op.type == "MatMul"]
@@ -67,21 +67,21 @@ def constrain_matmuls(context: PlanningContext, activations: Mapping[int, Decisi
     while changed:
         changed = False
         for index in reversed(waiting):
-            changed |= _constrain(context, index, found, members, name, narrow=narrow)
-    return found
+            changed |= _constrain(context, index, result, members, name, narrow=narrow)
+    return result
 
 
 def _constrain(
     context: PlanningContext,
     matmul: int,
-    found: dict[int, Decision],
+    decisions: dict[int, Decision],
     members: Mapping[str, list[int]],
     name: str,
     *,
     narrow: bool,
 ) -> bool:
-    homes = [_quantized_at(context, tensor, found) for tensor in context.graph.ops[matmul].inputs]
-    specs = [None if home is None else found[home].spec for home in homes]
+    homes = [_quantized_at(context, tensor, decisions) for tensor in context.graph.ops[matmul].inputs]
+    specs = [None if home is None else decisions[home].spec for home in homes]
     if len(homes) != 2 or any(spec is None or not spec.dtype.is_integer for spec in specs):
         return False
     first, second = specs
@@ -91,28 +91,28 @@ def _constrain(
         wanted = [(homes[1], replace(second, dtype=_with_bits(second.dtype, 8), symmetric=True))]
     elif second.dtype.bits == 16:
         wanted = [(homes[1], replace(second, symmetric=True))]
-        if len({found[home].encoding_site for home in homes if home is not None}) == 1:
+        if len({decisions[home].encoding_site for home in homes if home is not None}) == 1:
             first = wanted[0][1]  # one encoding for both
         wanted.append((homes[0], replace(first, dtype=_with_bits(first.dtype, 16))))
     else:
         return False
     changed = False
     for home, spec in wanted:
-        if home is not None and found[home].spec != spec:
-            _set_spec(found, members[found[home].encoding_site], spec, f"a MatMul of {name} needs it")
+        if home is not None and decisions[home].spec != spec:
+            _set_spec(decisions, members[decisions[home].encoding_site], spec, f"a MatMul of {name} needs it")
             changed = True
     return changed
 
 
-def _quantized_at(context: PlanningContext, tensor: int | None, found: Mapping[int, Decision]) -> int | None:
+def _quantized_at(context: PlanningContext, tensor: int | None, decisions: Mapping[int, Decision]) -> int | None:
     """Return the tensor whose encoding an operand has, its own or that of its source; None if it is stored."""
     current = tensor
-    while current is not None and current in found and not found[current].quantized:
+    while current is not None and current in decisions and not decisions[current].quantized:
         made_by = context.graph.producer.get(current)
         op = None if made_by is None else context.graph.ops[made_by]
         moved = op is not None and op.type != "Concat" and keeps_grid(context.graph, op)
         current = op.inputs[0] if op is not None and moved else None
-    return current if current in found else None
+    return current if current in decisions else None
 
 
 def _classes(activations: Mapping[int, Decision]) -> dict[str, list[int]]:
@@ -122,11 +122,11 @@ def _classes(activations: Mapping[int, Decision]) -> dict[str, list[int]]:
     return members
 
 
-def _set_spec(found: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
+def _set_spec(decisions: dict[int, Decision], tensors: list[int], spec: Spec, why: str) -> None:
     for tensor in tensors:
-        reason = found[tensor].reason
+        reason = decisions[tensor].reason
         note = f"{reason}; {spec.dtype}{', symmetric' if spec.symmetric else ''}: {why}"
-        found[tensor] = replace(found[tensor], spec=spec, reason=note)
+        decisions[tensor] = replace(decisions[tensor], spec=spec, reason=note)
 
 
 def constrain_norms(
@@ -136,7 +136,7 @@ def constrain_norms(
     name = context.config.hardware
     if name is None:
         return dict(stored)
-    target, found = HARDWARE[hardware_named(name)], dict(stored)
+    target, result = HARDWARE[hardware_named(name)], dict(stored)
     for index, op in enumerate(context.graph.ops):
         group = context.groups.get(index)
         type = op.type if group is None else ONNX_NAMES.get(group.name, op.type)
@@ -145,14 +145,14 @@ def constrain_norms(
         last = index if group is None else group.ops[-1]
         output = activations.get(context.graph.ops[last].outputs[0])
         for operand in context.operands[index]:
-            decision = found.get(operand.root)
+            decision = result.get(operand.root)
             if decision is None or decision.kind != "weight" or decision.spec is None:
                 continue
             if decision.spec.dtype.is_integer:
                 spec = _norm_weight(decision.spec, type, target, output)
                 if spec != decision.spec:
-                    _set_spec(found, [operand.root], spec, f"{type} on {name} needs it")
-    return found
+                    _set_spec(result, [operand.root], spec, f"{type} on {name} needs it")
+    return result
 
 
 def _norm_weight(spec: Spec, type: str, target: Hardware, output: Decision | None) -> Spec:
@@ -168,5 +168,5 @@ def _norm_weight(spec: Spec, type: str, target: Hardware, output: Decision | Non
 
 def _with_bits(dtype: DType, bits: int) -> DType:
     """Return the dtype of that many bits, with the sign and strictness of this one."""
-    found = DTYPES[re.sub(r"\d+.*", str(bits), dtype.name)]
-    return found.strict if dtype.signed and dtype.lo == -dtype.hi else found
+    result = DTYPES[re.sub(r"\d+.*", str(bits), dtype.name)]
+    return result.strict if dtype.signed and dtype.lo == -dtype.hi else result

@@ -63,7 +63,7 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         root = None if tensor is None else graph.constant_root(tensor)
         known = None if root is None or roles is None else roles.get(root)
         return [] if tensor is None or root is None or known is None else [StoredOperand(tensor, root, known)]
-    found = []
+    result = []
     for position, tensor in enumerate(op.inputs):
         root = None if tensor is None else _root(graph, op, position, tensor)
         if tensor is None or root is None or not graph.tensors[root].is_float:
@@ -71,8 +71,8 @@ def operands_of(graph: Graph, op_id: int, roles: Mapping[int, Role] | None = Non
         role, axes = _role(graph, op_id, position, tensor)
         if role is not None:
             rooted = [None if axis is None else graph.axis_at_root(tensor, axis) for axis in axes]
-            found.append(StoredOperand(tensor, root, role, *rooted))
-    return found
+            result.append(StoredOperand(tensor, root, role, *rooted))
+    return result
 
 
 def is_scalar(graph: Graph, op_id: int, operand: StoredOperand) -> bool:

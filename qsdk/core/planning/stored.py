@@ -22,17 +22,17 @@ def plan_stored(context: PlanningContext, activations: Mapping[int, Decision]) -
         context: graph and config.
         activations: decided before, since a bias depends on its input.
     """
-    found: dict[int, Decision] = {}
+    result: dict[int, Decision] = {}
     several_axes = _read_along_several_axes(context)
     for index, operands in context.operands.items():
         # weights before biases: a bias needs its weight's decision
         for operand in sorted(operands, key=lambda o: o.role == "bias"):
-            if operand.root not in found:
+            if operand.root not in result:
                 read = replace(operand, channel_axis=None) if operand.root in several_axes else operand
-                found[operand.root] = _stored(context, index, read, activations, found)
-            _alias(context, operand, found)
-    _explain_rest(context, activations, found)
-    return found
+                result[operand.root] = _stored(context, index, read, activations, result)
+            _alias(context, operand, result)
+    _explain_rest(context, activations, result)
+    return result
 
 
 def _read_along_several_axes(context: PlanningContext) -> frozenset[int]:
@@ -45,7 +45,7 @@ def _read_along_several_axes(context: PlanningContext) -> frozenset[int]:
         for operand in operands:
             if operand.role == "weight":
                 axes.setdefault(operand.root, set()).add(operand.channel_axis)
-    return frozenset(root for root, found in axes.items() if len(found) > 1)
+    return frozenset(root for root, result in axes.items() if len(result) > 1)
 
 
 def _stored(
@@ -53,7 +53,7 @@ def _stored(
     op: int,
     operand: StoredOperand,
     activations: Mapping[int, Decision],
-    found: Mapping[int, Decision],
+    decisions: Mapping[int, Decision],
 ) -> Decision:
     facts, op_type = context.graph.tensors[operand.root], context.graph.ops[op].type
     role, reader = _role(context, op, operand)
@@ -68,7 +68,7 @@ def _stored(
     choice = context.resolver.at(context.stored_place(op, operand.root))
     wanted = choice.wanted
     if role == "bias":
-        return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, found)
+        return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
     spec = _spec(operand, role, wanted, facts.shape, named=choice.is_named("weight"))
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
@@ -85,8 +85,8 @@ def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: 
     if not isinstance(wanted, DType) or wanted.is_quantized or float_spec(wanted) is None:
         return replace(bare, reason=reason)
     if context.graph.ops[op].type == "BatchNormalization":
-        said = "the config" if rule == "default" else f"the rule {rule}"
-        return replace(bare, reason=f"{reason}; {said} rounds the result of the BatchNorm alone to {wanted}")
+        source = "the config" if rule == "default" else f"the rule {rule}"
+        return replace(bare, reason=f"{reason}; {source} rounds the result of the BatchNorm alone to {wanted}")
     if context.graph.tensors[operand.root].site is None or is_scalar(context.graph, op, operand):
         return replace(bare, reason=reason)
     return _kept_float(replace(bare, rule=rule), wanted)
@@ -146,7 +146,7 @@ def _bias(
     bare: Decision,
     choice: QuantConfig,
     activations: Mapping[int, Decision],
-    found: Mapping[int, Decision],
+    decisions: Mapping[int, Decision],
 ) -> Decision:
     if choice.bias.kind == "float":
         return _kept_float(bare, choice.bias)
@@ -154,7 +154,7 @@ def _bias(
     source = context.graph.ops[head].inputs[0]
     weight = next((o.root for o in context.operands[head] if o.role == "weight"), None)
     fed = activations.get(source) if source is not None else None
-    held = found.get(weight) if weight is not None else None
+    held = decisions.get(weight) if weight is not None else None
     if fed is not None and (fed.dynamic or fed.tied_dynamically):
         return replace(bare, reason="the scale of its input is found while the model runs")
     for name, decision in (("input", fed), ("weight", held)):
@@ -177,27 +177,29 @@ def _narrow_integer(dtype: DType) -> bool:
     return dtype.is_integer and dtype.bits <= 8
 
 
-def _alias(context: PlanningContext, operand: StoredOperand, found: dict[int, Decision]) -> None:
+def _alias(context: PlanningContext, operand: StoredOperand, decisions: dict[int, Decision]) -> None:
     """Tie a site that reads a stored tensor through Identity (a shared weight) to that tensor's site."""
     graph = context.graph
-    current, home = operand.tensor, found[operand.root]
+    current, home = operand.tensor, decisions[operand.root]
     while current != operand.root:
         op = graph.ops[graph.producer[current]]
         site = graph.tensors[current].site
         if op.type == "Identity" and site is not None:
             tie = home.site if home.quantized else None
             reason = f"the same parameter as {home.site}"
-            found[current] = replace(home, site=site, tied_to=tie, passes_through=False, reason=reason)
+            decisions[current] = replace(home, site=site, tied_to=tie, passes_through=False, reason=reason)
         source = op.inputs[0]
         assert source is not None
         current = source
 
 
-def _explain_rest(context: PlanningContext, activations: Mapping[int, Decision], found: dict[int, Decision]) -> None:
+def _explain_rest(
+    context: PlanningContext, activations: Mapping[int, Decision], decisions: dict[int, Decision]
+) -> None:
     """Record why the other stored tensors stay float: bounds, exponents, views, and tensors that nothing reads."""
     graph = context.graph
     for tensor, facts in enumerate(graph.tensors):
-        if not facts.is_float or tensor in activations or tensor in found:
+        if not facts.is_float or tensor in activations or tensor in decisions:
             continue
         readers = graph.consumers[tensor]
         op_type = graph.ops[readers[0]].type if readers else "Constant"
@@ -216,4 +218,4 @@ def _explain_rest(context: PlanningContext, activations: Mapping[int, Decision],
         if root is not None and root != tensor:
             reason = f"a view of {graph.tensors[root].site or graph.tensors[root].name}"
         site = facts.site or f"({facts.name})"
-        found[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape)
+        decisions[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape)

@@ -77,7 +77,7 @@ def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Ma
         bounds: op type -> the fixed range of its result; ops with the same range count as one kind.
     """
     leaving = _leaving(graph)
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     makers: dict[int, frozenset[str]] = {}
     for index, op in enumerate(graph.ops):
         moves = keeps_grid(graph, op)
@@ -91,24 +91,24 @@ def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Ma
         wanted, several = choices.get(index), op.type == "Concat" and len(set(parts)) > 1
         if several and wanted is not True and (wanted is False or len({bounds.get(m, m) for m in made}) > 1):
             reason = f"leaves the model as a Concat of parts ({', '.join(sorted(made))}) that keep their own encodings"
-            found.update(dict.fromkeys(op.outputs, reason))
-        elif data and data[0] in found:
-            found.update(dict.fromkeys(op.outputs, found[data[0]]))
-    return found
+            result.update(dict.fromkeys(op.outputs, reason))
+        elif data and data[0] in result:
+            result.update(dict.fromkeys(op.outputs, result[data[0]]))
+    return result
 
 
 def _leaving(graph: Graph) -> set[int]:
     """Return the tensors whose values only leave the model: the ops that read them only move them to an output."""
-    outputs, found, moving = frozenset(graph.outputs), set[int](), set[int]()
+    outputs, result, moving = frozenset(graph.outputs), set[int](), set[int]()
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
         for tensor in op.outputs:
             readers = graph.consumers[tensor]
             if (readers or tensor in outputs) and moving.issuperset(readers):
-                found.add(tensor)
-        if keeps_grid(graph, op) and found.issuperset(op.outputs):
+                result.add(tensor)
+        if keeps_grid(graph, op) and result.issuperset(op.outputs):
             moving.add(index)
-    return found
+    return result
 
 
 def _carry_through_inner_tensors(graph: Graph, op: Op, reached: dict[int, object]) -> None:

@@ -63,10 +63,10 @@ def advise(plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, 
         if decision is None or site not in encodings or not sample.values.size or decision.passes_through:
             continue
         now = decibels(noise_to_signal(sample.values, encodings[site]))
-        found = _advice_for(plan, decision, encodings[site], sample, now)
-        if found is not None:
+        result = _advice_for(plan, decision, encodings[site], sample, now)
+        if result is not None:
             row: dict[str, Any] = {"site": site, "dtype": encodings[site].dtype.name, "sqnr_db": now}
-            rows.append(row | {"finding": found.what, "remedy": found.remedy, "sqnr_db_then": found.after})
+            rows.append(row | {"finding": result.what, "remedy": result.remedy, "sqnr_db_then": result.after})
     return Report("Precision advice", sorted(rows, key=lambda row: row["sqnr_db"]), {"sites": len(rows)})
 
 

@@ -199,7 +199,7 @@ def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Cand
         if decision.quantized and decision.kind != "bias":
             classes.setdefault(decision.encoding_site, []).append(decision)
     weights = [d.site for members in classes.values() for d in members if d.kind == "weight"]
-    encodings, stored, found = sim.encodings, sim.stored_floats(weights), []
+    encodings, stored, result = sim.encodings, sim.stored_floats(weights), []
     for home, members in classes.items():
         encoding = encodings[home]
         if encoding.frozen:
@@ -208,8 +208,8 @@ def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Cand
         noise = max((noise_to_signal(values, encoding) for values, _ in seen), default=0.0)
         choice = "weight" if members[0].kind == "weight" else "activation"
         sites = tuple(member.site for member in members)
-        found.append(Candidate(sites, choice, encoding.dtype, sum(count for _, count in seen), noise))
-    return found
+        result.append(Candidate(sites, choice, encoding.dtype, sum(count for _, count in seen), noise))
+    return result
 
 
 def _values_of(
@@ -239,13 +239,13 @@ def _config_of(
 
 
 def _raised(candidates: Sequence[Candidate], chosen: Assignment, dtypes: Sequence[Mapping[str, DType]]) -> list[str]:
-    found = []
+    result = []
     for candidate, level in zip(candidates, chosen, strict=True):
         if level:
             more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
             change = f"{candidate.dtype} -> {dtypes[level - 1][candidate.choice]}"
-            found.append(f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)")
-    return found
+            result.append(f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)")
+    return result
 
 
 def _rows(

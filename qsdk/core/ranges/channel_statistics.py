@@ -44,17 +44,17 @@ Together = Callable[[str, ChannelStatistics], ChannelStatistics]
 
 def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
     """Return the statistics of all values of the parts (Chan et al. 1979)."""
-    found = parts[0]
+    result = parts[0]
     for part in parts[1:]:
-        count = found.count + part.count
-        if part.count == 0 or found.count == 0:
-            found = part if found.count == 0 else found
+        count = result.count + part.count
+        if part.count == 0 or result.count == 0:
+            result = part if result.count == 0 else result
             continue
-        difference = part.mean - found.mean
-        mean = found.mean + difference * (part.count / count)
-        shifted = np.square(difference) * (found.count * part.count / count)
-        found = ChannelStatistics(count, mean, found.squares + part.squares + shifted)
-    return found
+        difference = part.mean - result.mean
+        mean = result.mean + difference * (part.count / count)
+        shifted = np.square(difference) * (result.count * part.count / count)
+        result = ChannelStatistics(count, mean, result.squares + part.squares + shifted)
+    return result
 
 
 def deviation(now: ChannelStatistics, mean: FloatArray, variance: FloatArray) -> float:

@@ -118,8 +118,8 @@ def range_of_stored(x: npt.ArrayLike, spec: Spec, chosen: Estimator) -> Range:
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
         for some in np.array_split(rows, -(-len(rows) * min(int(length), BINS) // _ROWS)):
-            found = _range_of_groups(values[some, :length], spec, chosen)
-            low[some], high[some] = found.low, found.high
+            result = _range_of_groups(values[some, :length], spec, chosen)
+            low[some], high[some] = result.low, result.high
     return Range(low.reshape(full.low.shape), high.reshape(full.high.shape))
 
 
@@ -173,13 +173,13 @@ def _least_divergent(histogram: Histogram, spec: Spec) -> Range:
     thresholds = (np.maximum(-low, high) * shares[:, None]).astype(np.float32)
     lows, highs = np.maximum(low, -thresholds), np.minimum(high, thresholds)
     centers, counts = histogram.centers.astype(np.float32), histogram.counts
-    found = []
+    result = []
     chunks = min(-(-len(shares) * counts.size // _ROWS), len(shares))
     for some in np.array_split(np.arange(len(shares)), chunks):
         rows = np.tile(np.arange(len(counts)), len(some))
         ends = lows[some].ravel(), highs[some].ravel()
-        found.append(_divergence(centers[rows], counts[rows], ends, spec).reshape(len(some), -1))
-    best = np.concatenate(found).argmin(axis=0)
+        result.append(_divergence(centers[rows], counts[rows], ends, spec).reshape(len(some), -1))
+    best = np.concatenate(result).argmin(axis=0)
     groups = np.arange(len(counts))
     return Range(lows[best, groups], highs[best, groups])
 
@@ -212,8 +212,8 @@ def _divergence(
     members = np.bincount(level.ravel(), held.ravel(), groups * bins)
     quantized = (sums / np.maximum(members, 1))[level] * held
     p, q = (_smoothed(value) for value in (reference, quantized))
-    found = (p * np.log(p / q) * held).sum(axis=1)
-    return np.where(inside.any(axis=1), found, np.inf)
+    result = (p * np.log(p / q) * held).sum(axis=1)
+    return np.where(inside.any(axis=1), result, np.inf)
 
 
 def _smoothed(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

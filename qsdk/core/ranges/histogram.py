@@ -115,14 +115,14 @@ def histogram_of(
     low = values.min(axis=1) if ends is None else np.asarray(ends.low, np.float32)
     high = values.max(axis=1) if ends is None else np.asarray(ends.high, np.float32)
     exponent, first = _fit(low, high, bins)
-    found = _count(values, exponent, first, high, bins)
+    result = _count(values, exponent, first, high, bins)
     if weight != 1:
-        found *= weight
+        result *= weight
         if ends is not None:
-            rows = np.arange(len(found))
-            found[:, 0] += 1
-            found[rows, _last(high, exponent) - first] += 1
-    return Histogram(exponent, first, found, low, high)
+            rows = np.arange(len(result))
+            result[:, 0] += 1
+            result[rows, _last(high, exponent) - first] += 1
+    return Histogram(exponent, first, result, low, high)
 
 
 def _count(

@@ -59,11 +59,11 @@ def least_error_counted(centers: Doubles, counts: Doubles, full: Range, spec: Sp
     groups = [_Counted(x, count) for x, count in zip(centers, counts, strict=True)]
 
     def cost(scale: Scales, zero_point: ZeroPoints) -> Doubles:
-        found = [
+        result = [
             group.cost(scale[:, number], zero_point[:, number], spec.dtype, gamma)
             for number, group in enumerate(groups)
         ]
-        return np.stack(found, axis=1)
+        return np.stack(result, axis=1)
 
     return _search(cost, full, spec, len(groups) * int(levels))
 
@@ -131,12 +131,12 @@ def _each_cost(
     else:
         error = cast_to(dtype)(scaled.clip(*ends))
     error -= scaled
-    found = _sum_squares(error, counts)
+    result = _sum_squares(error, counts)
     if gamma != 1:
         np.clip(scaled, *ends, out=error)
         error -= scaled  # of clipped values alone
-        found += (gamma - 1) * _sum_squares(error, counts)
-    return np.asarray(found * np.square(scale, dtype=np.float64))
+        result += (gamma - 1) * _sum_squares(error, counts)
+    return np.asarray(result * np.square(scale, dtype=np.float64))
 
 
 def _sum_squares(error: FloatArray, counts: Doubles | None) -> Doubles:
@@ -175,8 +175,8 @@ class _Counted:
 
     def _shortfall(self, bounds: Doubles) -> Doubles:
         """Return F at any bound: linear between values, 0 below them, with the slope of all counts beyond the last."""
-        found = np.interp(bounds, self.values, self.shortfall, left=0)
-        return np.asarray(found + self.sums[0, -1] * np.maximum(bounds - self.values[-1], 0))
+        result = np.interp(bounds, self.values, self.shortfall, left=0)
+        return np.asarray(result + self.sums[0, -1] * np.maximum(bounds - self.values[-1], 0))
 
 
 def _square(end: Doubles, sums: Doubles) -> Doubles:

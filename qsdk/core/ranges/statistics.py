@@ -121,9 +121,9 @@ def merge_over_ranks(observe: Callable[[], Statistics], gather: Gather) -> Stati
         gather(_Failure(str(error)))
         raise
     everyone = gather(own)
-    for rank, found in enumerate(everyone):
-        if isinstance(found, _Failure):
-            raise DataError(f"rank {rank}: {found.reason}")
+    for rank, result in enumerate(everyone):
+        if isinstance(result, _Failure):
+            raise DataError(f"rank {rank}: {result.reason}")
     return everyone[0].merge(*everyone[1:]) if len(everyone) > 1 else own
 
 
@@ -177,14 +177,14 @@ def activation_encodings(
     members: dict[str, list[str]] = {}
     for decision in decisions:
         members.setdefault(decision.encoding_site, []).append(decision.site)
-    found, unseen = {}, []
+    result, unseen = {}, []
     for decision in decisions:
         site, spec = decision.site, decision.spec
         if decision.tied_to is not None or decision.bias_of is not None or spec is None or site in frozen:
             continue
         estimate = _fixed(spec) or statistics.range_of(members[site], spec)
         if estimate is not None:
-            found[site] = encoding_from_range(estimate, spec)
+            result[site] = encoding_from_range(estimate, spec)
         elif site not in known:
             unseen.append(site)
     if unseen:
@@ -192,7 +192,7 @@ def activation_encodings(
             f"no batch reached {', '.join(unseen[:8])}; calibrate with data that takes this path through the model, or "
             "skip these owners"
         )
-    return found
+    return result
 
 
 def _fixed(spec: Spec) -> Range | None:

@@ -45,8 +45,8 @@ class CalibrationResult:
             return None, None
         encoding = self.encodings.get(decision.encoding_site)
         free = encoding is not None and not encoding.frozen
-        found = self.ranges.get(decision.site, self.ranges.get(decision.encoding_site))
-        return found, encoding if free else None
+        result = self.ranges.get(decision.site, self.ranges.get(decision.encoding_site))
+        return result, encoding if free else None
 
 
 def too_coarse(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
@@ -66,7 +66,7 @@ def left_float(plan: Plan) -> dict[str, str]:
 
 
 def _divisors_of_zero(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     waiting, seen = list(divisors(graph)), set[int]()
     while waiting:
         tensor = waiting.pop()
@@ -78,16 +78,16 @@ def _divisors_of_zero(graph: Graph, observed: CalibrationResult) -> dict[str, st
         if site is not None and seen_there is not None and encoding is not None:
             nearest = np.maximum(np.maximum(seen_there.low, -seen_there.high), 0.0)
             if (nearest < encoding.scale.reshape(-1)).any():
-                found[site] = f"a divisor, or what a logarithm reads: 0 lies within a step of {_step(encoding)} of it"
+                result[site] = f"a divisor, or what a logarithm reads: 0 lies within a step of {_step(encoding)} of it"
         maker = graph.producer.get(tensor)
         op = None if maker is None else graph.ops[maker]
         if op is not None and (op.type in _ZERO_OF_ZERO or keeps_grid(graph, op)):
             waiting += [t for t in (op.inputs if op.type in ("Mul", "Concat") else op.inputs[:1]) if t is not None]
-    return found
+    return result
 
 
 def _wide_angles(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     gains: dict[int, float] = {}
     for op in graph.ops:
         if op.type in _PERIODIC and op.inputs[0] is not None:
@@ -102,8 +102,8 @@ def _wide_angles(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
         site = graph.tensors[tensor].site
         _, encoding = observed.of(site)
         if site is not None and encoding is not None and float(encoding.scale.max()) * gain > _COARSEST_ANGLE:
-            found[site] = f"an angle of Sin or Cos: a step of {_step(encoding)} would turn it too far"
-    return found
+            result[site] = f"an angle of Sin or Cos: a step of {_step(encoding)} would turn it too far"
+    return result
 
 
 def _factors(graph: Graph, index: int, observed: CalibrationResult) -> dict[int, float]:

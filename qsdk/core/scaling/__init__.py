@@ -1,1 +1,1 @@
-"""Equivalent scalings: factors per channel that stored tensors give and take back, so that the float output stays."""
+"""Equivalent scalings: stored tensors are divided and multiplied by factors per channel; the float output stays."""

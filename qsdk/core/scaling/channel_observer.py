@@ -46,7 +46,7 @@ class ChannelObserver:
         self.low = np.minimum(self.low, x.min(axis=others).reshape(-1))
         self.high = np.maximum(self.high, x.max(axis=others).reshape(-1))
         sums = (np.abs(x).sum(axis=others, dtype=np.float64), np.square(x).sum(axis=others, dtype=np.float64))
-        self.total = self.total + np.stack([found.reshape(-1) for found in sums])
+        self.total = self.total + np.stack([result.reshape(-1) for result in sums])
         self.count += x.size / self.low.size
         if self.row_axis is not None:
             rows = _thinned(np.moveaxis(x, self.row_axis, -1).reshape(-1, x.shape[self.row_axis]))
@@ -60,14 +60,14 @@ class ChannelObserver:
     @property
     def mean_magnitude(self) -> npt.NDArray[np.float64]:
         """Return the mean magnitude of each channel."""
-        found: npt.NDArray[np.float64] = self.total[0] / max(self.count, 1.0)
-        return found
+        result: npt.NDArray[np.float64] = self.total[0] / max(self.count, 1.0)
+        return result
 
     @property
     def mean_square(self) -> npt.NDArray[np.float64]:
         """Return the mean square of each channel."""
-        found: npt.NDArray[np.float64] = self.total[1] / max(self.count, 1.0)
-        return found
+        result: npt.NDArray[np.float64] = self.total[1] / max(self.count, 1.0)
+        return result
 
 
 def _thinned(rows: FloatArray) -> FloatArray:

@@ -88,13 +88,13 @@ def _align(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | N
 
 def _runs(before: Shape, after: Shape) -> tuple[list[tuple[list[int], list[int]]], int, int]:
     """Return the runs from the left where the sizes certainly agree, and where they end on either side."""
-    found: list[tuple[list[int], list[int]]] = []
+    result: list[tuple[list[int], list[int]]] = []
     i = j = first = second = 0
     while i < len(before) or j < len(after):
         done = (first, second)
         a, b = _volume(before[first:i]), _volume(after[second:j])
         if (i, j) != done and a is not None and a == b:
-            found.append((list(range(first, i)), list(range(second, j))))
+            result.append((list(range(first, i)), list(range(second, j))))
             first, second = i, j
             continue
         if None in (a, b):
@@ -110,9 +110,9 @@ def _runs(before: Shape, after: Shape) -> tuple[list[tuple[list[int], list[int]]
     if (i, j) != (first, second):
         a, b = _volume(before[first:i]), _volume(after[second:j])
         if a is not None and a == b:
-            found.append((list(range(first, i)), list(range(second, j))))
+            result.append((list(range(first, i)), list(range(second, j))))
             first, second = i, j
-    return found, first, second
+    return result, first, second
 
 
 def _volume(sizes: Shape) -> tuple[int, tuple[str, ...]] | None:

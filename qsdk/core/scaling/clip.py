@@ -44,21 +44,21 @@ def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Arr
         state: of the sim, calibrated with these factors.
         stored: returns the values at the site of a bias.
     """
-    graph, found = seen.graph, {}
+    graph, result = seen.graph, {}
     for index in range(len(graph.ops)):
         layer = observed_layer(graph, index, seen.specs) if is_linear(graph, index) else None
         if layer is None or layer.tensor not in seen.observers:
             continue
         site = graph.tensors[layer.root].site or ""
         decision, now = state.plan.decisions.get(site), state.own.get(site)
-        if decision is None or now is None or now.frozen or not owns_encoding(decision) or site in found:
+        if decision is None or now is None or now.frozen or not owns_encoding(decision) or site in result:
             continue
         rows = seen.observers[layer.tensor].rows
         scaled = rows * seen.scalings.activation_factors(layer.tensor, input_axis(graph, index))
         better = clip(layer, seen.scalings.stored(layer.root), np.asarray(scaled, np.float32))
         if better is not None and better.error_after < better.error_before:
-            found[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
-    return found
+            result[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
+    return result
 
 
 def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array]) -> Encoding:

@@ -65,8 +65,8 @@ class End:
 def is_linear(graph: Graph, op_id: int) -> bool:
     """Return whether an op multiplies its first input by a stored weight."""
     op = graph.ops[op_id]
-    stands = op.domain in ("", "ai.onnx") and op.type in LINEAR
-    weight = op.inputs[1] if stands else None
+    is_layer = op.domain in ("", "ai.onnx") and op.type in LINEAR
+    weight = op.inputs[1] if is_layer else None
     return (
         weight is not None
         and graph.constant_root(weight) is not None
@@ -93,8 +93,8 @@ def producer_edit(graph: Graph, op_id: int, ids: Ids, power: int) -> End | str |
         stored = [op.inputs[place] for place in members if len(op.inputs) > place]
         if channels is None or not stored or stored[0] is None:
             return f"{op.type} has no parameter for each channel"
-        found = [_vector(graph, tensor, along(channels, -1, 1), -power) for tensor in stored if tensor is not None]
-        return _end(op_id, found)
+        result = [_vector(graph, tensor, along(channels, -1, 1), -power) for tensor in stored if tensor is not None]
+        return _end(op_id, result)
     if op.type == "Gather" and op.inputs[0] is not None and graph.constant_root(op.inputs[0]) is not None:
         channels = channels_along(ids, -1)
         table = graph.constant_root(op.inputs[0])
@@ -156,16 +156,16 @@ def _holds(graph: Graph, constant: int, ids: Ids) -> bool:
 def _linear(
     graph: Graph, op_id: int, channels: Ids, power: int, *, is_producer: bool, reads: int | None = None
 ) -> End | str:
-    found: list[Edit | str] = []
+    result: list[Edit | str] = []
     for operand in operands_of(graph, op_id):
         if operand.role == "weight":
             ids = _weight_map(graph, op_id, operand, channels, is_producer=is_producer)
             if ids is None:
                 return f"the channels of {graph.ops[op_id].type} are not those of the factors"
-            found.append(_if_exclusive(graph, operand.tensor, Edit(operand.root, ids, power, "weight")))
+            result.append(_if_exclusive(graph, operand.tensor, Edit(operand.root, ids, power, "weight")))
         elif is_producer:
-            found.append(addend_edit(graph, operand.tensor, along(channels, -1, 2), -power))
-    return _end(op_id, found, reads=reads, linear=True)
+            result.append(addend_edit(graph, operand.tensor, along(channels, -1, 2), -power))
+    return _end(op_id, result, reads=reads, linear=True)
 
 
 def _weight_map(graph: Graph, op_id: int, operand: StoredOperand, channels: Ids, *, is_producer: bool) -> Ids | None:
@@ -223,8 +223,8 @@ def _if_exclusive(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
 
 
 def _end(
-    op_id: int, found: list[Edit | str] | list[Edit], *, reads: int | None = None, linear: bool = False
+    op_id: int, edits_or_reasons: list[Edit | str] | list[Edit], *, reads: int | None = None, linear: bool = False
 ) -> End | str:
-    reasons = [item for item in found if isinstance(item, str)]
-    edits = tuple(item for item in found if not isinstance(item, str))
+    reasons = [item for item in edits_or_reasons if isinstance(item, str)]
+    edits = tuple(item for item in edits_or_reasons if not isinstance(item, str))
     return reasons[0] if reasons else End(op_id, edits, reads, linear)

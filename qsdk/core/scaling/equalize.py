@@ -51,13 +51,13 @@ def equalize(scalings: Scalings, iterations: int) -> int:
 def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None = None) -> tuple[Factors, Factors]:
     """Return the largest weight of each channel, on the side that is divided and on the side that is multiplied."""
     region = scalings.regions[number]
-    found = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
+    result = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
     for edit in region.edits:
         if edit.role == "weight":
             held = _maxima(scalings, edit.root) if maxima is None else maxima[edit.root]
             magnitudes = held * scalings.multiplier(edit.root)
-            found[edit.power] = np.maximum(found[edit.power], widest(magnitudes, edit.ids, region.channels))
-    return found[-1], found[1]
+            result[edit.power] = np.maximum(result[edit.power], widest(magnitudes, edit.ids, region.channels))
+    return result[-1], result[1]
 
 
 def _maxima(scalings: Scalings, root: int) -> FloatArray:
@@ -72,10 +72,10 @@ def _maxima(scalings: Scalings, root: int) -> FloatArray:
 
 def bias_of(graph: Graph, op_id: int) -> int | None:
     """Return the stored bias of a linear op, its own or that of the Add behind it; None where there is none."""
-    found = next((o.root for o in operands_of(graph, op_id) if o.role == "bias"), None)
+    result = next((o.root for o in operands_of(graph, op_id) if o.role == "bias"), None)
     reader = graph.sole_consumer(graph.ops[op_id].outputs[0])
-    if found is not None or reader is None:
-        return found
+    if result is not None or reader is None:
+        return result
     added = bias_of_add(graph, reader)
     return None if added is None else graph.constant_root(added)
 
@@ -113,21 +113,21 @@ def shifted_biases(
         by: float64, one value per channel.
         moved: biases that have moved already.
     """
-    found = dict(moved)
+    result = dict(moved)
     for end in region.ends:
         bias = bias_of(graph, end.op)
         assert bias is not None
         weight = next(edit for edit in end.edits if edit.role == "weight")
         if end.reads is None:
             ids = _ids_of_bias(region, end, bias)
-            found[bias] = np.asarray(found.get(bias, scalings.value(bias)) - by[ids], np.float32)
+            result[bias] = np.asarray(result.get(bias, scalings.value(bias)) - by[ids], np.float32)
         else:
             products = scalings.value(weight.root).astype(np.float64) * by[weight.ids]
             channel = next(o.channel_axis for o in operands_of(graph, end.op) if o.role == "weight")
             assert channel is not None
             others = tuple(axis for axis in range(products.ndim) if axis != channel)
-            found[bias] = np.asarray(found.get(bias, scalings.value(bias)) + products.sum(axis=others), np.float32)
-    return found
+            result[bias] = np.asarray(result.get(bias, scalings.value(bias)) + products.sum(axis=others), np.float32)
+    return result
 
 
 def activation_minimum(
@@ -138,20 +138,20 @@ def activation_minimum(
     It is the smallest observed value. Without observations it is the mean less three standard deviations of the
     BatchNorm that was folded into the producer, as in the paper: about one value in 700 is lower.
     """
-    found = np.full(region.channels, np.inf)
+    result = np.full(region.channels, np.inf)
     for end in region.consumers:
         assert end.reads is not None
         if end.reads in observers:
-            np.minimum.at(found, region.members[end.reads].ids.reshape(-1), observers[end.reads].low)
-    if not np.isfinite(found).all():
+            np.minimum.at(result, region.members[end.reads].ids.reshape(-1), observers[end.reads].low)
+    if not np.isfinite(result).all():
         end = region.producers[0]
         norm = norms.get(end.owner(graph))
-        found = np.zeros(region.channels)
+        result = np.zeros(region.channels)
         if norm is not None and not norm.before:
             bias = bias_of(graph, end.op)
             assert bias is not None
-            found[_ids_of_bias(region, end, bias).reshape(-1)] = norm.mean - 3 * norm.std
-    lowest_above: Factors = np.maximum(found, 0.0)
+            result[_ids_of_bias(region, end, bias).reshape(-1)] = norm.mean - 3 * norm.std
+    lowest_above: Factors = np.maximum(result, 0.0)
     return lowest_above
 
 

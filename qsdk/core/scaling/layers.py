@@ -89,8 +89,8 @@ def output_error(
         low, high = (np.asarray(end / rows_by, np.float32) for end in (observer.low, observer.high))
         fed = _nearest(rows, Range(low.min(keepdims=True), high.max(keepdims=True)), layer.input_spec)
     if layer.plain:
-        exact, found = (_times(layer, x, w) for x, w in ((rows, scaled), (fed, quantized)))
-        return float(np.square(found - exact).sum() / max(float(np.square(exact).sum()), 1e-30))
+        exact, result = (_times(layer, x, w) for x, w in ((rows, scaled), (fed, quantized)))
+        return float(np.square(result - exact).sum() / max(float(np.square(exact).sum()), 1e-30))
     return _independent(layer, scaled, quantized - scaled, rows, fed - rows)
 
 
@@ -111,8 +111,8 @@ def _independent(layer: ObservedLayer, weight: Array, weight_off: Array, rows: A
 def _times(layer: ObservedLayer, rows: Array, weight: Array) -> Array:
     """Return rows [n, in] times the weight as [in, out]."""
     matrix = np.moveaxis(weight, (layer.input_axis, layer.channel_axis), (0, 1)).reshape(rows.shape[1], -1)
-    found: Array = rows @ matrix
-    return found
+    result: Array = rows @ matrix
+    return result
 
 
 def _nearest(x: FloatArray, observed: Range, spec: Spec) -> FloatArray:

@@ -62,12 +62,12 @@ def without_layers(region: Region) -> str:
 
 def observers_for(regions: Sequence[Region], graph: Graph) -> dict[int, ChannelObserver]:
     """Return observers by tensor id, for the inputs of all layers and the other tensors at which a region ends."""
-    found: dict[int, ChannelObserver] = {}
+    result: dict[int, ChannelObserver] = {}
     for index, op in enumerate(graph.ops):
         tensor = op.inputs[0] if op.inputs else None
         if tensor is not None and is_linear(graph, index) and graph.tensors[tensor].site is not None:
             axis = input_axis(graph, index)
-            found.setdefault(tensor, ChannelObserver((axis,), axis))
+            result.setdefault(tensor, ChannelObserver((axis,), axis))
     for region in regions:
         if region.blocked:
             continue
@@ -75,8 +75,8 @@ def observers_for(regions: Sequence[Region], graph: Graph) -> dict[int, ChannelO
             ends = any(end.reads == tensor for end in region.consumers)
             if (ends or _in_product(graph, tensor, region)) and graph.tensors[tensor].site is not None:
                 axes = tuple(axis for axis in range(place.ids.ndim) if varies(place.ids, axis))
-                found.setdefault(tensor, ChannelObserver(axes))
-    return found
+                result.setdefault(tensor, ChannelObserver(axes))
+    return result
 
 
 def _in_product(graph: Graph, tensor: int, region: Region) -> bool:

@@ -253,15 +253,15 @@ def _adds(at: KnownTensor) -> Propagation:
     """Propagate through a sum: all operands and the result have the same factors."""
     rank = len(at.shape(at.made))
     whole = at.ids if not at.forward else broadcast_on(at.ids, rank)
-    found = {at.made: whole}
+    result = {at.made: whole}
     for tensor in at.op.inputs:
         if tensor is None or tensor == at.tensor:
             continue
         ids = broadcast_back(whole, at.shape(tensor))
         if ids is None:
             return blocked(f"an operand of {at.op.type} has one value for several channels")
-        found[tensor] = ids
-    return Propagation(found)
+        result[tensor] = ids
+    return Propagation(result)
 
 
 def _multiplies(at: KnownTensor, other: int | None = None) -> Propagation:

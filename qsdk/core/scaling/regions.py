@@ -95,16 +95,16 @@ def find_regions(graph: Graph) -> list[Region]:
 
     Blocked regions of layers are included, with the reason.
     """
-    found: list[Region] = []
+    result: list[Region] = []
     seen: set[int] = set()
     for seed in _seeds(graph):
         if seed.tensor in seen:
             continue
         region = replace(_region(graph, seed), seed=seed.tensor)
         if not region.blocked or seed.of_layer:
-            found.append(region)
+            result.append(region)
         seen |= {seed.tensor} if region.blocked else set(region.members)
-    return found
+    return result
 
 
 @dataclass(frozen=True)

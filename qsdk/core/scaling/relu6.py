@@ -9,13 +9,13 @@ from qsdk.core.scaling.regions import Region
 
 def clips_at_six(graph: Graph) -> dict[str, int]:
     """Return, by the site of its result, the id of the op of each Clip from 0 to 6."""
-    found = {}
+    result = {}
     for index, op in enumerate(graph.ops):
         site = graph.tensors[op.outputs[0]].site if op.outputs else None
         bounds = [graph.scalar(bound) for bound in op.inputs[1:]]
         if op.type == "Clip" and bounds == [0.0, 6.0] and site is not None:
-            found[site] = index
-    return found
+            result[site] = index
+    return result
 
 
 def as_relu(graph: Graph, sites: Container[str]) -> Graph:

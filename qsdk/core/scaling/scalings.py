@@ -44,17 +44,17 @@ class Scalings:
 
     def value(self, root: int) -> FloatArray:
         """Return a stored tensor, scaled."""
-        found = self.stored(root)
+        result = self.stored(root)
         if not self.is_changed(root):
-            return found
-        return np.asarray(found * self.multiplier(root), np.float32)
+            return result
+        return np.asarray(result * self.multiplier(root), np.float32)
 
     def multiplier(self, root: int) -> Factors:
         """Return the product of all factors of a stored tensor; it broadcasts to its shape."""
-        found = np.ones(())
+        result = np.ones(())
         for number, edit in self._edits.get(root, ()):
-            found = found * self.factors[number][edit.ids] ** edit.power
-        return found
+            result = result * self.factors[number][edit.ids] ** edit.power
+        return result
 
     def multiplier_shape(self, root: int) -> tuple[int, ...]:
         """Return the shape of `multiplier`, with the tensor's rank."""
@@ -68,27 +68,27 @@ class Scalings:
 
     def activation_factors(self, tensor: int, axis: int) -> Factors:
         """Return the factors of an activation along an axis; 1 where it is in no region."""
-        found = np.ones(1)
+        result = np.ones(1)
         for region, factors in zip(self.regions, self.factors, strict=True):
             place = region.members.get(tensor)
             if place is not None:
-                found = found * factors[np.moveaxis(place.ids, axis, -1).reshape(-1)] ** place.power
-        return found
+                result = result * factors[np.moveaxis(place.ids, axis, -1).reshape(-1)] ** place.power
+        return result
 
     def norms(self, norms: Mapping[str, FoldedNorm]) -> dict[str, FoldedNorm]:
         """Return the folded BatchNorms of scaled layers, adjusted to the factors."""
-        found: dict[str, FoldedNorm] = {}
+        result: dict[str, FoldedNorm] = {}
         for region, factors in zip(self.regions, self.factors, strict=True):
             for end in region.ends:
                 owner = end.owner(self.graph)
-                norm = found.get(owner, norms.get(owner))
+                norm = result.get(owner, norms.get(owner))
                 if norm is None or norm.before is not (end.reads is not None):
                     continue
                 tensor = self.graph.ops[end.op].outputs[0] if end.reads is None else end.reads
                 place = region.members[tensor]
                 by = factors[place.ids.reshape(-1)] ** place.power
-                found[owner] = replace(norm, mean=_float32(norm.mean * by), std=_float32(norm.std * by))
-        return found
+                result[owner] = replace(norm, mean=_float32(norm.mean * by), std=_float32(norm.std * by))
+        return result
 
     def changed(self) -> Iterator[int]:
         """Return the stored tensors that change."""
@@ -103,9 +103,9 @@ def widest(magnitudes: npt.NDArray[np.floating], ids: Ids, channels: int) -> Fac
     """Return the largest magnitude of each channel in a tensor with this map."""
     others = tuple(axis for axis, size in enumerate(ids.shape) if size == 1 and magnitudes.shape[axis] > 1)
     reduced = magnitudes.max(axis=others, keepdims=True) if others else magnitudes
-    found = np.zeros(channels)
-    np.maximum.at(found, np.broadcast_to(ids, reduced.shape).reshape(-1), reduced.reshape(-1))
-    return found
+    result = np.zeros(channels)
+    np.maximum.at(result, np.broadcast_to(ids, reduced.shape).reshape(-1), reduced.reshape(-1))
+    return result
 
 
 def balance(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors:
@@ -117,8 +117,8 @@ def balance(shrinking: Factors, growing: Factors, alpha: float = 0.5) -> Factors
 
 def center(factors: Factors) -> Factors:
     """Return the same factors around 1: only the balance between channels matters."""
-    found: Factors = factors / np.exp(np.log(factors).mean())
-    return found
+    result: Factors = factors / np.exp(np.log(factors).mean())
+    return result
 
 
 def spread(ranges: Factors) -> float:

@@ -46,8 +46,8 @@ class ObservedRegions:
 
     def layers(self, region: Region) -> list[tuple[End, ObservedLayer]]:
         """Return the layers that read a region's tensors and were observed."""
-        found = ((end, observed_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
-        return [(end, layer) for end, layer in found if layer is not None and layer.tensor in self.observers]
+        result = ((end, observed_layer(self.graph, end.op, self.specs)) for end in region.consumers if end.linear)
+        return [(end, layer) for end, layer in result if layer is not None and layer.tensor in self.observers]
 
     def shrinking(self, number: int, *, mean: bool = False) -> Factors:
         """Return the largest (or mean) magnitude per channel of what the factors divide."""
@@ -60,16 +60,16 @@ class ObservedRegions:
         """Return the largest magnitude per channel of what the factors multiply: weights, or the other operand."""
         region = self.scalings.regions[number]
         partners = [t for t, place in region.members.items() if place.power == 1 and t in self.observers]
-        found = self._of_activations(number, partners)
+        result = self._of_activations(number, partners)
         for end in region.consumers:
             for edit in end.edits:
                 if edit.role == "weight":
                     weight = np.abs(self.scalings.value(edit.root))
-                    found = np.maximum(found, widest(weight, edit.ids, region.channels))
-        return found
+                    result = np.maximum(result, widest(weight, edit.ids, region.channels))
+        return result
 
     def _of_activations(self, number: int, tensors: Sequence[int], *, mean: bool = False) -> Factors:
-        region, found = self.scalings.regions[number], np.zeros(self.scalings.regions[number].channels)
+        region, result = self.scalings.regions[number], np.zeros(self.scalings.regions[number].channels)
         for tensor in tensors:
             look, place = self.observers.get(tensor), region.members[tensor]
             if look is not None:
@@ -77,8 +77,8 @@ class ObservedRegions:
                 values = (look.mean_magnitude if mean else look.amax) * self.scalings.factors[number][
                     flat
                 ] ** place.power
-                np.maximum.at(found, flat, values)
-        return found
+                np.maximum.at(result, flat, values)
+        return result
 
     def error(self, number: int, factors: Factors) -> float:
         """Return the mean relative error of the outputs of a region's readers, with these factors applied on top."""

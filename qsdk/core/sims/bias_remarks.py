@@ -15,13 +15,13 @@ def bias_remarks(state: SimState, stored: StoredReader) -> dict[str, str]:
         stored: reads the stored tensors.
     """
     sites = [site for site, decision in state.plan.decisions.items() if decision.bias_of is not None]
-    found = {}
+    result = {}
     for site, values in stored(sites).items():
         encoding = state.encoding(site)
         remark = "" if encoding is None else bias_remark(values, encoding)
         if remark:
-            found[site] = remark
-    return found
+            result[site] = remark
+    return result
 
 
 def with_reasons(coverage: Report, remarks: Mapping[str, str]) -> Report:

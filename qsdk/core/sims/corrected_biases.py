@@ -81,7 +81,7 @@ def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
         sim.store_floats(shifted)
         raise
     after, now = sim.snapshot(), sim.stored_floats(list(exact))
-    weights = {found.layer.bias: found.layer.site for found in graph_layers(sim.graph, sim.plan, frozen=())[0]}
+    weights = {result.layer.bias: result.layer.site for result in graph_layers(sim.graph, sim.plan, frozen=())[0]}
     same = {site for site, weight in weights.items() if _is_unchanged(before, after, weight, rounds)}
     sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
 
@@ -107,7 +107,7 @@ def _is_unchanged(before: SimState, after: SimState, weight: str, rounds: bool) 
 def rounded_for_good(sim: HasBiases) -> set[str]:
     """Return the weights that are frozen beside a bias that was shifted with them: their float values are lost."""
     shifted, state = float_biases(sim), sim.snapshot()
-    layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
+    layers = [result.layer for result in graph_layers(sim.graph, sim.plan, frozen=())[0]]
     return {layer.site for layer in layers if layer.bias in shifted and state.own[layer.site].frozen}
 
 

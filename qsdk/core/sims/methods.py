@@ -34,9 +34,9 @@ def read_methods(given: Any, where: str) -> Methods:
         FileFormatError: they are damaged.
     """
     try:
-        found = Methods(**({} if given is None else given))
-        for name in (found.method, found.weight_method or found.method):
-            estimator(name, found.percentile)
+        result = Methods(**({} if given is None else given))
+        for name in (result.method, result.weight_method or result.method):
+            estimator(name, result.percentile)
     except (TypeError, ConfigError) as error:
         raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
-    return found
+    return result

@@ -76,7 +76,7 @@ def require_config(config: QuantConfig | None) -> QuantConfig:
 def _carried_over(state: SimState, plan: Plan, stored: StoredReader, methods: Methods) -> dict[str, Encoding]:
     if not state.own:
         return {}
-    found, from_values = {}, []
+    result, from_values = {}, []
     members: dict[str, list[Decision]] = {}
     for decision in plan.decisions.values():
         if decision.quantized and not decision.passes_through:
@@ -86,16 +86,16 @@ def _carried_over(state: SimState, plan: Plan, stored: StoredReader, methods: Me
             continue
         kept = _unchanged_encoding(state, decision, members[site])
         if kept is not None:
-            found[site] = kept
+            result[site] = kept
         elif decision.kind == "weight":
             from_values.append(site)
         else:
             derived = _derive_encoding(state, decision, members[site])
-            found |= {} if derived is None else {site: derived}
+            result |= {} if derived is None else {site: derived}
     values = stored([site for site in from_values if _was_ready(state, site)])
-    found |= {site: _encode_values(plan.decisions[site], value, methods) for site, value in values.items()}
-    _make_room_for_biases(state, plan, found, stored)
-    return {site: found[site] for site in plan.decisions if site in found}
+    result |= {site: _encode_values(plan.decisions[site], value, methods) for site, value in values.items()}
+    _make_room_for_biases(state, plan, result, stored)
+    return {site: result[site] for site in plan.decisions if site in result}
 
 
 def _was_ready(state: SimState, site: str) -> bool:
@@ -254,17 +254,17 @@ def precision_report(before: SimState, after: SimState, match: str, chosen: Chos
 
 
 def _require_effect(before: Plan, after: Plan, match: str, chosen: ChosenDtypes, rule: str) -> None:
-    meant = matched_sites(after, match)
-    reached = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
-    if any(_dtype_of(d) == _element(chosen.get(_option_name(d))) for d in (*meant, *reached)):
+    matched = matched_sites(after, match)
+    affected = [d for site, d in after.decisions.items() if d.rule == rule or d != before.decisions[site]]
+    if any(_dtype_of(d) == _element(chosen.get(_option_name(d))) for d in (*matched, *affected)):
         return
     wanted = ", ".join(f"{name}={dtype}" for name, dtype in chosen.items())
-    refused = next((d for d in meant if _option_name(d) in chosen), None)
+    refused = next((d for d in matched if _option_name(d) in chosen), None)
     if refused is not None:
         raise ConfigError(
             f"set_precision({match!r}, {wanted}): {refused.site} stays {_dtype_of(refused)}: {refused.reason}"
         )
-    kinds = sorted({_option_name(d) for d in meant})
+    kinds = sorted({_option_name(d) for d in matched})
     having = [owner_of(d.site) for d in after.decisions.values() if _option_name(d) in chosen]
     near = ", ".join(nearest_owners(match, having) or list(dict.fromkeys(having))[:3])
     raise ConfigError(

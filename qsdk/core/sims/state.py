@@ -131,16 +131,16 @@ def matched_owners(plan: Plan, match: str, verb: str) -> list[str]:
     Raises:
         ConfigError: nothing matches, or only float sites and derived biases.
     """
-    found = matched_sites(plan, match)
-    sites = dict.fromkeys(d.encoding_site for d in found if d.quantized and d.bias_of is None)
+    result = matched_sites(plan, match)
+    sites = dict.fromkeys(d.encoding_site for d in result if d.quantized and d.bias_of is None)
     if sites:
         return list(sites)
     call = f"{verb}({match!r})"
-    if not found:
+    if not result:
         owners = [owner_of(site) for site in plan.decisions]
         near = nearest_in_words(match.partition(":")[0], owners)
         raise ConfigError(f"{call} matches no owner in the model; {near}")
-    site = found[0]
+    site = result[0]
     if site.bias_of is not None:
         raise ConfigError(
             f"{call}: the scale of {site.site} is that of {' times that of '.join(site.bias_of)}; name these"

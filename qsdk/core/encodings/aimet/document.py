@@ -49,8 +49,8 @@ class Checked:
 
     def part(self, name: str) -> "Checked":
         """Return the value of a key; absent if there is none."""
-        found = self._mapping().get(name, _ABSENT)
-        return Checked(found, f"{self.key}.{name}" if self.key else name, self.source)
+        result = self._mapping().get(name, _ABSENT)
+        return Checked(result, f"{self.key}.{name}" if self.key else name, self.source)
 
     def given(self, name: str) -> Iterator["Checked"]:
         """Yield the value of a key, if there is one."""

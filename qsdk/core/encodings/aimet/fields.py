@@ -79,23 +79,23 @@ class Fields:
 
     def flat(self, name: str) -> Array:
         """Return a list of numbers."""
-        found = numbers(self.entry.get(name), name, self.where)
-        if found.ndim != 1:
+        result = numbers(self.entry.get(name), name, self.where)
+        if result.ndim != 1:
             raise self._wrong(name, "a list of numbers")
-        return found
+        return result
 
     def levels(self, name: str) -> Array:
         """Return whole numbers from 1, of any shape but a scalar."""
-        found = numbers(self.entry.get(name), name, self.where)
-        if found.ndim < 1 or not ((found >= 1) & (found == np.rint(found)) & (found < 2**24)).all():
+        result = numbers(self.entry.get(name), name, self.where)
+        if result.ndim < 1 or not ((result >= 1) & (result == np.rint(result)) & (result < 2**24)).all():
             raise self._wrong(name, "a list of whole numbers from 1")
-        return found
+        return result
 
     def require_no_shift(self, name: str, *, whole: bool = False) -> None:
         """Raise an error for a zero point between two codes: a shift that is not 0 (with `whole`: not whole)."""
         if name in self.entry:
-            found = numbers(self.entry[name], name, self.where)
-            if (found % 1 if whole else found).any():
+            result = numbers(self.entry[name], name, self.where)
+            if (result % 1 if whole else result).any():
                 raise FileFormatError(f"{self.where}: {name} puts zero between two codes, which ONNX cannot; write it "
                                       "without, from a sim whose zero points are whole")  # fmt: skip
 

@@ -71,11 +71,11 @@ def read_aimet(data: Mapping[str, Any], where: str) -> AimetFile:
         place = f"{where}, tensor {name!r}"
         if name in entries or name in casts:
             raise FileFormatError(f"{place} has two entries; keep one of them")
-        found = read(entry, place)
-        if isinstance(found, Stated):
-            entries[name] = _on_its_grid(found, place)
+        result = read(entry, place)
+        if isinstance(result, Stated):
+            entries[name] = _on_its_grid(result, place)
         else:
-            casts[name] = found
+            casts[name] = result
     if version not in readers:
         return AimetFile(version, entries, None, None, provenance)
     stored = frozenset(name for name, _ in _named(data, version, where, _SECTIONS[1:]))
@@ -88,7 +88,7 @@ def _version_by_shape(data: Mapping[str, Any]) -> str:
 
 
 def _named(data: Mapping[str, Any], version: str, where: str, sections: Sequence[str]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    result: list[tuple[str, Any]] = []
     for section in sections:
         part = data.get(section, {} if version == "0.6.1" else [])
         kind = dict if version == "0.6.1" else list
@@ -96,13 +96,13 @@ def _named(data: Mapping[str, Any], version: str, where: str, sections: Sequence
             shown = "an object" if kind is dict else "a list"
             raise FileFormatError(f"{where}: {section} is {shown} in version {version}; write the file again")
         if isinstance(part, dict):
-            found += part.items()
+            result += part.items()
             continue
         for index, entry in enumerate(part):
             if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
                 raise FileFormatError(f"{where}: {section}[{index}] has no name; write the file again")
-            found.append((entry["name"], {key: value for key, value in entry.items() if key != "name"}))
-    return found
+            result.append((entry["name"], {key: value for key, value in entry.items() if key != "name"}))
+    return result
 
 
 def _from_0_6_1(entry: Any, where: str) -> Stated | DType:
@@ -252,11 +252,11 @@ def _named_dtype(name: str, where: str) -> DType:
     return DTYPES[name]
 
 
-def _on_its_grid(found: Stated, where: str) -> Stated:
-    scale, zero_point, dtype = found.scale, found.zero_point, found.dtype
+def _on_its_grid(stated: Stated, where: str) -> Stated:
+    scale, zero_point, dtype = stated.scale, stated.zero_point, stated.dtype
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         raise FileFormatError(f"{where}: a scale is not a positive, finite float32; calibrate again")
     low, high = (dtype.lo, dtype.hi) if dtype.is_integer else (0, 0)
     if (zero_point < low).any() or (zero_point > high).any():
         raise FileFormatError(f"{where}: a zero point lies outside the grid {low}..{high} of {dtype}; calibrate again")
-    return found
+    return stated

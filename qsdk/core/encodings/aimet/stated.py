@@ -62,10 +62,10 @@ def complete(stated: Stated, tensor: TensorFacts | None) -> Encoding:
     elif scale.ndim > 2:
         raise FileFormatError("scales per block of a tensor with more than two axes need its shape; pass model=")
     try:
-        found = Encoding(stated.dtype, scale, zero_point, axis, stated.block_size)
+        result = Encoding(stated.dtype, scale, zero_point, axis, stated.block_size)
     except CalibrationError as error:
         raise FileFormatError(str(error)) from error
-    return found if tensor is None or tensor.wanted is None else with_sign_of(found, tensor.wanted)
+    return result if tensor is None or tensor.wanted is None else with_sign_of(result, tensor.wanted)
 
 
 def with_sign_of(encoding: Encoding, wanted: DType) -> Encoding:

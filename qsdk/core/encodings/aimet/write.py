@@ -51,14 +51,14 @@ def dumps_aimet(
     sections: dict[str, list[tuple[str, Any]]] = {"activation_encodings": [], "param_encodings": [], "encodings": []}
     rows, unwritable = [], []
     listed: dict[str, Encoding | DType] = {**encodings, **casts}
-    for site, found in listed.items():
-        row: dict[str, Any] = {"site": site, "tensor": "", "dtype": _dtype_of(found).name, "form": "", "loss": ""}
+    for site, result in listed.items():
+        row: dict[str, Any] = {"site": site, "tensor": "", "dtype": _dtype_of(result).name, "form": "", "loss": ""}
         try:
             tensor = tensors.get(site)
             if tensor is None:
                 raise FileFormatError("no tensor of the model plays its part; give the float model that was quantized")
             row["tensor"] = tensor.name
-            entry, row["form"], row["loss"] = _entry(found, tensor, version)
+            entry, row["form"], row["loss"] = _entry(result, tensor, version)
             section = "encodings" if version not in _LEGACY else _section(tensor)
             if entry is not None:
                 sections[section].append((tensor.name, entry))
@@ -75,8 +75,8 @@ def dumps_aimet(
     return _text(version, producer, {name: sections[name] for name in names}), rows
 
 
-def _dtype_of(found: Encoding | DType) -> DType:
-    return found.dtype if isinstance(found, Encoding) else found
+def _dtype_of(encoding: Encoding | DType) -> DType:
+    return encoding.dtype if isinstance(encoding, Encoding) else encoding
 
 
 def _section(tensor: TensorFacts) -> str:
@@ -97,26 +97,26 @@ def _text(version: str, producer: str, sections: Mapping[str, list[tuple[str, An
     return "{\n  " + ",\n  ".join(head) + "\n}\n"
 
 
-def _entry(found: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[Any, str, str]:
+def _entry(encoding: Encoding | DType, tensor: TensorFacts, version: str) -> tuple[Any, str, str]:
     """Return the entry, its form and its losses; None in place of a cast that the version leaves out by design."""
-    if not isinstance(found, Encoding):
-        return _cast(found, version)
-    loss = ["frozen"] if found.frozen else []
-    if found.dtype != DTYPES.get(found.dtype.name):
+    if not isinstance(encoding, Encoding):
+        return _cast(encoding, version)
+    loss = ["frozen"] if encoding.frozen else []
+    if encoding.dtype != DTYPES.get(encoding.dtype.name):
         raise FileFormatError(
-            f"{found.dtype} has a grid that AIMET has no name for; use {_full_grid_name(found.dtype)}"
+            f"{encoding.dtype} has a grid that AIMET has no name for; use {_full_grid_name(encoding.dtype)}"
         )
     if version in _LEGACY:
-        if not found.dtype.is_integer:
-            raise FileFormatError(f"it has no {found.dtype}; write version 2.0.0")
-        if found.dtype.signed and not found.symmetric:
-            if f"u{found.dtype.name}" not in DTYPES:
-                raise FileFormatError(f"it has no {found.dtype} with zero points; write version 2.0.0")
-            found = with_sign_of(found, DTYPES[f"u{found.dtype.name}"])
+        if not encoding.dtype.is_integer:
+            raise FileFormatError(f"it has no {encoding.dtype}; write version 2.0.0")
+        if encoding.dtype.signed and not encoding.symmetric:
+            if f"u{encoding.dtype.name}" not in DTYPES:
+                raise FileFormatError(f"it has no {encoding.dtype} with zero points; write version 2.0.0")
+            encoding = with_sign_of(encoding, DTYPES[f"u{encoding.dtype.name}"])
             loss.append("sign (the same values in an unsigned dtype)")
-        if found.axis is not None:
+        if encoding.axis is not None:
             loss.append("axis (the reader's model gives it)")
-    stated = to_stated(found, tensor)
+    stated = to_stated(encoding, tensor)
     lost = ", ".join(loss)
     if version == "0.6.1":
         return _to_0_6_1(stated), stated.granularity, lost

@@ -18,14 +18,16 @@ def becomes_integers(graph: Graph) -> Mapping[int, str]:
 
     Results of layers are not affected: an integer computed from one reads it in float, and nothing before it changes.
     """
-    found: set[int] = set()
+    result: set[int] = set()
     for op in reversed(graph.ops):
         for tensor in op.outputs:
             cast = any(_casts_to_integer(graph, graph.ops[reader]) for reader in graph.consumers[tensor])
-            if graph.tensors[tensor].is_float and (cast or (_counts(graph, op) and _only_counts(graph, tensor, found))):
-                found.add(tensor)
-    found.update(t for t in graph.inputs if graph.tensors[t].is_float and _only_counts(graph, t, found))
-    return dict.fromkeys(found, AN_INTEGER)
+            if graph.tensors[tensor].is_float and (
+                cast or (_counts(graph, op) and _only_counts(graph, tensor, result))
+            ):
+                result.add(tensor)
+    result.update(t for t in graph.inputs if graph.tensors[t].is_float and _only_counts(graph, t, result))
+    return dict.fromkeys(result, AN_INTEGER)
 
 
 def _casts_to_integer(graph: Graph, op: Op) -> bool:

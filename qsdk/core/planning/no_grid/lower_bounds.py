@@ -28,24 +28,24 @@ Bounds = Callable[[int | None], float]
 def lower_bounds(graph: Graph) -> Mapping[int, float]:
     """Return tensor id -> a number that none of its values is below; tensors that nothing bounds are absent.
 
-    A bound above 0 says that a tensor is never 0: a sum with a guard, a clip, an exponential.
+    A bound above 0 proves that a tensor is never 0: a sum with a guard, a clip, an exponential.
     """
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
 
     def low(tensor: int | None) -> float:
-        return _UNKNOWN if tensor is None else found.get(tensor, _UNKNOWN)
+        return _UNKNOWN if tensor is None else result.get(tensor, _UNKNOWN)
 
     for index, facts in enumerate(graph.tensors):
         if facts.constant and facts.value is not None and facts.value.size and facts.value.dtype.kind in "fiub":
             smallest = float(np.min(facts.value))
-            found.update({index: smallest} if np.isfinite(smallest) else {})
+            result.update({index: smallest} if np.isfinite(smallest) else {})
         elif facts.dtype in ("bool", "uint8", "uint16", "uint32", "uint64"):
-            found[index] = 0.0
+            result[index] = 0.0
     for op in graph.ops:
         bound = _bound(graph, op, low)
         if bound > _UNKNOWN:
-            found.update({t: max(bound, low(t)) for t in op.outputs})
-    return found
+            result.update({t: max(bound, low(t)) for t in op.outputs})
+    return result
 
 
 def _bound(graph: Graph, op: Op, low: Bounds) -> float:

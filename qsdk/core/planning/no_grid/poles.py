@@ -23,12 +23,12 @@ _OF_SUMS = frozenset({"Sqrt", "Abs", "Cast"})
 
 def divisors(graph: Graph) -> Mapping[int, str]:
     """Return the computed tensors that ops divide by, or take a logarithm of, with the reason, by tensor id."""
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for op in graph.ops:
         for tensor, reason in _read_as_divisors(graph, op):
             if graph.tensors[tensor].is_float and graph.origin(tensor) is None:
-                found.setdefault(tensor, reason)
-    return found
+                result.setdefault(tensor, reason)
+    return result
 
 
 def guarded_divisors(graph: Graph) -> Mapping[int, str]:
@@ -37,35 +37,35 @@ def guarded_divisors(graph: Graph) -> Mapping[int, str]:
     The range of an activation contains 0, so a guard such as `sum + 1e-5` is lost as soon as it is quantized, and the
     root of the result is 0 as well. Training needs the guard of a root too: its gradient at 0 is infinite.
     """
-    low, found = lower_bounds(graph), dict[int, str]()
+    low, result = lower_bounds(graph), dict[int, str]()
     for divisor, reason in {**_under_roots(graph), **divisors(graph)}.items():
         waiting = [divisor]
         while waiting:
             tensor = waiting.pop()
-            if low.get(tensor, 0.0) <= 0.0 or tensor in found or graph.constant_root(tensor) is not None:
+            if low.get(tensor, 0.0) <= 0.0 or tensor in result or graph.constant_root(tensor) is not None:
                 continue
-            found[tensor] = reason
+            result[tensor] = reason
             maker = graph.producer.get(tensor)
             if maker is None:
                 continue
             read = [t for t in graph.ops[maker].inputs if t is not None and graph.tensors[t].is_float]
             if _makes_positive(graph, graph.ops[maker], low):
-                found.update(dict.fromkeys(_summed_up(graph, read), A_PART))
+                result.update(dict.fromkeys(_summed_up(graph, read), A_PART))
             else:
                 waiting += read
-    return found | dict.fromkeys(_reciprocals(graph, found), A_RECIPROCAL)
+    return result | dict.fromkeys(_reciprocals(graph, result), A_RECIPROCAL)
 
 
 def _under_roots(graph: Graph) -> dict[int, str]:
     """Return the computed tensors that ops take a root of, with the reason, by tensor id."""
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for op in graph.ops:
         exponent = graph.value(op.inputs[1]) if op.type == "Pow" else None
         root = op.type == "Sqrt" or (exponent is not None and bool(np.any((exponent > 0) & (exponent < 1))))
         tensor = op.inputs[0] if root else None
         if tensor is not None and graph.tensors[tensor].is_float and graph.origin(tensor) is None:
-            found[tensor] = A_ROOT
-    return found
+            result[tensor] = A_ROOT
+    return result
 
 
 def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
@@ -73,14 +73,14 @@ def _reciprocals(graph: Graph, guarded: Mapping[int, str]) -> set[int]:
 
     Where a sum is 0, they are as large as that of the guard.
     """
-    found: set[int] = set()
+    result: set[int] = set()
     for op in graph.ops:
         one = op.type == "Div" and op.inputs[0] is not None and graph.scalar(op.inputs[0]) is not None
         inverted = any(t in guarded and reason is A_DIVISOR for t, reason in _read_as_divisors(graph, op))
-        moved = op.type != "Concat" and bool(op.inputs) and keeps_grid(graph, op) and op.inputs[0] in found
+        moved = op.type != "Concat" and bool(op.inputs) and keeps_grid(graph, op) and op.inputs[0] in result
         if moved or (inverted and (one or op.type != "Div")):
-            found.update(op.outputs)
-    return found
+            result.update(op.outputs)
+    return result
 
 
 def _summed_up(graph: Graph, read: Iterable[int]) -> Iterator[int]:

@@ -35,28 +35,28 @@ def steering_tensors(graph: Graph, masks: Collection[int]) -> Mapping[int, str]:
     """
     steering = _only_read_by(graph, _made_of_integers(graph), masks, _RECURRENT)
     angles = _only_read_by(graph, _made_as_angles(graph), steering | frozenset(masks), _PERIODIC)
-    found = dict.fromkeys(angles, "an angle made of positions: Sin and Cos need all its digits")
-    return found | dict.fromkeys(steering, "made of shapes and integers: no quantized op computes with it")
+    result = dict.fromkeys(angles, "an angle made of positions: Sin and Cos need all its digits")
+    return result | dict.fromkeys(steering, "made of shapes and integers: no quantized op computes with it")
 
 
 def _made_of_integers(graph: Graph) -> set[int]:
     """Return the tensors that depend on integers, bools, shapes and single numbers alone."""
-    found = {index for index in range(len(graph.tensors)) if _is_counted(graph, index) or _is_number(graph, index)}
+    result = {index for index in range(len(graph.tensors)) if _is_counted(graph, index) or _is_number(graph, index)}
     for op in graph.ops:
         read = [t for t in op.inputs[: 1 if op.type == "CastLike" else None] if t is not None]
-        if op.type in _SHAPE_OPS or (read and found.issuperset(read)):
-            found.update(op.outputs)
-    return found
+        if op.type in _SHAPE_OPS or (read and result.issuperset(read)):
+            result.update(op.outputs)
+    return result
 
 
 def _made_as_angles(graph: Graph) -> set[int]:
     """Return the tensors computed from integers and stored numbers by the arithmetic of positions, not from a table."""
-    found = {index for index, facts in enumerate(graph.tensors) if _is_counted(graph, index) or facts.constant}
+    result = {index for index, facts in enumerate(graph.tensors) if _is_counted(graph, index) or facts.constant}
     for index, op in enumerate(graph.ops):
         read = [t for t in op.inputs if t is not None]
-        if op.type in _ANGLE_OPS and found.issuperset(read) and not _takes_from_data(graph, index):
-            found.update(op.outputs)
-    return found
+        if op.type in _ANGLE_OPS and result.issuperset(read) and not _takes_from_data(graph, index):
+            result.update(op.outputs)
+    return result
 
 
 def _takes_from_data(graph: Graph, op_id: int) -> bool:
@@ -72,13 +72,13 @@ def _takes_from_data(graph: Graph, op_id: int) -> bool:
 
 def _only_read_by(graph: Graph, made: Collection[int], others: Collection[int], sinks: Collection[str]) -> set[int]:
     """Return those of `made` that are computed in floating point and read only by these ops or by steering ops."""
-    found = {t for t in made if graph.tensors[t].is_float and t not in graph.output_set and t in graph.producer}
+    result = {t for t in made if graph.tensors[t].is_float and t not in graph.output_set and t in graph.producer}
     for op in reversed(graph.ops):
         for tensor in op.outputs:
             readers = graph.consumers[tensor]
-            if tensor in found and not all(_steers(graph, graph.ops[r], found, others, sinks) for r in readers):
-                found.discard(tensor)
-    return found
+            if tensor in result and not all(_steers(graph, graph.ops[r], result, others, sinks) for r in readers):
+                result.discard(tensor)
+    return result
 
 
 def _is_counted(graph: Graph, tensor: int) -> bool:
