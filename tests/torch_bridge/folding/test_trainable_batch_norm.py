@@ -1,4 +1,4 @@
-"""BatchNorms that were folded and are trained: `sim.training(freeze_bn_after=...)`."""
+"""Folded BatchNorms that are trained: `sim.training(freeze_bn_after=...)`."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Live BatchNorms in ordinary training code: checkpoints, copies, torch.compile, recomputation, re-estimation."""
+"""Trainable BatchNorms in ordinary training code: checkpoints, copies, torch.compile, recomputation, re-estimation."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Two ranks train a sim with live BatchNorms under DistributedDataParallel and FSDP2."""
+"""Two ranks train a sim with trainable BatchNorms under DistributedDataParallel and FSDP2."""
 
 import subprocess
 import sys

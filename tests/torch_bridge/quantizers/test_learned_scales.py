@@ -1,4 +1,4 @@
-"""What a scale and a zero point are while they are learned, against exact numbers, and their gradients."""
+"""Learned scales and zero points against exact numbers, and their gradients."""
 
 import math
 from dataclasses import replace

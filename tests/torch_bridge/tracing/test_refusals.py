@@ -1,4 +1,4 @@
-"""What cannot be traced is refused with the user's own line and a remedy, and the module stays as it was."""
+"""A module that cannot be traced is refused with the user's own line and a remedy, and stays as it was."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What was trained is what is exported: encodings, parity site by site, integer-only conversion, save and load."""
+"""A trained model is exported as it was trained: encodings, parity site by site, integer-only conversion, save and load."""
 
 import functools
 import json

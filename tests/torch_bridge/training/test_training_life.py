@@ -1,4 +1,4 @@
-"""What an ordinary training loop does besides steps, with a simulated model in it."""
+"""Everything that an ordinary training loop does besides steps, with a simulated model."""
 
 import copy
 import io

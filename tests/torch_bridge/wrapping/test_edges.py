@@ -1,4 +1,4 @@
-"""What modules take and give: every structure reaches the exported file under its own names."""
+"""Inputs and outputs of modules: every structure reaches the exported file under its own names."""
 
 from collections import UserDict, deque
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Weights of a module that are handed over by name: views where they are stored, arranged where an op wants them so."""
+"""Weights of a module by name: views where they are stored, arranged where an op wants them so."""
 
 import numpy as np
 import onnx

@@ -1,4 +1,4 @@
-"""Forwards that stand on an object in place of its class's: trainers put autocast there, users their own code."""
+"""Forwards set on an object in place of its class's: trainers put autocast there, users their own code."""
 
 import copy
 from collections.abc import Callable
