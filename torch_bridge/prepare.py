@@ -141,19 +141,19 @@ def _fold_and_wrap(
     output_stats = {
         f.layer: output_statistics_of(statistics_of(own.get_submodule(f.norm)), before=f.before) for f in folds
     }
-    kept: list[TrainableBatchNorm] = []
+    trainable: list[TrainableBatchNorm] = []
     if folds:
         unwrap_model(own)
         for fold in folds:
             if not fold.before:
-                kept.append(trainable_norm_of(own, fold))
-            take_back = apply_fold(own, fold)
+                trainable.append(trainable_norm_of(own, fold))
+            undo_fold = apply_fold(own, fold)
             if undo_steps is not None:
-                undo_steps.append(take_back)
+                undo_steps.append(undo_fold)
         runtime = wrap_model(own, declared)
     root = state_of(own)
     root.folds, root.computed, root.norms = tuple(folds), tuple(computed), output_stats
-    wrap_trainable_norms(own, tuple(kept))
+    wrap_trainable_norms(own, tuple(trainable))
     aliases = dataflow.aliases
     runtime.views, runtime.write_back = frozenset(aliases.views), frozenset(aliases.read_again)
     runtime.writes_inputs = aliases.inputs

@@ -1,4 +1,4 @@
-"""A trained model is exported as it was trained: encodings, parity site by site, integer-only conversion, save and load."""
+"""A trained model is exported as trained: encodings, parity site by site, integer-only conversion, save and load."""
 
 import functools
 import json
