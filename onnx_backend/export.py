@@ -73,8 +73,8 @@ def write_model(
     _require_choices(path, opset, dialect)
     if dialect == "onnxruntime":
         require_kernels(encodings)
-    made = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
-    lowered, rows = made.model, made.rows
+    qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
+    lowered, rows = qdq.model, qdq.rows
     # the model embeds what its nodes cannot say themselves; their scales are not written twice
     encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
@@ -86,7 +86,7 @@ def write_model(
     _require_valid(lowered)
     companion = encodings_path(path)
     written = write_file(
-        path, lowered, made.large, external_data=external_data, companions={companion: text}, in_use=in_use
+        path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
     )
     saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
     summary: dict[str, Any] = {"zero_point_bytes_saved": saved, "paths": [str(name) for name in written]}
@@ -123,13 +123,13 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
     Raises:
         FileFormatError: the hashes differ, or it is no ordinary file.
     """
-    said = {entry.key: entry.value for entry in model.metadata_props}.get(HASH_KEY)
+    recorded = {entry.key: entry.value for entry in model.metadata_props}.get(HASH_KEY)
     companion = encodings_path(path)
-    if said is None or not companion.exists():
+    if recorded is None or not companion.exists():
         return
     if not companion.is_file():  # a pipe would be waited for
         raise FileFormatError(f"{companion} is no ordinary file, so it does not belong to {path}; delete it")
-    if hashlib.sha256(companion.read_bytes()).hexdigest() != said:
+    if hashlib.sha256(companion.read_bytes()).hexdigest() != recorded:
         raise FileFormatError(
             f"{companion} does not belong to {path}: an export was interrupted or one file was replaced; export again, "
             "or delete the encodings file (the model holds its own copy)"

@@ -22,7 +22,7 @@ _FOLDER = "given/"
 
 @contextmanager
 def as_given(sim: OnnxSim) -> Iterator[bool]:
-    """Inside, the stored tensors of the sim are as the user gave them; gives whether any were not."""
+    """Set the stored tensors of the sim to the user's own inside the block; yield True if any had changed."""
     before = sim.snapshot(weights=True)
     _, *rest = before.stored
     sim.restore(replace(before, stored=(sim.given, *rest)))
@@ -55,11 +55,11 @@ def _write(stream: IO[bytes], tensor: TensorProto) -> None:
     np.lib.format.write_array(stream, np.asarray(array(tensor)), allow_pickle=False)
 
 
-def _read(data: bytes, there: TensorProto | None, where: str) -> TensorProto:
+def _read(data: bytes, stored: TensorProto | None, where: str) -> TensorProto:
     try:
         values: Any = np.lib.format.read_array(BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise FileFormatError(f"{where} is damaged ({error}); write it again with qsdk.save(sim, path)") from error
-    if there is None or math.prod(there.dims) != values.size or values.dtype != np.float32:
+    if stored is None or math.prod(stored.dims) != values.size or values.dtype != np.float32:
         raise FileFormatError(f"{where} is no tensor of the model beside it; write it again with qsdk.save(sim, path)")
-    return numpy_helper.from_array(values, there.name)
+    return numpy_helper.from_array(values, stored.name)

@@ -95,14 +95,14 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
 
 
 @dataclass(frozen=True)
-class _Home:
+class _FloatTensor:
     """The tensor of the float model that a site of the file belongs to."""
 
     tensor: str
     scalar: bool
 
 
-def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _Home]]:
+def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTensor]]:
     """Return the float model behind an opened one, and site -> its tensor.
 
     Raises:
@@ -112,7 +112,7 @@ def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _Home]]:
     without_origin(plain)
     stored = initializers(plain.graph)
     known = {*stored, *input_names(plain.graph), *(name for node in plain.graph.node for name in node.output)}
-    found: dict[str, _Home] = {}
+    found: dict[str, _FloatTensor] = {}
     sites: dict[str, str] = {}
     source: dict[str, str] = {}
     for node in (node for node in opened.model.graph.node if is_mark(node)):
@@ -126,12 +126,12 @@ def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _Home]]:
                 "open the file as it is with config=None, or quantize the float model it came from"
             )
         one = name in stored and not any(n != 1 for n in stored[name].dims)
-        found[site] = _Home(name, one)
+        found[site] = _FloatTensor(name, one)
     return plain, found
 
 
-def _with_names_of_the_file(graph: Graph, homes: Mapping[str, _Home]) -> Graph:
-    names = {home.tensor: site for site, home in homes.items()}
+def _with_names_of_the_file(graph: Graph, tensors_of: Mapping[str, _FloatTensor]) -> Graph:
+    names = {float_tensor.tensor: site for site, float_tensor in tensors_of.items()}
     taken = {tensor.site for tensor in graph.tensors if tensor.name not in names}
     tensors = [
         replace(tensor, site=names[tensor.name])
@@ -143,14 +143,14 @@ def _with_names_of_the_file(graph: Graph, homes: Mapping[str, _Home]) -> Graph:
 
 
 def _require_all_placed(
-    graph: Graph, homes: Mapping[str, _Home], encodings: Mapping[str, Encoding], casts: Mapping[str, DType]
+    graph: Graph, tensors_of: Mapping[str, _FloatTensor], encodings: Mapping[str, Encoding], casts: Mapping[str, DType]
 ) -> None:
     """Refuse to lose an encoding; a scalar constant holds its quantized value already, and needs none."""
     lost = []
     for site in (*encodings, *casts):
         if site not in graph.sites:
-            if not homes[site].scalar:
-                lost.append(f"{site} (the tensor {homes[site].tensor!r} has no site in the float model)")
+            if not tensors_of[site].scalar:
+                lost.append(f"{site} (the tensor {tensors_of[site].tensor!r} has no site in the float model)")
         elif site in encodings:
             why = misfit(encodings[site], graph.tensors[graph.sites[site]].shape)
             lost += [f"{site} ({why})"] if why else []

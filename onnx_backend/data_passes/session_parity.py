@@ -132,8 +132,8 @@ def check_session(
         if original is not None:
             to_float.add(got, run_session(original, feeds, where))
         if exact is not None and asked is not None:
-            taught = {**feeds, **_captured_feeds(sim.capture(feeds), fed)}
-            for site, left, right in zip(sites, *(_run(s, taught, where) for s in (asked, exact)), strict=True):
+            site_feeds = {**feeds, **_captured_feeds(sim.capture(feeds), fed)}
+            for site, left, right in zip(sites, *(_run(s, site_feeds, where) for s in (asked, exact)), strict=True):
                 sites[site].add(left, right)
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
     return _report(sites, outputs, [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)], level, extra)

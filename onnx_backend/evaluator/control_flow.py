@@ -84,10 +84,10 @@ def _scan(attrs: Attributes, bodies: Bodies, *inputs: Any) -> list[Any]:
     scanned: list[list[Any]] = [[] for _ in declared]
     for parts in zip(*rows, strict=True):
         states = _collected(body.run([*states, *(np.asarray(part) for part in parts)]), len(states), scanned)
-    made = _stacked(scanned, declared)
-    axes = attrs.get("scan_output_axes") or [0] * len(made)
-    backward = attrs.get("scan_output_directions") or [0] * len(made)
-    turned = [x[:: -1 if back else 1] for x, back in zip(made, backward, strict=True)]
+    stacked = _stacked(scanned, declared)
+    axes = attrs.get("scan_output_axes") or [0] * len(stacked)
+    backward = attrs.get("scan_output_directions") or [0] * len(stacked)
+    turned = [x[:: -1 if back else 1] for x, back in zip(stacked, backward, strict=True)]
     return [*states, *(np.moveaxis(x, 0, axis) for x, axis in zip(turned, axes, strict=True))]
 
 
@@ -103,11 +103,11 @@ def _sequence_map(attrs: Attributes, bodies: Bodies, *inputs: Any) -> list[Any]:
 
 
 def _optional(attrs: Attributes, bodies: Bodies, value: Any = None) -> list[Any]:
-    """Here because ReferenceEvaluator wraps the value in a list, which the ops that read an optional do not expect."""
+    """Return the value as it is; ReferenceEvaluator wraps it in a list, which ops that read an optional refuse."""
     return [value]
 
 
-#: op_type -> (the first opset with these semantics, what runs it: `run(attributes, bodies, *inputs)`). Scan of opset 8
+#: op_type -> (the first opset with these semantics, its function `run(attributes, bodies, *inputs)`). Scan of opset 8
 #: has a batch axis and is another op.
 CONTROL_FLOW: Mapping[str, tuple[int, Callable[..., list[Any]]]] = MappingProxyType(
     {

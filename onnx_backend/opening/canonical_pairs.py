@@ -56,27 +56,27 @@ def rewrite_foreign_pairs(model: ModelProto) -> None:
     graph = model.graph
     pairs = list(_pairs(model))
     taken = names_in(graph)
-    homes: dict[str, list[_Pair]] = {}  # tensor -> the first pair of each encoding
-    made: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> its new nodes
+    first_pairs: dict[str, list[_Pair]] = {}  # tensor -> the first pair of each encoding
+    replacements: dict[str, list[NodeProto]] = {}  # output of a foreign DequantizeLinear -> its new nodes
     renamed: dict[str, str] = {}
     outputs = {value.name for value in graph.output}
     for index, pair in enumerate(pairs):
         output = pair.dequantize.output[0]
-        known = homes.setdefault(pair.source, [])
-        home = next((other for other in known if other.encoding == pair.encoding), None)
-        if home is None:
+        known = first_pairs.setdefault(pair.source, [])
+        first = next((other for other in known if other.encoding == pair.encoding), None)
+        if first is None:
             known.append(pair)
-            made[output] = _pair_nodes(model, pair, f"#{index}", taken)
+            replacements[output] = _pair_nodes(model, pair, f"#{index}", taken)
         elif output in outputs:
-            made[output] = [
-                helper.make_node("Identity", [home.dequantize.output[0]], [output], node_label(pair.dequantize))
+            replacements[output] = [
+                helper.make_node("Identity", [first.dequantize.output[0]], [output], node_label(pair.dequantize))
             ]
         else:
-            made[output] = []
-            renamed[output] = home.dequantize.output[0]
+            replacements[output] = []
+            renamed[output] = first.dequantize.output[0]
     nodes = []
     for node in graph.node:
-        for fresh in made.get(next(iter(node.output), ""), [node]):
+        for fresh in replacements.get(next(iter(node.output), ""), [node]):
             rename_inputs([fresh], renamed)
             nodes.append(fresh)
     replace_nodes(graph, nodes_reaching(nodes, outputs))

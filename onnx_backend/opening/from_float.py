@@ -198,12 +198,12 @@ def _require_float(model: ModelProto) -> None:
 
 def _require_float32(model: ModelProto, types: Types) -> None:
     """Refuse a model that computes in float16 or double throughout: none of it could be quantized."""
-    made = _dtypes(model.graph.node, types)
-    if "float32" in made or not made:
+    dtypes = _dtypes(model.graph.node, types)
+    if "float32" in dtypes or not dtypes:
         return
-    kinds = " and ".join(sorted(made))
+    kinds = " and ".join(sorted(dtypes))
     raise ModelError(
-        f"the model computes in {kinds} throughout (for example the tensor {next(iter(made.values()))!r}), and only "
+        f"the model computes in {kinds} throughout (for example the tensor {next(iter(dtypes.values()))!r}), and only "
         "float32 tensors can be quantized; export it in float32, then choose float16 where you want it with "
         "config.skip(pattern, dtype=qsdk.float16)"
     )

@@ -93,17 +93,17 @@ def _strip(model: ModelProto) -> _Stripped:
     """Drop marks; a second site on the same tensor stays as an Identity, named after a stored tensor with a number."""
     found = _Stripped()
     stored, taken = initializers(model.graph), names_in(model.graph)
-    homes: dict[str, str] = {}  # site -> tensor that carries it
+    carriers: dict[str, str] = {}  # site -> tensor that carries it
     origins: dict[str, str] = {}  # site -> tensor that was marked
     for node in model.graph.node:
         if not is_mark(node):
             found.nodes.append(node)
             continue
         site, source, output = str(attributes(node)["key"]), found.name(node.input[0]), node.output[0]
-        if site in homes:
-            if source not in (origins[site], homes[site]):
+        if site in carriers:
+            if source not in (origins[site], carriers[site]):
                 raise ModelError(f"the site {site} marks two tensors, {origins[site]!r} and {source!r}; report this")
-            found.alias[output] = homes[site]
+            found.alias[output] = carriers[site]
             continue
         origins[site] = source
         if source in found.sites:
@@ -114,7 +114,7 @@ def _strip(model: ModelProto) -> _Stripped:
             source = second
         else:
             found.alias[output] = source
-        homes[site] = source
+        carriers[site] = source
         found.sites[source] = site
     return found
 
@@ -168,15 +168,15 @@ def _build(
             named = node.name or node.output[0]
             raise ModelError(f"the node {named!r} reads {unmade[0]!r}, which nothing before it makes; sort the nodes")
         read = tuple(ids[name] if name else None for name in (*node.input, *captured))
-        made = []
+        outputs = []
         for name in node.output:
             if name:
                 dtype, shape = types.get(name, ("", None))
                 if not dtype and any(t is not None and tensors[t].is_float for t in read):
                     dtype = "float32"  # an op without inference (another domain): better a site than a silent float
-                made.append(add(name, Tensor(name, dtype, shape, stripped.sites.get(name))))
+                outputs.append(add(name, Tensor(name, dtype, shape, stripped.sites.get(name))))
         facts = {name: value for name, value in attributes(node).items() if not isinstance(value, GraphProto)}
-        ops.append(Op(node.op_type, read, tuple(made), facts, node.name, node.domain))
+        ops.append(Op(node.op_type, read, tuple(outputs), facts, node.name, node.domain))
     return Graph(tensors, ops, inputs, [ids[value.name] for value in model.graph.output])
 
 

@@ -69,8 +69,8 @@ def with_flags(model: ModelProto, encodings: Mapping[str, Encoding]) -> dict[str
         FileFormatError: the embedded text cannot be read.
     """
     text = _embedded(model)  # earlier files list every encoding there
-    said = {} if text is None else text.encodings
-    frozen = frozen_digests(model) | {site: digest(found) for site, found in said.items() if found.frozen}
+    recorded = {} if text is None else text.encodings
+    frozen = frozen_digests(model) | {site: digest(found) for site, found in recorded.items() if found.frozen}
     return {
         site: replace(encoding, frozen=True) if frozen.get(site) == digest(encoding) else encoding
         for site, encoding in encodings.items()

@@ -129,10 +129,10 @@ class _Teacher:
         computed = {cut.site: Encoding(uint8, next(values), next(values)) for cut in cuts if cut.computed}
         return _TeacherForced(codes, computed, {name: next(values) for name in self.free}, feeds)
 
-    def noisy(self, batch: Mapping[str, Array], taught: _TeacherForced) -> dict[str, list[Array]]:
+    def noisy(self, batch: Mapping[str, Array], forced: _TeacherForced) -> dict[str, list[Array]]:
         """Return the free outputs with noise of the size of rounding in everything between them and the sites."""
         *_, runs = self._opened([cut for cut in self.cuts if cut.site in batch])
-        return runs.run(taught.feeds, taught.free)
+        return runs.run(forced.feeds, forced.free)
 
     def _opened(self, cuts: Sequence[Cut]) -> tuple[ort.InferenceSession, dict[str, str], NoisyRuns]:
         key = frozenset(cut.site for cut in cuts)
@@ -229,15 +229,15 @@ def _compare_taught(
     tallies: dict[str, Tally],
 ) -> None:
     """Compare each site and each other output of the model, fed with the simulation's values before it."""
-    taught = teacher.run(batch)
+    forced = teacher.run(batch)
     for cut in teacher.cuts:
-        if cut.site in taught.codes:
-            known = taught.computed if cut.computed else encodings
-            _compare(cut, taught.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
-    found = {name: verdict(value, np.asarray(wanted[name]), ()) for name, value in taught.free.items()}
+        if cut.site in forced.codes:
+            known = forced.computed if cut.computed else encodings
+            _compare(cut, forced.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
+    found = {name: verdict(value, np.asarray(wanted[name]), ()) for name, value in forced.free.items()}
     if any(not judged.passed for judged in found.values()):
-        noisy = teacher.noisy(batch, taught)
-        found = {name: verdict(value, np.asarray(wanted[name]), noisy[name]) for name, value in taught.free.items()}
+        noisy = teacher.noisy(batch, forced)
+        found = {name: verdict(value, np.asarray(wanted[name]), noisy[name]) for name, value in forced.free.items()}
     for name, judged in found.items():
         tally = tallies.setdefault(f"{name}:output", Tally("output"))
         tally.add(judged.steps)

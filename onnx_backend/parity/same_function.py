@@ -302,9 +302,9 @@ def _changed_inputs(
     for mine, wanted in zip(node.input, other.input, strict=True):
         if theirs.numbers.get(mine) == ours.numbers.get(wanted):
             continue
-        held = mine in theirs.stored, wanted in ours.stored
-        if held == (True, True):
+        are_stored = mine in theirs.stored, wanted in ours.stored
+        if are_stored == (True, True):
             return NodeDifference(name, site, f"its stored {mine!r} holds other numbers than the simulation's", True)
         problem = f"it reads {mine!r} where the simulation reads {wanted!r}"
-        return NodeDifference(name, site, problem, altered=held[0] == held[1])
+        return NodeDifference(name, site, problem, altered=are_stored[0] == are_stored[1])
     return NodeDifference(name, site, "its body computes something else than the simulation's", altered=True)

@@ -58,18 +58,18 @@ def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[li
     wanted = "then_branch" if condition else "else_branch"
     branch = GraphProto()
     branch.CopyFrom(next(graph for name, graph in bodies(node) if name == wanted))
-    made = dict.fromkeys(name for inner in branch.node for name in inner.output if name)
+    computed = dict.fromkeys(name for inner in branch.node for name in inner.output if name)
     renamed: dict[str, str] = {}
     copies = []
     for value, name in zip(branch.output, node.output, strict=True):
         if not name:
             continue
-        if value.name in made and value.name not in renamed:
+        if value.name in computed and value.name not in renamed:
             renamed[value.name] = name
         else:  # stored in the branch, from outside, or given twice
             copies.append((value.name, name))
     owner = node.name or next((name for name in node.output if name), "if")
-    for name in (*made, *(tensor.name for tensor in branch.initializer)):
+    for name in (*computed, *(tensor.name for tensor in branch.initializer)):
         if name not in renamed:
             renamed[name] = unique(f"{owner}/{name}", taken)
     for inner in branch.node:

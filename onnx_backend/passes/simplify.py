@@ -83,13 +83,13 @@ def simplify(
 
 def _without_last_identities(nodes: list[NodeProto], simplifier: "_Simplifier") -> list[NodeProto]:
     """Return the nodes of a traced model without Identities (Dropouts) that only name an output."""
-    made = {name for node in nodes for name in node.output}
+    computed = {name for node in nodes for name in node.output}
     renamed = {
         node.input[0]: node.output[0]
         for node in nodes
         if node.op_type == "Identity"
         and node.output[0] in simplifier.outputs
-        and node.input[0] in made - simplifier.outputs
+        and node.input[0] in computed - simplifier.outputs
     }
     last = set(renamed.values())
     kept = [node for node in nodes if not (node.op_type == "Identity" and node.output[0] in last)]

@@ -230,8 +230,8 @@ def without_large(model: ModelProto) -> ModelProto:
     copy_fields(model, light, lambda number: number != _GRAPH)
     copy_fields(model.graph, light.graph, lambda number: number != _INITIALIZER)
     for tensor in model.graph.initializer:
-        apart = is_large(tensor.dims) and not is_reference(tensor)
-        light.graph.initializer.append(as_stub(tensor.name, tensor.data_type, tensor.dims) if apart else tensor)
+        leaves = is_large(tensor.dims) and not is_reference(tensor)
+        light.graph.initializer.append(as_stub(tensor.name, tensor.data_type, tensor.dims) if leaves else tensor)
     return light
 
 

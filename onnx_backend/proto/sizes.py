@@ -21,15 +21,15 @@ def sizes(model: ModelProto) -> Report:
     found: dict[tuple[str, str], list[int]] = {}
     as_float = 0
     for tensor in model.graph.initializer:
-        what, size = role.get(tensor.name, "other tensors"), bytes_of(tensor.data_type, tensor.dims)
-        entry = found.setdefault((what, TensorProto.DataType.Name(tensor.data_type).lower()), [0, 0])
+        kind, size = role.get(tensor.name, "other tensors"), bytes_of(tensor.data_type, tensor.dims)
+        entry = found.setdefault((kind, TensorProto.DataType.Name(tensor.data_type).lower()), [0, 0])
         entry[0] += 1
         entry[1] += size
-        if what in ("codes", "other tensors"):
-            as_float += 4 * math.prod(tensor.dims) if what == "codes" else size
+        if kind in ("codes", "other tensors"):
+            as_float += 4 * math.prod(tensor.dims) if kind == "codes" else size
     rows: list[dict[str, Any]] = [
-        {"what": what, "dtype": dtype, "tensors": count, "bytes": size}
-        for (what, dtype), (count, size) in found.items()
+        {"what": kind, "dtype": dtype, "tensors": count, "bytes": size}
+        for (kind, dtype), (count, size) in found.items()
     ]
     rows.sort(key=lambda row: -int(row["bytes"]))
     total = sum(int(row["bytes"]) for row in rows)

@@ -46,9 +46,9 @@ def require_sound(model: ModelProto, where: str) -> None:
 
 
 def _require_outputs(function: FunctionProto, where: str) -> None:
-    made = {name for node in function.node for name in node.output} | {*function.input}
+    computed = {name for node in function.node for name in node.output} | {*function.input}
     for name in function.output:
-        if name not in made:
+        if name not in computed:
             raise FileFormatError(f"{where}: the function {_name(_key(function))} does not make {name!r}; {_AGAIN}")
 
 

@@ -26,13 +26,13 @@ class WeightEdits:
 
     def __init__(self, model: ModelProto) -> None:
         self._model = model
-        self._held: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
+        self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
 
     def hold(self) -> WeightSnapshot:
         """Return a snapshot for `put_back`; it copies a tensor only just before that is replaced."""
-        held = WeightSnapshot()
-        self._held.add(held)
-        return held
+        snapshot = WeightSnapshot()
+        self._snapshots.add(snapshot)
+        return snapshot
 
     def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace stored float tensors, by name, by other values of the same shape.
@@ -44,31 +44,31 @@ class WeightEdits:
         written = {name: _tensor(name, value, stored.get(name)) for name, value in values.items()}
         self._replace(stored, written)
 
-    def put_back(self, held: WeightSnapshot) -> None:
+    def put_back(self, snapshot: WeightSnapshot) -> None:
         """Restore the stored tensors of a snapshot.
 
         Raises:
             ModelError: the snapshot is of another model.
         """
-        if held not in self._held:
+        if snapshot not in self._snapshots:
             raise ModelError(
                 "the snapshot holds the weights of another sim; restore it in the sim that it was taken of"
             )
-        self._replace(initializers(self._model.graph), dict(held.before))
+        self._replace(initializers(self._model.graph), dict(snapshot.before))
 
     def files_read(self) -> Iterator[Path]:
         """Yield the files that hold tensors which can be put back."""
-        for held in self._held:
-            yield from (reference(tensor)[0] for tensor in held.before.values() if is_reference(tensor))
+        for snapshot in self._snapshots:
+            yield from (reference(tensor)[0] for tensor in snapshot.before.values() if is_reference(tensor))
 
     def _replace(self, stored: Mapping[str, TensorProto], by: Mapping[str, TensorProto]) -> None:
         for name, tensor in by.items():
-            lacking = [held for held in self._held if name not in held.before]
+            lacking = [snapshot for snapshot in self._snapshots if name not in snapshot.before]
             if lacking:
                 before = TensorProto()
                 before.CopyFrom(stored[name])
-                for held in lacking:
-                    held.before[name] = before
+                for snapshot in lacking:
+                    snapshot.before[name] = before
             stored[name].CopyFrom(tensor)
 
 

@@ -84,8 +84,8 @@ class _BarrierInserter:
         """Return True if a Relu would join the Gemm before it, whose stored weight MatMulNBits should read."""
         layer = self.makers.get(relu.input[0])
         if layer is not None and layer.op_type == "Add":
-            made = (self.makers.get(name) for name in layer.input)
-            layer = next((node for node in made if node is not None and node.op_type == "MatMul"), None)
+            makers = (self.makers.get(name) for name in layer.input)
+            layer = next((node for node in makers if node is not None and node.op_type == "MatMul"), None)
         if layer is None or layer.op_type not in ("Gemm", "MatMul") or self._is_quantized(layer.input[0]):
             return False
         return self._weight(layer.input[1]).removesuffix(" blocks") in _NBITS

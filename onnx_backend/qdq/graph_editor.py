@@ -64,17 +64,17 @@ class GraphEditor:
         for node in self.graph.node:
             rename_inputs([node], renamed)
             site = str(attributes(node)["key"]) if is_mark(node) else ""
-            home = first.setdefault(site, node) if site else node
-            if home is node:
+            kept_mark = first.setdefault(site, node) if site else node
+            if kept_mark is node:
                 kept.append(node)
                 continue
-            if node.input[0] not in (home.input[0], home.output[0]):
-                tensors = f"{home.input[0]!r} and {node.input[0]!r}"
+            if node.input[0] not in (kept_mark.input[0], kept_mark.output[0]):
+                tensors = f"{kept_mark.input[0]!r} and {node.input[0]!r}"
                 raise ModelError(f"the site {site} marks two tensors, {tensors}; give them sites of their own")
             if node.output[0] in self.outputs:
-                kept.append(helper.make_node("Identity", [home.output[0]], [node.output[0]], f"{site}/again"))
+                kept.append(helper.make_node("Identity", [kept_mark.output[0]], [node.output[0]], f"{site}/again"))
             else:
-                renamed[node.output[0]] = home.output[0]
+                renamed[node.output[0]] = kept_mark.output[0]
         replace_nodes(self.graph, kept)
         self.readers = consumers(self.graph.node)
 
@@ -86,8 +86,8 @@ class GraphEditor:
         rename_inputs(self.nodes, final)
         replace_nodes(self.graph, self.nodes)
         drop_unused_initializers(self.graph)
-        made = {name for node in self.nodes for name in node.output}  # a stored tensor has a type of its own
-        kept = [value for value in self.graph.value_info if value.name in made]
+        computed = {name for node in self.nodes for name in node.output}  # a stored tensor has a type of its own
+        kept = [value for value in self.graph.value_info if value.name in computed]
         del self.graph.value_info[:]
         self.graph.value_info.extend(kept)
         imports = [entry for entry in self.model.opset_import if entry.domain != "qsdk"]
@@ -140,19 +140,19 @@ class GraphEditor:
             self.large[fresh] = value
             self.graph.initializer.append(value.stub(fresh))
         else:
-            made = value.value() if isinstance(value, LargeTensor) else value
-            self.graph.initializer.append(numpy_helper.from_array(made, fresh))
+            array = value.value() if isinstance(value, LargeTensor) else value
+            self.graph.initializer.append(numpy_helper.from_array(array, fresh))
         return fresh
 
-    def once(self, source: str, how: bytes, made: LargeTensor, suffix: str) -> str:
+    def once(self, source: str, fingerprint: bytes, values: LargeTensor, suffix: str) -> str:
         """Return the initializer derived from `source` in this way; a second site of the same tensor shares it.
 
         The number of a further way stands in front of the suffix: opened again, each is a tensor of its own.
         """
-        key = (source, how)
+        key = (source, fingerprint)
         if key not in self.reused:
             earlier = sum(known == source for known, _ in self.reused)
-            self.reused[key] = self.initializer(made, f"{source}_{earlier}{suffix}" if earlier else source + suffix)
+            self.reused[key] = self.initializer(values, f"{source}_{earlier}{suffix}" if earlier else source + suffix)
         return self.reused[key]
 
     def row(self, site: str, dtype: str, form: str, saved: int = 0) -> None:

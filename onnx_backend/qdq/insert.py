@@ -173,11 +173,11 @@ def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str
 
 def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str) -> None:
     site = decision.site
-    made = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
-    quantize = helper.make_node("DynamicQuantizeLinear", [source], made, f"{site}/quantize")
+    names = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
+    quantize = helper.make_node("DynamicQuantizeLinear", [source], names, f"{site}/quantize")
     at.nodes.append(quantize)
     name = at.target(site, output, "dequantized")
-    dequantize = at.add("DequantizeLinear", made, name, f"{site}/dequantize")
+    dequantize = at.add("DequantizeLinear", names, name, f"{site}/dequantize")
     for node in (quantize, dequantize):
         set_metadata(node, site=site, dtype="uint8", kind=decision.kind)
     at.row(site, "uint8", "DynamicQuantizeLinear")

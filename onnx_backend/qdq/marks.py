@@ -38,10 +38,10 @@ def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelPro
     lift_constants(marked)
     taken = names_in(marked.graph)
     sites = {tensor.name: tensor.site for tensor in graph.tensors if tensor.site is not None}
-    made = {name for node in marked.graph.node for name in node.output}
+    computed = {name for node in marked.graph.node for name in node.output}
     heads, renamed = [], {}
     for name, site in sites.items():
-        if name not in made:
+        if name not in computed:
             renamed[name] = unique(f"{name}/marked", taken)
             heads.append(mark_node(site, name, renamed[name]))
     nodes = list(heads)
@@ -133,7 +133,7 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
     kinds: dict[str, str] = {}
     stored = initializers(model.graph)
     before: dict[str, str] = {}
-    made: dict[str, str] = {}
+    float_names: dict[str, str] = {}
     for node in model.graph.node:
         facts = metadata(node)
         if node.op_type != "Cast" or "qsdk.site" not in facts:
@@ -141,12 +141,12 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
         site, source = facts["qsdk.site"], node.input[0]
         kinds[site] = facts["qsdk.kind"]
         if source in stored:
-            if source not in made:
+            if source not in float_names:
                 # the name from before the export, so that exporting again gives the same file
-                made[source] = unique(source.removesuffix(f"_{facts['qsdk.dtype']}") or site, taken)
+                float_names[source] = unique(source.removesuffix(f"_{facts['qsdk.dtype']}") or site, taken)
                 values = array(stored[source]).astype("float32")
-                model.graph.initializer.append(numpy_helper.from_array(values, made[source]))
-            found[site] = (facts["qsdk.dtype"], made[source], node.output[0])
+                model.graph.initializer.append(numpy_helper.from_array(values, float_names[source]))
+            found[site] = (facts["qsdk.dtype"], float_names[source], node.output[0])
         elif source in before:
             found[site] = (facts["qsdk.dtype"], before[source], node.output[0])
         else:

@@ -69,12 +69,12 @@ def qdq_pairs(model: ModelProto) -> list[QdqPair]:
         FileFormatError: see `read`.
     """
     found: dict[str, QdqPair] = {}
-    for place in _places(model):
+    for place in _pairs(model):
         found.setdefault(place.site, place)
     return list(found.values())
 
 
-def _places(model: ModelProto) -> Iterator[QdqPair]:
+def _pairs(model: ModelProto) -> Iterator[QdqPair]:
     stored: Mapping[str, TensorProto] = stored_tensors(model)
     made_by = producers(model.graph.node)
     scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
@@ -91,8 +91,8 @@ def _places(model: ModelProto) -> Iterator[QdqPair]:
         permutation = _permutation(facts)
         encoding = encoding_of_pair(node, quantize, stored, made_by)
         site = facts.get("qsdk.site") or (source if quantize is None else quantize.input[0])
-        held = source if quantize is None else None
-        yield QdqPair(site, facts.get("qsdk.kind", ""), node, quantize, held, encoding, permutation)
+        stored_name = source if quantize is None else None
+        yield QdqPair(site, facts.get("qsdk.kind", ""), node, quantize, stored_name, encoding, permutation)
 
 
 def encoding_of_pair(
@@ -222,8 +222,8 @@ def _narrowed(
     standard = [found for found in DTYPES.values() if found.container == dtype.name and found.is_integer]
     candidates = [*standard, *(found.strict for found in standard if found.signed)]
     for candidate in candidates:
-        held = (np.float32(zero_point.reshape(())) >= candidate.lo) and (zero_point.reshape(()) <= candidate.hi)
-        if candidate.narrows_container and held:
+        inside = (np.float32(zero_point.reshape(())) >= candidate.lo) and (zero_point.reshape(()) <= candidate.hi)
+        if candidate.narrows_container and inside:
             encoding = Encoding(candidate, scale.reshape(1), zero_point.reshape(1))
             if (float(encoding.low[0]), float(encoding.high[0])) == (low, high):
                 return candidate

@@ -109,8 +109,8 @@ def _first_different_output(model: ModelProto, wanted: list[Any], got: list[Any]
 def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], what: str) -> str:
     """Return a message that names the first node whose output differs."""
     remedy = "export the model at a newer opset, and report this"
-    made = {name for node in after.graph.node for name in node.output}
-    names = [name for node in before.graph.node for name in node.output if name and name in made]
+    kept = {name for node in after.graph.node for name in node.output}
+    names = [name for node in before.graph.node for name in node.output if name and name in kept]
     try:
         runs = [float_session(_with_outputs(model, names)).run(names, dict(feeds)) for model in (before, after)]
     except Exception:  # the runtime's own exception types are private; the place is a courtesy
@@ -119,7 +119,7 @@ def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[st
     makers = producers(before.graph.node)
     node = makers.get(first)
     while node is not None:  # what was converted may have lost its tensor's name: it is to blame first
-        lost = next((makers[name] for name in node.input if name in makers and name not in made), None)
+        lost = next((makers[name] for name in node.input if name in makers and name not in kept), None)
         if lost is None:
             break
         node = lost

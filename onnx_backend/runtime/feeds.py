@@ -25,7 +25,7 @@ class DeclaredInput:
     """
 
     def __init__(self, value: ValueInfoProto) -> None:
-        """Take name and type of a declared input."""
+        """Read name and type of a declared input."""
         dtype = dtype_name(value.type.tensor_type.elem_type)
         self.name, self.type = value.name, f"tensor({'float' if dtype == 'float32' else dtype})"
 
@@ -77,7 +77,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
     dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
     sizes = list(getattr(wanted, "shape", None) or given.shape)  # no declared shape, or a scalar
     fits = len(sizes) == given.ndim and all(
-        not isinstance(size, int) or size == there for size, there in zip(sizes, given.shape, strict=True)
+        not isinstance(size, int) or size == actual for size, actual in zip(sizes, given.shape, strict=True)
     )
     if fits and given.dtype == dtype:
         return

@@ -107,9 +107,9 @@ def with_float_weights(model: ModelProto, *, most: int = _LARGEST) -> ModelProto
     graph, stored = model.graph, initializers(model.graph)
     makers = producers(graph.node)
     scales = {
-        node.input[1]: made
+        node.input[1]: block
         for node in graph.node
-        if node.op_type == "DequantizeLinear" and (made := block_scales(makers.get(node.input[1]), stored)) is not None
+        if node.op_type == "DequantizeLinear" and (block := block_scales(makers.get(node.input[1]), stored)) is not None
     }
     outputs = {value.name for value in graph.output}
     found: dict[str, npt.NDArray[np.float32]] = {}

@@ -1,4 +1,4 @@
-"""What a rule found."""
+"""The rows of a validation report."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of a validation report.
+    """A row of a validation report.
 
     Attributes:
         node: the node's name (a path through functions and branches), else its first output's; a stored tensor's name
@@ -26,10 +26,10 @@ class Finding:
 
 
 def error(node: str, rule: str, problem: str, remedy: str) -> Finding:
-    """A finding that makes the model invalid, or its meaning contradictory."""
+    """Return a finding that makes the model invalid, or its meaning contradictory."""
     return Finding(node, rule, "error", problem, remedy)
 
 
 def warning(node: str, rule: str, problem: str, remedy: str) -> Finding:
-    """A finding in a valid model: the runtime cannot run it (`runtime`, `kernel`), or it is hardly what was meant."""
+    """Return a finding in a valid model: the runtime cannot run it (`runtime`, `kernel`), or it is hardly intended."""
     return Finding(node, rule, "warning", problem, remedy)

@@ -13,7 +13,7 @@ from onnx_backend.validation.scope import Scope, is_quantizer
 
 
 def pairs(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """A DequantizeLinear undoes what the QuantizeLinear in front did: one scale, zero point, axis and block size."""
+    """Yield an error if a DequantizeLinear has not the scale, zero point, axis and block size of its QuantizeLinear."""
     quantize = scope.makers.get(node.input[0])
     if quantize is None or quantize.op_type != "QuantizeLinear" or not is_quantizer(quantize):
         return
@@ -39,7 +39,7 @@ def _same_option(option: str, left: int, right: int, shape: tuple[int | None, ..
 
 
 def _same_values(left: str, right: str, scope: Scope) -> bool:
-    """Whether two parameters hold the same; an absent one is 0, and computed ones pass."""
+    """Return True if two parameters hold the same; an absent one is 0, and computed ones pass."""
     if left == right:
         return True
     if any(name and name not in scope.stored for name in (left, right)):
@@ -52,6 +52,6 @@ def _same_values(left: str, right: str, scope: Scope) -> bool:
 
 
 def unused(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """Somebody reads the result; codes may also leave the model, or be read by integer ops."""
+    """Yield a warning if nothing reads the result; codes may also leave the model, or be read by integer ops."""
     if node.output[0] not in scope.read:
         yield warning(scope.name(node), "unused", f"nothing reads its output {node.output[0]!r}", "remove the node")

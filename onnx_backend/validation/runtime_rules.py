@@ -1,4 +1,4 @@
-"""What ONNX Runtime 1.31 (CPU) cannot load or run although it is valid; the tests ask the installed one again."""
+"""Rules on valid models that ONNX Runtime 1.31 (CPU) cannot load or run; the tests check the installed version."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _T = TensorProto
 
 
 def versions(model: ModelProto) -> Iterator[Finding]:
-    """IR version and opset."""
+    """Yield a warning if IR version or opset is beyond the runtime's."""
     if model.ir_version > LARGEST_IR:
         problem = f"IR version {model.ir_version} is beyond the runtime's {LARGEST_IR}"
         yield warning("", "runtime", problem, f"stamp IR {LARGEST_IR} or lower (10 goes with opset 21)")
@@ -25,7 +25,7 @@ def versions(model: ModelProto) -> Iterator[Finding]:
 
 
 def kernels(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """Types and forms of QuantizeLinear and DequantizeLinear for which there is no kernel."""
+    """Yield a warning for types and forms of QuantizeLinear and DequantizeLinear without a kernel."""
     name, x, scale = scope.name(node), scope.type(node.input[0]), scope.type(scope.input(node, 1))
     quantizes = node.op_type == "QuantizeLinear"
     code = scope.made_type(node) if quantizes else x

@@ -1,4 +1,4 @@
-"""What is known where a node stands: types, shapes, stored tensors and makers, bodies and functions included."""
+"""The scope of a node: types, shapes, stored tensors and makers, with bodies and functions included."""
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scope:
-    """What is known where a node stands; each mapping looks outwards from the innermost body.
+    """The known facts at a node; each mapping looks outwards from the innermost body.
 
     Attributes:
         opset: of the default domain.
@@ -31,7 +31,7 @@ class Scope:
         stored: the same, and those of the graphs around it.
         types: tensor name -> TensorProto type, declared or inferred.
         shapes: tensor name -> shape, None where a dimension is not known.
-        makers: tensor name -> the node that makes it.
+        makers: tensor name -> the node that computes it.
         read: the names that something reads, here or in a body, or that leave this graph.
     """
 
@@ -45,24 +45,24 @@ class Scope:
     read: frozenset[str]
 
     def name(self, node: NodeProto) -> str:
-        """A node's name with its path, else its first output's."""
+        """Return a node's name with its path, else its first output's."""
         return self.path + (node.name or next(filter(None, node.output), node.op_type))
 
     def input(self, node: NodeProto, position: int) -> str:
-        """The name of an input, "" where it is absent."""
+        """Return the name of an input, "" where it is absent."""
         return node.input[position] if len(node.input) > position else ""
 
     def type(self, tensor: str) -> int:
-        """The TensorProto type, 0 where it is unknown or the tensor absent."""
+        """Return the TensorProto type, 0 where it is unknown or the tensor absent."""
         if tensor in self.stored:
             return int(self.stored[tensor].data_type)
         maker = self.makers.get(tensor)
         if maker is not None and maker.op_type == "QuantizeLinear":
-            return self.made_type(maker)  # said by the node itself: a declared type may be what is wrong
+            return self.made_type(maker)  # the node decides: a declared type may be the error
         return self.types.get(tensor, 0)
 
     def made_type(self, node: NodeProto) -> int:
-        """The type that a QuantizeLinear or DequantizeLinear makes, by the rules of the operator; 0 where unknown."""
+        """Return the result type of a QuantizeLinear or DequantizeLinear by the operator's rules; 0 where unknown."""
         asked = int(attributes(node).get("output_dtype", 0))
         if node.op_type == "DequantizeLinear":
             return asked or self.type(self.input(node, 1))
@@ -70,12 +70,12 @@ class Scope:
         return (self.type(zero_point) if zero_point else 0) or asked or (0 if zero_point else int(TensorProto.UINT8))
 
     def shape(self, tensor: str) -> Shape | None:
-        """The shape, None where it is unknown."""
+        """Return the shape, None where it is unknown."""
         return tuple(self.stored[tensor].dims) if tensor in self.stored else self.shapes.get(tensor)
 
 
 def scopes(model: ModelProto) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
-    """Every graph and function of a model with what is known in it; large weights are not copied."""
+    """Yield every graph and function of a model with its scope; large weights are not copied."""
     outside = Scope(opset_of(model), "", {}, {}, {}, {}, {}, frozenset())
     graph = _inferred(model).graph
     yield from _graph_scopes(graph, _named(model.graph.initializer), outside, "")
@@ -85,7 +85,7 @@ def scopes(model: ModelProto) -> Iterator[tuple[Scope, Iterable[NodeProto]]]:
 
 
 def is_quantizer(node: NodeProto) -> bool:
-    """Whether a node is a QuantizeLinear or DequantizeLinear, of the standard or as a contrib op."""
+    """Return True if a node is a QuantizeLinear or DequantizeLinear, of the standard or as a contrib op."""
     return node.op_type in ("QuantizeLinear", "DequantizeLinear") and node.domain in (*STANDARD, CONTRIB)
 
 
@@ -94,7 +94,7 @@ def _inferred(model: ModelProto) -> ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(light)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
-        return light  # what is contradictory is found by the rules, with names
+        return light  # the rules find contradictions, with names
 
 
 def _graph_scopes(
@@ -117,7 +117,7 @@ def _graph_scopes(
 
 
 def _inside(inner: Mapping[str, T], outer: Mapping[str, T]) -> Mapping[str, T]:
-    """Names as a body sees them; a graph with many bodies is not copied for each."""
+    """Return names as a body sees them; a graph with many bodies is not copied for each."""
     return ChainMap(inner, outer) if outer else inner  # type: ignore[arg-type]
 
 
@@ -148,8 +148,8 @@ def _constants(nodes: Iterable[NodeProto]) -> dict[str, TensorProto]:
     found = {}
     for node in nodes:
         if is_constant(node):
-            held = node.attribute[0]
-            found[node.output[0]] = held.t if held.name == "value" else constant_tensor(node)
+            attribute = node.attribute[0]
+            found[node.output[0]] = attribute.t if attribute.name == "value" else constant_tensor(node)
     return found
 
 
@@ -166,5 +166,5 @@ def _declared(values: Iterable[ValueInfoProto]) -> tuple[dict[str, int], dict[st
 
 
 def type_name(code: int) -> str:
-    """The name of a TensorProto type."""
+    """Return the name of a TensorProto type."""
     return str(TensorProto.DataType.Name(code)) if code in TensorProto.DataType.values() else f"type {code}"

@@ -1,4 +1,4 @@
-"""What is valid and loads, and yet comes out wrong at ONNX Runtime's default level: see `runtime_table`."""
+"""Rules on models that are valid and load, but compute wrong values at ONNX Runtime's default level."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,9 @@ from onnx_backend.validation.scope import is_quantizer
 
 
 def default_session(model: ModelProto) -> Iterator[Finding]:
-    """The readers that export keeps apart from a quantized tensor, where a model does not keep them apart."""
+    """Yield a warning for each reader that export would separate from a quantized tensor by a barrier."""
     if opset_of(model) < OPSET or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
-        return  # the table was measured from there on
+        return  # the table was measured from this opset on
     light = _headers(model)
     before = {name for node in light.graph.node for name in node.output}
     insert_barriers(light)
@@ -26,7 +26,7 @@ def default_session(model: ModelProto) -> Iterator[Finding]:
             continue
         for reader in readers.get(node.output[0], []):
             if COPY_KEY in metadata(reader):
-                continue  # it is kept apart already
+                continue  # it has a barrier already
             name = reader.name or reader.output[0]
             problem = (
                 f"ONNX Runtime's default level fails on {reader.op_type} beside {metadata(node)[COPY_KEY]!r}, as it is "
@@ -37,7 +37,7 @@ def default_session(model: ModelProto) -> Iterator[Finding]:
 
 
 def _headers(model: ModelProto) -> ModelProto:
-    """The model, of whose large weights only names, types and shapes are left; parameters and biases are whole."""
+    """Return the model with only names, types and shapes of its large weights; parameters and biases are whole."""
     light = skeleton(model)
     known = initializers(light.graph)
     whole = {name for node in model.graph.node if is_quantizer(node) for name in node.input[1:]}

@@ -12,7 +12,7 @@ _REMEDY = "give one scale per tensor, per index of axis, or per block"
 
 
 def shapes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """The shapes of scale and zero point against each other, against x, axis and block_size."""
+    """Yield errors if the shapes of scale and zero point do not fit each other, x, axis and block_size."""
     name, options = scope.name(node), attributes(node)
     scale, x = scope.shape(scope.input(node, 1)), scope.shape(node.input[0])
     axis, block = int(options.get("axis", 1)), int(options.get("block_size", 0))
@@ -29,7 +29,7 @@ def shapes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def _without_x(scale: Shape, block: int) -> str:
-    """What is wrong whatever the tensor is."""
+    """Return a problem of the scale's shape for any x, or ""."""
     if 0 in scale:
         return f"the scale of shape {scale} is empty"
     if block < 0:
@@ -63,7 +63,7 @@ def _blocks(length: int | None, block: int) -> int | None:
 
 
 def _legal_blocks(length: int, count: int) -> str:
-    """The block sizes that give this count of blocks: ceil(D/S) to ceil(D/(S-1)) - 1, as the specification has it."""
+    """Return the block sizes that give this count of blocks: ceil(D/S) to ceil(D/(S-1)) - 1, by the spec."""
     smallest = -(-length // count)
     largest = length if count == 1 else -(-length // (count - 1)) - 1
     if smallest > largest:

@@ -1,4 +1,4 @@
-"""Rules on types: what each opset has, what a zero point and `output_dtype` may say, what scales are made of."""
+"""Rules on types: those that each opset has, and those allowed for zero points, `output_dtype` and scales."""
 
 from collections.abc import Iterator, Mapping
 
@@ -39,16 +39,16 @@ _ATTRIBUTE_SINCE: Mapping[tuple[str, str], int] = {
 
 
 def conflict(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """`output_dtype` against the zero point, and what a node makes against what the graph declares."""
+    """Yield an error if `output_dtype` contradicts the zero point, or the declared type the node's result."""
     asked, name = int(attributes(node).get("output_dtype", 0)), scope.name(node)
     zero_point = scope.type(scope.input(node, 2)) if scope.input(node, 2) else 0
     if node.op_type == "QuantizeLinear" and asked and zero_point and asked != zero_point:
         problem = f"output_dtype {type_name(asked)} contradicts the zero point, which is {type_name(zero_point)}"
         yield error(name, "output_dtype", problem, "drop one of the two, or make them agree")
         return
-    made, declared = scope.made_type(node), scope.types.get(node.output[0], 0)
-    if made and declared and made != declared:
-        problem = f"it makes {type_name(made)}, but the graph declares {node.output[0]!r} as {type_name(declared)}"
+    result, declared = scope.made_type(node), scope.types.get(node.output[0], 0)
+    if result and declared and result != declared:
+        problem = f"it makes {type_name(result)}, but the graph declares {node.output[0]!r} as {type_name(declared)}"
         if node.op_type == "QuantizeLinear" and not asked and not scope.input(node, 2):
             remedy = f"set output_dtype to {type_name(declared)}, or give a zero point of that type"
         else:
@@ -57,7 +57,7 @@ def conflict(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def quantized_type(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """The quantized type must exist at the opset, and the zero point of a DequantizeLinear must have it."""
+    """Yield an error if the opset lacks the quantized type, or a DequantizeLinear's zero point has another one."""
     name = scope.name(node)
     if node.op_type == "QuantizeLinear":
         code = scope.made_type(node)
@@ -78,7 +78,7 @@ def quantized_type(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def float_types(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """The types of x, of the scale and of what DequantizeLinear gives."""
+    """Yield errors if the types of x, of the scale or of DequantizeLinear's result are not allowed."""
     name, x, scale = scope.name(node), scope.type(node.input[0]), scope.type(scope.input(node, 1))
     since = _first(_SCALE_SINCE, scale, node, contrib=(_T.FLOAT16,))
     if scale and since > scope.opset:
@@ -99,14 +99,14 @@ def float_types(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def _dequantized_type(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    made = scope.made_type(node)
-    if made and made not in _FLOATS and scope.opset >= 23:
-        problem = f"it would give {type_name(made)}; DequantizeLinear gives FLOAT, FLOAT16 or BFLOAT16"
+    result = scope.made_type(node)
+    if result and result not in _FLOATS and scope.opset >= 23:
+        problem = f"it would give {type_name(result)}; DequantizeLinear gives FLOAT, FLOAT16 or BFLOAT16"
         yield error(scope.name(node), "output_dtype", problem, "set output_dtype to FLOAT")
 
 
 def node_attributes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """Attributes that come later than the opset, or that mean nothing."""
+    """Yield findings for attributes that are newer than the opset, or that have no effect."""
     name = scope.name(node)
     for attribute in node.attribute:
         first = _ATTRIBUTE_SINCE.get((node.op_type, attribute.name), 0)
@@ -127,7 +127,7 @@ def node_attributes(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def _first(table: Mapping[int, int], code: int, node: NodeProto, *, contrib: tuple[int, ...]) -> int:
-    """The first opset that has a type; the runtime's own Q/DQ ops have some of them at every opset."""
+    """Return the first opset that has a type; the runtime's own Q/DQ ops have some of them at every opset."""
     if node.domain == CONTRIB and code in contrib:
         return 0
     return table.get(code, _NEVER)

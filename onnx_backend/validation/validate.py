@@ -1,4 +1,4 @@
-"""What the usual checkers miss about quantized models: every finding names its node and says what to do."""
+"""Validate quantized models where the usual checkers see nothing: every finding names its node and a remedy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -31,7 +31,7 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = {
 
 
 def validate(model: ModelProto) -> Report:
-    """Check a model's quantization, functions and branches included, and what the runtime's default level makes of it.
+    """Check a model's quantization, functions and branches included, and how the runtime's default level runs it.
 
     Returns:
         Rows `node`, `rule`, `severity` (error or warning), `problem`, `remedy`; summary `errors`, `warnings`.
@@ -46,7 +46,7 @@ def validate(model: ModelProto) -> Report:
 def require_valid(model: ModelProto, where: str) -> None:
     """Refuse a model that cannot be loaded as it is.
 
-    What only lacks a kernel can still be opened, read and validated, and weights of any dtype can be simulated.
+    A model that only lacks a kernel can still be opened, read and validated, and weights of any dtype can be simulated.
 
     Raises:
         FileFormatError: it has errors, or the runtime is too old for it; the message names `where` and the node.
@@ -74,7 +74,7 @@ def _findings(model: ModelProto) -> Iterator[Finding]:
 
 
 def _checker(model: ModelProto) -> Iterator[Finding]:
-    """What onnx's own checker says, asked last because it repeats, without a name, what is found here."""
+    """Yield the error of onnx's own checker, last, because it repeats these findings without the node's name."""
     standard = all(entry.domain in STANDARD for entry in model.opset_import)
     try:
         onnx.checker.check_model(checkable(model), full_check=standard)

@@ -1,4 +1,4 @@
-"""Rules on stored values: scales, zero points, and codes outside of the grid that is declared for them."""
+"""Rules on stored values: scales, zero points, and codes outside of their declared grid."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16, _T.FLOAT8E8M0, _T.DOUBLE)
 
 
 def scales(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """Scales are positive and finite; float8 has no zero point, and that of an int32 bias is 0."""
+    """Yield a finding unless scales are positive and finite, and zero points of float8 and int32 codes are 0."""
     name, stored = scope.name(node), scope.stored.get(scope.input(node, 1))
     if stored is not None and stored.data_type in _FLOATS and 0 not in stored.dims:
         low, high = _ends(array(stored))
@@ -42,7 +42,7 @@ def scales(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def float_values(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """A stored float tensor may be quantized by the graph itself, if it holds no NaN, which has no code."""
+    """Yield an error if a stored float tensor that the graph quantizes holds NaN, which has no code."""
     stored = scope.stored.get(node.input[0])
     is_float = stored is not None and stored.data_type in _FLOATS and 0 not in stored.dims
     if stored is not None and is_float and np.isnan(_ends(array(stored))[0]):
@@ -51,14 +51,14 @@ def float_values(node: NodeProto, scope: Scope) -> Iterator[Finding]:
 
 
 def grid(node: NodeProto, scope: Scope) -> Iterator[Finding]:
-    """Codes and zero points lie on the grid that the node's metadata declares (`qsdk.dtype`), inside its container."""
-    said = metadata(node).get("qsdk.dtype")
-    if said is None:
+    """Yield an error if codes or zero points are outside the grid that the metadata declares (`qsdk.dtype`)."""
+    declared = metadata(node).get("qsdk.dtype")
+    if declared is None:
         return
     name, code = scope.name(node), scope.type(node.input[0])
-    dtype = _known(said)
+    dtype = _known(declared)
     if dtype is None or not dtype.is_quantized:
-        yield error(name, "grid", f"its metadata declares {said!r}, which is no quantized dtype", "update qsdk")
+        yield error(name, "grid", f"its metadata declares {declared!r}, which is no quantized dtype", "update qsdk")
         return
     container = int(helper.np_dtype_to_tensor_dtype(storage_type(dtype)))
     if code and code != container:
@@ -88,14 +88,14 @@ def _on_grid(values: npt.NDArray[Any], dtype: DType, what: str, name: str) -> It
 
 
 def _ends(values: npt.NDArray[Any]) -> tuple[float, float]:
-    """The smallest and largest value; both are NaN if one is. Only types that NumPy does not know are copied."""
+    """Return the smallest and largest value; both are NaN if one is. Only types unknown to NumPy are copied."""
     if values.dtype.kind not in "fiu":
         values = values.astype(np.int8 if "int" in values.dtype.name else np.float32)
     return float(values.min()), float(values.max())
 
 
 def stored_tensors(scope: Scope) -> Iterator[Finding]:
-    """A stored tensor has as many bytes as its shape needs, and no value that its type cannot hold."""
+    """Yield an error for a stored tensor with too few bytes for its shape, or values beyond its type."""
     for name, tensor in scope.own.items():
         if tensor.data_location == _T.EXTERNAL or not bytes_of(tensor.data_type, tensor.dims):
             continue
@@ -104,7 +104,7 @@ def stored_tensors(scope: Scope) -> Iterator[Finding]:
             yield error(scope.path + name, "stored", problem, "the file is damaged; export it again")
 
 
-#: what these hold, of the int32 fields in which a file may spell them
+#: the range of each type, for the int32 fields in which a file may store it
 _HELD: Mapping[int, tuple[int, int]] = {
     _T.INT8: (-128, 127),
     _T.UINT8: (0, 255),

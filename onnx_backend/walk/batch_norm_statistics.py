@@ -49,17 +49,17 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     stored = initializers(model.graph)
     rows: Rows = []
     nodes: list[NodeProto] = []
-    now: dict[str, Array] = {}
+    statistics: dict[str, Array] = {}
     for node in model.graph.node:
         if node.op_type != "BatchNormalization" or node.domain != "":
             continue
-        reason = _reason(node, stored, now)
+        reason = _reason(node, stored, statistics)
         if reason:
             rows.append(_row(node, note=reason))
             continue
         nodes.append(node)
-        now |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
-    stream = Stream(model, {}, {name: partial(_current_value, now, name) for name in now})
+        statistics |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
+    stream = Stream(model, {}, {name: partial(_current_value, statistics, name) for name in statistics})
     run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory)
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
@@ -67,11 +67,11 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
         found = together(node_label(node), merge([_statistics(x) for x in run.reach(step)]))
         variance = found.variance(node_label(node))
         mean_name, variance_name = node.input[3:5]
-        old = now[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
-        error = deviation(found, now[mean_name].astype(np.float64), old)
-        now[mean_name], now[variance_name] = found.mean.astype(np.float32), variance.astype(np.float32)
+        old = statistics[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
+        error = deviation(found, statistics[mean_name].astype(np.float64), old)
+        statistics[mean_name], statistics[variance_name] = found.mean.astype(np.float32), variance.astype(np.float32)
         rows.append(_row(node, error, time.perf_counter() - start))
-    sim.change_stored(now)
+    sim.change_stored(statistics)
     return rows, float_seconds
 
 
@@ -101,15 +101,15 @@ class _TargetRun:
         section = self._stream.section([target])
         self._stream.finish(section)
         needed = set(self._stream.section(self._targets[step + 1 :]).inputs)
-        made = sorted(self._stream.made_in(section) & (needed | {target}))
-        if made:
+        computed = sorted(self._stream.made_in(section) & (needed | {target}))
+        if computed:
             model, large = self._stream.model(
-                Section(section.nodes, section.inputs, made), [self._info(name) for name in section.inputs]
+                Section(section.nodes, section.inputs, computed), [self._info(name) for name in section.inputs]
             )
             session = bounded_session(model, large, self._in_memory)
             for number, live in enumerate(self._live):
                 read = {name: live[name] for name in section.inputs}
-                live |= dict(zip(made, run_session(session, read, f"batch {number}"), strict=True))
+                live |= dict(zip(computed, run_session(session, read, f"batch {number}"), strict=True))
         found = [live[target] for live in self._live]
         self._live = [{name: live[name] for name in needed if name in live} for live in self._live]
         return found

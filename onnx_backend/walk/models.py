@@ -103,14 +103,14 @@ def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str,
     for name, value in weights.other.items():
         stored[name].CopyFrom(from_array(value.astype(array(stored[name]).dtype), name))
     exact = lower(light, Plan({}, ()), {}, weights=weights.before)
-    made: dict[str, Callable[[], LargeTensor]] = {}
+    computed: dict[str, Callable[[], LargeTensor]] = {}
     rounded = lower(light, weights.plan, encodings, weights=weights.before)
     graph = rounded.model.graph
     stored = initializers(graph)
-    made |= {name: partial(weights.source, name) for name in weights.names.values() if name in stored}
-    replace_nodes(graph, [node for node in graph.node if not _replaces_node(node, stored, weights, made)])
+    computed |= {name: partial(weights.source, name) for name in weights.names.values() if name in stored}
+    replace_nodes(graph, [node for node in graph.node if not _replaces_node(node, stored, weights, computed)])
     drop_unused_initializers(graph)
-    return Stream(exact.model, exact.large, {}), Stream(rounded.model, rounded.large, made)
+    return Stream(exact.model, exact.large, {}), Stream(rounded.model, rounded.large, computed)
 
 
 def tags_of(marked: ModelProto) -> dict[str, str]:
@@ -128,7 +128,7 @@ def _replaces_node(
     node: NodeProto,
     stored: Mapping[str, TensorProto],
     weights: WalkWeights,
-    made: dict[str, Callable[[], LargeTensor]],
+    computed: dict[str, Callable[[], LargeTensor]],
 ) -> bool:
     """Compute the value of a DequantizeLinear or Cast at a stored site; return True if the node can go."""
     facts = metadata(node)
@@ -137,8 +137,8 @@ def _replaces_node(
         return False
     if node.op_type == "DequantizeLinear":
         permutation = [int(axis) for axis in facts["qsdk.perm"].split(",")] if "qsdk.perm" in facts else None
-        made[node.output[0]] = partial(weights.fake_quantized, site, permutation)
+        computed[node.output[0]] = partial(weights.fake_quantized, site, permutation)
         return True
     if node.op_type == "Cast":
-        made[node.input[0]] = partial(narrowed, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
+        computed[node.input[0]] = partial(narrowed, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
     return False

@@ -104,8 +104,8 @@ class PairedRun:
             section = stream.section([*wanted, *stream.sizes_in(section, later)])
             stream.finish(section)
             kept.append(self._needed(number, step))
-            made = stream.made_in(section) & kept[number]
-            sections.append(Section(section.nodes, section.inputs, sorted(made)))
+            computed = stream.made_in(section) & kept[number]
+            sections.append(Section(section.nodes, section.inputs, sorted(computed)))
         return sections, kept
 
     def _remaining(self, number: int, step: int) -> list[str]:
@@ -117,8 +117,8 @@ class PairedRun:
 
     def _missing(self, number: int, step: int, end: int | None = None) -> list[str]:
         names = (name for found in self._targets[number][step:end] for name in found)
-        there = (name for name in names if (number, 0, name) not in self.live)
-        return [name for name in dict.fromkeys(there) if not self.streams[number].is_stored(name)]
+        unavailable = (name for name in names if (number, 0, name) not in self.live)
+        return [name for name in dict.fromkeys(unavailable) if not self.streams[number].is_stored(name)]
 
     def _run_all(self, sections: Sequence[Section]) -> None:
         for number, section in enumerate(sections):

@@ -59,16 +59,16 @@ class Stream:
     """
 
     def __init__(
-        self, model: ModelProto, large: Mapping[str, LargeTensor], made: Mapping[str, Callable[[], LargeTensor]]
+        self, model: ModelProto, large: Mapping[str, LargeTensor], computed: Mapping[str, Callable[[], LargeTensor]]
     ) -> None:
-        """Take over a model.
+        """Read a model.
 
         Args:
             model: may have stubs in the places of stored tensors.
             large: the tensors that the stubs stand for.
-            made: stored tensors that are computed anew for every section, by name; they replace the model's own.
+            computed: stored tensors that are computed anew for every section, by name; they replace the model's own.
         """
-        self._model, self._large, self._made = model, large, made
+        self._model, self._large, self._computed = model, large, computed
         self._stored = initializers(model.graph)
         self.nodes: list[NodeProto] = list(model.graph.node)
         self._reads = [reads(node) for node in self.nodes]
@@ -114,8 +114,8 @@ class Stream:
             elif index not in nodes:
                 nodes.add(index)
                 waiting.extend(self._reads[index])
-        made = [name for name in wanted if name not in inputs]
-        return Section(sorted(nodes), sorted(inputs), made)
+        computed = [name for name in wanted if name not in inputs]
+        return Section(sorted(nodes), sorted(inputs), computed)
 
     def sizes_in(self, section: Section, later: Section) -> list[str]:
         """Return shapes of the section's tensors that are wanted later, so that the tensors need not be kept."""
@@ -129,12 +129,12 @@ class Stream:
 
     def is_stored(self, name: str) -> bool:
         """Return True if a tensor is stored in the model."""
-        return name in self._stored or name in self._made
+        return name in self._stored or name in self._computed
 
     def stored(self, name: str) -> npt.NDArray[Any]:
         """Return the value of a stored tensor."""
-        if name in self._made:
-            return self._made[name]().value()
+        if name in self._computed:
+            return self._computed[name]().value()
         return self._large[name].value() if name in self._large else array(self._stored[name])
 
     def finish(self, section: Section) -> None:
@@ -150,18 +150,18 @@ class Stream:
         graph.node.extend(self.nodes[index] for index in section.nodes)
         graph.input.extend(inputs)
         graph.output.extend(ValueInfoProto(name=name) for name in section.wanted)
-        held = {name: None for index in section.nodes for name in self._reads[index]}
+        names = {name: None for index in section.nodes for name in self._reads[index]}
         large: dict[str, LargeTensor] = {}
-        for name in held:
-            if name in self._made:
-                _add(found, name, self._made[name](), large)
+        for name in names:
+            if name in self._computed:
+                _add(found, name, self._computed[name](), large)
             elif name in self._stored:
                 _keep(found, self._stored[name], self._large, large)
         return found, large
 
     def _made_of_stored(self) -> frozenset[int]:
         """Return the nodes that read nothing but stored tensors, directly or through one another."""
-        known = {*self._stored, *self._made}
+        known = {*self._stored, *self._computed}
         found = set()
         for index, node in enumerate(self.nodes):
             if self._reads[index] and all(name in known for name in self._reads[index]):

@@ -71,8 +71,8 @@ def layer_groups(
         if isinstance(calls, str):
             left[item.layer.site] = calls
         else:
-            layer, made = calls
-            read.append((layer, (item.inputs, made)))
+            layer, found_calls = calls
+            read.append((layer, (item.inputs, found_calls)))
     groups = groupby(read, key=lambda pair: (pair[1][0], tuple(call.reading for call in pair[1][1])))
     return [
         LayerGroup([layer for layer, _ in group], group[0][1][1]) for _, items in groups if (group := list(items))

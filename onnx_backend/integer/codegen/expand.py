@@ -53,8 +53,8 @@ def expand(b: Builder, outputs: set[str], kernels: KernelChoice | None = None) -
         elif kernels is not None and _waits(operation, readers):
             waiting[operation.result] = operation
         else:
-            held = {name: waiting.pop(name) for name in operation.input if name in waiting}
-            _write(b, operation, held, kernels)
+            inputs = {name: waiting.pop(name) for name in operation.input if name in waiting}
+            _write(b, operation, inputs, kernels)
     # a kernel that replaces several operations leaves some without a reader
     return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
 
@@ -86,8 +86,10 @@ def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
     for operation in operations:
         if not isinstance(operation, Table) or operation.clips:
             others.update(operation.input)
-    made = (op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, RequantMultiplier))
-    return {op.result for op in made if op.result not in others}
+    requantizations = (
+        op for op in operations if isinstance(op, Requantization) and isinstance(op.plan, RequantMultiplier)
+    )
+    return {op.result for op in requantizations if op.result not in others}
 
 
 def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool:
@@ -97,25 +99,25 @@ def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool
     return isinstance(operation, Table) and operation.plain is not None and isinstance(reader, Join)
 
 
-def _write(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: KernelChoice | None) -> None:
+def _write(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kernels: KernelChoice | None) -> None:
     b.label = operation.result
-    if kernels is None or not _fused(b, operation, held, kernels):
-        for part in held.values():
+    if kernels is None or not _fused(b, operation, inputs, kernels):
+        for part in inputs.values():
             _write(b, part, {}, kernels)
         b.label = operation.result
         _STANDARD[type(operation)](b, operation)
-        held = {}
-    for part in (*held.values(), operation):
+        inputs = {}
+    for part in (*inputs.values(), operation):
         if isinstance(part, Requantization | Table):
             b.certificate.append(part.row)
 
 
-def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernels: KernelChoice) -> bool:
+def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kernels: KernelChoice) -> bool:
     """Write an operation and those that wait for it as one kernel; False where there is none."""
-    if any(encoding.wide for part in (operation, *held.values()) for encoding in _encodings(part)):
+    if any(encoding.wide for part in (operation, *inputs.values()) for encoding in _encodings(part)):
         return False  # no kernel reads or writes 16 bits
     if isinstance(operation, Requantization):
-        maker = next(iter(held.values()), None)
+        maker = next(iter(inputs.values()), None)
         if isinstance(maker, Accumulation):
             return runtime.layer(b, operation, maker, kernels)
         if isinstance(maker, Product):
@@ -126,7 +128,7 @@ def _fused(b: Builder, operation: Recorded, held: Mapping[str, Recorded], kernel
             return kernels.contrib and runtime.softmax(b, operation, operation.softmax)
         return kernels.contrib and runtime.addition(b, operation)
     if isinstance(operation, Join):
-        tables = {name: part for name, part in held.items() if isinstance(part, Table)}
+        tables = {name: part for name, part in inputs.items() if isinstance(part, Table)}
         return kernels.contrib and runtime.join(b, operation, tables)
     return isinstance(operation, Table) and kernels.contrib and runtime.function(b, operation)
 

@@ -39,20 +39,20 @@ def _one_round(model: ModelProto) -> ModelProto | None:
     known |= {node.output[0]: array(constant_tensor(node)) for node in model.graph.node if is_constant(node)}
     outputs: set[str] = {info.name for info in model.graph.output}
     nodes: list[NodeProto] = []
-    made: dict[str, npt.NDArray[np.generic]] = {}
+    computed: dict[str, npt.NDArray[np.generic]] = {}
     for node in model.graph.node:
-        values = None if outputs.intersection(node.output) else _decided(node, sizes, known, made, opsets)
+        values = None if outputs.intersection(node.output) else _decided(node, sizes, known, computed, opsets)
         if values is None:
             nodes.append(node)
         else:
-            made.update(values)
+            computed.update(values)
             known.update(values)
-    if not made:
+    if not computed:
         return None
     result = ModelProto()
     result.CopyFrom(model)
     replace_nodes(result.graph, nodes)
-    result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in made.items())
+    result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in computed.items())
     return result
 
 
@@ -60,7 +60,7 @@ def _decided(
     node: NodeProto,
     sizes: Mapping[str, Sequence[int | None]],
     known: Mapping[str, npt.NDArray[np.generic]],
-    made: Mapping[str, npt.NDArray[np.generic]],
+    computed: Mapping[str, npt.NDArray[np.generic]],
     opsets: Mapping[str, int],
 ) -> Mapping[str, npt.NDArray[np.generic]] | None:
     """Return the results of a node that reads only known sizes, None where it reads something else or they are open."""
@@ -74,7 +74,7 @@ def _decided(
             return None
         whole = np.asarray(part, np.int64)
         return {node.output[0]: whole if node.op_type == "Shape" else np.asarray(whole.prod(), np.int64)}
-    if node.op_type in _QDQ or not any(name in made for name in node.input):
+    if node.op_type in _QDQ or not any(name in computed for name in node.input):
         return None
     if any(name and name not in known for name in node.input):
         return None

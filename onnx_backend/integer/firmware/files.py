@@ -39,20 +39,20 @@ def firmware_file(result: IntegerResult, path: str | os.PathLike[str]) -> bytes:
         IntegerError: a header cannot express an operation; it is named.
     """
     require_firmware_path(path)
-    made = firmware_program(result)
-    return archive(made) if Path(path).suffix == ".npz" else header(made).encode()
+    program = firmware_program(result)
+    return archive(program) if Path(path).suffix == ".npz" else header(program).encode()
 
 
-def archive(made: FirmwareProgram) -> bytes:
+def archive(program: FirmwareProgram) -> bytes:
     """Return a program as the bytes of a NumPy archive.
 
     The member `program.json` is a 0-dimensional array with the text of `Program.to_dict()` as JSON, and in it `arrays`,
     which leads from the names of arrays to the members that hold them. Equal programs give equal bytes.
     """
-    members = {name: f"array_{index}" for index, name in enumerate(made.arrays)}
-    text = json.dumps({**made.to_dict(), "arrays": members}, indent=1)
-    held: dict[str, Any] = {_PROGRAM: np.array(text)}
-    held |= {members[name]: values for name, values in made.arrays.items()}
+    members = {name: f"array_{index}" for index, name in enumerate(program.arrays)}
+    text = json.dumps({**program.to_dict(), "arrays": members}, indent=1)
+    contents: dict[str, Any] = {_PROGRAM: np.array(text)}
+    contents |= {members[name]: values for name, values in program.arrays.items()}
     file = io.BytesIO()
-    np.savez_compressed(file, **held)
+    np.savez_compressed(file, **contents)
     return file.getvalue()

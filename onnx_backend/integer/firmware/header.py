@@ -55,13 +55,13 @@ _ROUNDINGS = ("half_even", "half_up", "half_away", "gemmlowp")
 _TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
 
-def header(made: FirmwareProgram) -> str:
+def header(program: FirmwareProgram) -> str:
     """Return a program as a C99 header with static data for a batch of 1; equal programs have equal texts.
 
     Raises:
         IntegerError: sizes are not static, or an operation has no form in the header; it is named.
     """
-    static = static_program(made)
+    static = static_program(program)
     index = {name: i for i, name in enumerate(static.tensors)}
     # never fewer than the code of any kind names, so that compilers find no access outside an array
     largest = max([_INPUTS, *(len(op.inputs) for op in static.ops)])

@@ -38,19 +38,19 @@ _BINARY: Mapping[str, str] = MappingProxyType(
 _SPATIAL = 3
 
 
-def static_program(made: FirmwareProgram) -> StaticProgram:
+def static_program(program: FirmwareProgram) -> StaticProgram:
     """Return a program for a batch of 1.
 
     Raises:
         IntegerError: an input has another dynamic size, or the interpreter has no form for an operation: it is named.
     """
-    lowering = _StaticLowering(made, run_reference(made.model, _zeros(made.model), every_tensor=True))
-    for op in made.ops:
+    lowering = _StaticLowering(program, run_reference(program.model, _zeros(program.model), every_tensor=True))
+    for op in program.ops:
         lowering.add(op)
-    ops = needed(lowering.ops, [entry["tensor"] for entry in made.outputs])
+    ops = needed(lowering.ops, [entry["tensor"] for entry in program.outputs])
     read = {name for op in ops for name in op.inputs}
-    outputs = made.outputs
-    inputs = [entry for entry in made.inputs if entry["tensor"] in read or entry["dtype"] in _TYPES]
+    outputs = program.outputs
+    inputs = [entry for entry in program.inputs if entry["tensor"] in read or entry["dtype"] in _TYPES]
     edges = [entry["tensor"] for entry in (*inputs, *outputs)]
     names = dict.fromkeys([*edges, *(name for op in ops for name in (*op.inputs, op.output))])
     tensors = {name: lowering.tensor(name) for name in names}
@@ -88,10 +88,10 @@ def _zeros(model: ModelProto) -> dict[str, Array]:
 class _StaticLowering:
     """The translation of a program's ops into those of the interpreter; `seen` holds every tensor of one run."""
 
-    def __init__(self, made: FirmwareProgram, seen: Mapping[str, Array]) -> None:
+    def __init__(self, program: FirmwareProgram, seen: Mapping[str, Array]) -> None:
         self._seen = seen
-        self.constants = dict(made.arrays)
-        self._dtypes = {name: op["dtypes"][i] for op in made.ops for i, name in enumerate(op["outputs"])}
+        self.constants = dict(program.arrays)
+        self._dtypes = {name: op["dtypes"][i] for op in program.ops for i, name in enumerate(op["outputs"])}
         self.ops: list[StaticOp] = []
 
     def add(self, op: dict[str, Any]) -> None:

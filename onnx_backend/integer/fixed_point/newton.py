@@ -53,8 +53,8 @@ def normalized(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized
     limits = np.asarray([1 << (ROOM - s) for s in range(least + step, most + 1, step)], np.int64)
     name = int64(ctx, value)
     if limits.size:
-        apart = b.node("Unsqueeze", [name, constant64(ctx, np.asarray([-1]))])
-        below = b.cast(b.node("Less", [apart, constant64(ctx, limits)]), TensorProto.INT32)
+        column = b.node("Unsqueeze", [name, constant64(ctx, np.asarray([-1]))])
+        below = b.cast(b.node("Less", [column, constant64(ctx, limits)]), TensorProto.INT32)
         count = b.node("ReduceSum", [below, constant64(ctx, np.asarray([-1]))], keepdims=0)
         shift = b.node("Mul", [count, b.constant(step, np.int32)])
         shift = b.node("Add", [shift, b.constant(least, np.int32)])

@@ -201,10 +201,10 @@ def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) 
     }
     if table.size <= 256:  # those of 16 bits would be most of the certificate
         row["table"] = table.tolist()
-    made = Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row)
-    if b.interpolates and table.size > 256 and not made.clips:
-        made = _interpolated(made)
-    b.nodes.append(made)
+    operation = Table(value.name, table, encoding, value.encoding, value.function, result, b.label, row)
+    if b.interpolates and table.size > 256 and not operation.clips:
+        operation = _interpolated(operation)
+    b.nodes.append(operation)
     return result
 
 

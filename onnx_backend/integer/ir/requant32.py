@@ -73,9 +73,11 @@ def requant32(value: Linear, encoding: ActivationEncoding) -> Requant32:
     if any(np.max(span) > _LARGEST for span in spans):
         raise Refused("an accumulator can reach more than 2**30", "use product_bits=64, or split the layer")
     cuts = [_cut(value, ratio, span, encoding) for ratio, span in zip(ratios, spans, strict=True)]
-    held = [np.where(cut > 0, np.minimum(cut, span), span) for cut, span in zip(cuts, spans, strict=True)]
-    before = [np.maximum(np.ceil(np.log2(np.maximum(span, 1) + 1)).astype(np.int64) - _KEPT, 0) for span in held]
-    kept = [np.floor(np.ldexp(span, -p)) + 1 for span, p in zip(held, before, strict=True)]
+    clipped_spans = [np.where(cut > 0, np.minimum(cut, span), span) for cut, span in zip(cuts, spans, strict=True)]
+    before = [
+        np.maximum(np.ceil(np.log2(np.maximum(span, 1) + 1)).astype(np.int64) - _KEPT, 0) for span in clipped_spans
+    ]
+    kept = [np.floor(np.ldexp(span, -p)) + 1 for span, p in zip(clipped_spans, before, strict=True)]
     steps = [np.ldexp(ratio, p) for ratio, p in zip(ratios, before, strict=True)]  # output steps per kept unit
     constant = value.constant / np.float64(encoding.scale)
     limit = 4.0 * (encoding.hi + 1) + sum(np.abs(s) * k for s, k in zip(steps, kept, strict=True))

@@ -169,8 +169,8 @@ def _silu(left: Value | None, right: Value | None) -> Function | None:
     """Return the function if a product is `x * sigmoid(x)` of codes, else None."""
     for x, gate in ((left, right), (right, left)):
         if isinstance(x, Lookup) and isinstance(gate, Lookup) and x.name == gate.name and x.encoding is not None:
-            made = gate.function
-            if made is not None and made.op_type == "Sigmoid" and made.encoding == x.encoding:
+            function = gate.function
+            if function is not None and function.op_type == "Sigmoid" and function.encoding == x.encoding:
                 return Function("Silu", x.encoding, {})
     return None
 

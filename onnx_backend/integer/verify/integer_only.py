@@ -185,16 +185,16 @@ def _output_findings(node: NodeProto, types: dict[str, TypeProto], free: set[str
 
 def _attribute_findings(node: NodeProto) -> Iterator[FloatUse]:
     for attribute in node.attribute:
-        held = helper.get_attribute_value(attribute)
+        value = helper.get_attribute_value(attribute)
         if attribute.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
-            tensors = [held] if attribute.type == AttributeProto.TENSOR else held
+            tensors = [value] if attribute.type == AttributeProto.TENSOR else value
             bad = [_dtype(t.data_type) for t in tensors if t.data_type not in _INTEGER]
             if bad:
                 yield FloatUse("float tensor", _name(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
         elif node.op_type == "Constant" and attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
             yield FloatUse("float tensor", _name(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
-            for graph in [held] if attribute.type == AttributeProto.GRAPH else held:
+            for graph in [value] if attribute.type == AttributeProto.GRAPH else value:
                 yield from _graph_findings(graph, set(), set(), "", frozenset())
 
 

@@ -39,8 +39,8 @@ def teacher_forced(
         A row per site that exists in the integer model: `site` (the QuantizeLinear), `op_type` of what it quantizes,
         `max_lsb`, `differing` elements and `elements`.
     """
-    made = {name for node in integer.graph.node for name in node.output}
-    kept = {name: codes for name, codes in sites.items() if codes.name in made}
+    computed = {name for node in integer.graph.node for name in node.output}
+    kept = {name: codes for name, codes in sites.items() if codes.name in computed}
     codes = _codes(integer, sorted({found.name for found in kept.values()}), feeds)
     forced, quantizers = _cut(source, kept)
     given = {name: _stored(codes[found.name], found) for name, found in kept.items()}
@@ -68,8 +68,8 @@ def teacher_forced(
 def _codes(integer: ModelProto, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
     watched = ModelProto()
     watched.CopyFrom(integer)
-    there = {info.name for info in watched.graph.output}
-    extra = [name for name in names if name not in there]
+    outputs = {info.name for info in watched.graph.output}
+    extra = [name for name in names if name not in outputs]
     watched.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in extra)
     found = simulation_session(watched).run(list(names), dict(feeds))
     return dict(zip(names, found, strict=True))

@@ -146,15 +146,15 @@ def _phases(integers: Array, axes: Sequence[_Axis], group: int) -> Array:
     """Return the weight of the convolution: (C_in, M / group, taps) -> (M * phases, C_in / group, reach + 1)."""
     inputs, outputs, *_ = integers.shape
     strides, reaches = [axis.stride for axis in axes], [axis.reach for axis in axes]
-    made = np.zeros((group, outputs, *strides, inputs // group, *(r + 1 for r in reaches)), np.int64)
+    phases = np.zeros((group, outputs, *strides, inputs // group, *(r + 1 for r in reaches)), np.int64)
     grouped = integers.reshape(group, inputs // group, *integers.shape[1:]).swapaxes(1, 2)
     for taps in itertools.product(*(range(axis.kernel) for axis in axes)):
         places = [axis.tap(tap) for axis, tap in zip(axes, taps, strict=True)]
         phase, place = (tuple(part) for part in zip(*places, strict=True))
         from_: tuple[Any, ...] = (slice(None), slice(None), slice(None), *taps)
         to: tuple[Any, ...] = (slice(None), slice(None), *phase, slice(None), *place)
-        made[to] = grouped[from_]
-    return made.reshape(group * outputs * math.prod(strides), inputs // group, *(r + 1 for r in reaches))
+        phases[to] = grouped[from_]
+    return phases.reshape(group * outputs * math.prod(strides), inputs // group, *(r + 1 for r in reaches))
 
 
 def _shuffled(ctx: LoweringContext, node: NodeProto, tensor: str, axes: Sequence[_Axis], channels: int) -> str:

@@ -171,9 +171,9 @@ def group_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Va
     channels, *spatial = ctx.sizes(node.input[0], list(range(1, rank)))
     value = single_scale(ctx, require_unmasked(to_fixed(ctx, args[0])))
     b = ctx.builder
-    apart = replace(value, name=b.node("Reshape", [value.name, constant64(ctx, np.asarray([0, groups, -1]))]))
+    grouped = replace(value, name=b.node("Reshape", [value.name, constant64(ctx, np.asarray([0, groups, -1]))]))
     count = channels // groups * math.prod(spatial)
-    found = normalized_rows(ctx, apart, [2], count, float(attrs.get("epsilon", 1e-5)), centred=True)
+    found = normalized_rows(ctx, grouped, [2], count, float(attrs.get("epsilon", 1e-5)), centred=True)
     found = replace(found, name=b.node("Reshape", [found.name, constant64(ctx, np.asarray([0, channels, *spatial]))]))
     parameters = [_per_channel(arg, channels) for arg in args[1:]]
     return replace(_affine(ctx, found, parameters, (-1, *(1 for _ in spatial))), source=label(node))

@@ -298,12 +298,12 @@ def _blended(
     ctx: LoweringContext, update: FixedPoint, fresh: FixedPoint, state: FixedPoint | None, largest: float, fraction: int
 ) -> FixedPoint:
     """Write `(1 - update) * fresh + update * state`, which never leaves the larger of both magnitudes."""
-    apart = negate(fresh) if state is None else difference(ctx, state, fresh)
-    moved = product_in_unit(ctx, update, apart, fraction)
+    gap = negate(fresh) if state is None else difference(ctx, state, fresh)
+    moved = product_in_unit(ctx, update, gap, fraction)
     blended = add(ctx, fresh, moved)
     # the error of a convex combination is at most the larger of both, plus the effect of the error of `update`
     worst = fresh.error if state is None else max(fresh.error, state.error)
-    reach = max(abs(apart.lo), abs(apart.hi))
+    reach = max(abs(gap.lo), abs(gap.hi))
     error = worst + update.error * float(update.scale) * reach + 1.0
     found = within(ctx, replace(blended, error=min(blended.error, error)), -largest, largest)
     return loosen_bounds(found, largest)
