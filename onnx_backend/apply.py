@@ -32,7 +32,7 @@ def sim_with_encodings(
 
     Args:
         source: the float model; it is not changed.
-        place: says which tensors of a graph the given encodings mean.
+        place: matches the given encodings to the tensors of a graph.
         where: where these come from, for messages.
         strict: refuse encodings that no tensor takes.
 

@@ -55,14 +55,14 @@ def write_model(
 
     Args:
         marked: the float model with marks.
-        plan: what is wanted at each site.
+        plan: the decision for each site.
         encodings: of every quantized site.
         path: of the model.
         opset: 21 to 25.
         dialect: see `qsdk.export`.
-        provenance: what the encodings file says of its origin.
+        provenance: the origin that the encodings file records.
         tensors: site -> name of its tensor in the float model, for the encodings file.
-        external_data: whether large weights stand in a file of their own; None where one file cannot hold them.
+        external_data: True to keep large weights in a file of their own; None for only where one file cannot hold them.
         weights: the values of stored tensors that the model has only stubs of, by name.
         in_use: data files that a sim still reads.
 
@@ -75,7 +75,7 @@ def write_model(
         require_kernels(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
     lowered, rows = qdq.model, qdq.rows
-    # the model embeds what its nodes cannot say themselves; their scales are not written twice
+    # the model embeds facts that its nodes cannot express; their scales are not written twice
     encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
     text, embedded = (

@@ -276,7 +276,7 @@ class OnnxSim(StatefulSim):
         return {site: encoding for site, encoding in found if encoding is not None}
 
     def coverage(self) -> Report:
-        """List every tensor: quantized, tied to another, or float and why; and what was done to the file."""
+        """Return a row for every tensor: quantized, tied to another, or float and why; and the changes on opening."""
         plan = self.plan
         if self.config is None:
             plan = Plan(plan.decisions, (*plan.inside, *float_in_file(self.graph, plan)))
@@ -376,7 +376,7 @@ class OnnxSim(StatefulSim):
         with self._changing:
             self._own, self._lowered, self._session, self._capturing = own, None, None, None
             while self._spools:
-                self._spools.pop()()  # removes what the simulation of the old encodings read
+                self._spools.pop()()  # removes the files of the old simulation
 
     def _current(self) -> ModelProto:
         if self._lowered is None:

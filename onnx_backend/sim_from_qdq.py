@@ -43,7 +43,7 @@ def open_with_config(
 
     Args:
         source: a path or a model.
-        config: what is wanted; of a Q/DQ model: of what is float in it.
+        config: the user's config; in a Q/DQ model it applies to the tensors that are float in it.
         example: see `open_float`.
         fold_batch_norm: see `open_float`; in a Q/DQ model none is folded.
 
@@ -67,7 +67,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
 
     Args:
         source: a valid Q/DQ model; it is not changed.
-        config: what is wanted of the tensors that are float in the file.
+        config: the user's config for the tensors that are float in the file.
         example: see `open_float`.
 
     Raises:

@@ -109,7 +109,7 @@ def _weight_encodings(plan: Plan, stored: Mapping[str, npt.NDArray[Any]], chosen
     for site in stored:
         decision = plan.decisions[site]
         if decision.spec is None or not decision.quantized or decision.tied_to or decision.kind == "bias":
-            continue  # a bias follows from its input and weight, or keeps what its file said
+            continue  # a bias follows from its input and weight, or keeps the encoding of its file
         values = stored[site]
         if not np.isfinite(values).all():
             raise DataError(f"NaN or inf in the stored tensor at {site}; load a model that is finite")

@@ -52,7 +52,7 @@ class _SiteDifference:
 
 @dataclass
 class _OutputDifference:
-    """Powers of the simulation's outputs and of what differs from them."""
+    """The power of the simulation's outputs, and of the difference from them."""
 
     signal: float = 0.0
     difference: float = 0.0

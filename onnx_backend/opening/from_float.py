@@ -91,7 +91,7 @@ def open_float(
         source: a path (with external data beside it), bytes or a model, which is not changed.
         config: the dtypes and granularities wanted, by rule.
         example: inputs on which a raised model is compared with the original; None for random ones.
-        fold_batch_norm: fold every BatchNormalization that stands beside a linear layer and that no rule names.
+        fold_batch_norm: fold every BatchNormalization next to a linear layer that no rule names.
 
     Raises:
         FileFormatError: the file cannot be read, or the runtime refuses it.

@@ -21,7 +21,7 @@ _NUMPY_TYPES = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8, "float16":
     "uint16": TensorProto.UINT16,
     "int16": TensorProto.INT16,
 }
-_NUMPY_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime gives as NumPy arrays
+_NUMPY_CODES = frozenset({"uint8", "int8", "uint16", "int16"})  # codes that the runtime returns as NumPy arrays
 _DYNAMIC_TYPES = (TensorProto.FLOAT, TensorProto.UINT8)  # of the scale and zero point of DynamicQuantizeLinear
 
 

@@ -21,7 +21,7 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
-_ROUNDING = 2.0**-21  # of one op: a float32 unit, four times over for what it adds up inside
+_ROUNDING = 2.0**-21  # of one op: a float32 unit, times four for the sums inside an op
 _TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
 _FLOOR = 2.0**-19  # of a value: the difference between two libraries of elementary functions
 

@@ -48,8 +48,8 @@ def check(
         expected: what the sim would write now, to compare nodes and float numbers; None to skip that.
 
     Returns:
-        Rows `site`, `kind`, `max_lsb` (ulp for floats; of an output that is no site, in units of what float rounding
-        explains), `mean_lsb`, `elements` (and `note` where something is wrong); summary `weights_max_lsb`,
+        Rows `site`, `kind`, `max_lsb` (ulp for floats; of an output that is no site, in units of the error that float
+        rounding explains), `mean_lsb`, `elements` (and `note` where something is wrong); summary `weights_max_lsb`,
         `activations_max_lsb`, `sqnr_db`, `passed`: 0 LSB on stored tensors, at most 1 on activations and outputs, no
         site missing on either side, no NaN that the simulation has not, no node altered, and something compared.
 

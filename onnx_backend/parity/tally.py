@@ -57,7 +57,7 @@ def float_lsb(left: Array, right: Array) -> Array:
     if not 0 < largest < np.inf:
         return steps
     unit = np.ldexp(1.0, int(np.floor(np.log2(largest))) - 10 - _MANTISSA[right.dtype.name])
-    with np.errstate(invalid="ignore"):  # infinities, which only the representation can tell apart
+    with np.errstate(invalid="ignore"):  # infinities, which only the representation distinguishes
         coarse = np.rint(np.abs(left.astype(np.float64) - right.astype(np.float64)) / unit)
     return np.where(np.isfinite(coarse), np.minimum(steps, np.maximum(coarse, 1)), steps)
 

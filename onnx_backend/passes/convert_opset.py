@@ -1,6 +1,6 @@
 """Convert an old model to the opset that quantization needs: fix-ups, onnx's own converter, and a run of both forms.
 
-What the converter gets wrong is repaired here: a linear Resize of opset 10 and below is asymmetric; Hardmax below
+The converter's errors are repaired here: a linear Resize of opset 10 and below is asymmetric; Hardmax below
 opset 13 flattens; GroupNormalization 18 has one scale per group.
 """
 
@@ -48,7 +48,7 @@ def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[
 
     Args:
         model: sorted, with unique node names and without functions.
-        feeds: what both are run on, by input name; None for random values of the declared types and shapes.
+        feeds: the inputs of both runs, by name; None for random values of the declared types and shapes.
 
     Raises:
         ModelError: the converter fails (names the node), or the result differs from the original.

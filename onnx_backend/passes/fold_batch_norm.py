@@ -110,7 +110,7 @@ class _Folding:
         return reason
 
     def finish(self) -> None:
-        """Drop the folded nodes and what only they read."""
+        """Remove the folded nodes and the tensors that only they read."""
         kept = [node for node in self.graph.node if not node.output or node.output[0] not in self.dropped]
         replace_nodes(self.graph, kept)
         drop_unused_initializers(self.graph)

@@ -72,7 +72,7 @@ def evaluate(
             return None
         with np.errstate(all="ignore"):
             results = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, values)
-    except Exception:  # what the reference cannot compute stays a node; the runtime says what is wrong with it
+    except Exception:  # it stays a node, and the runtime reports the error
         return None
     found = {}
     for name, value in zip([name for name in node.output if name], results, strict=False):

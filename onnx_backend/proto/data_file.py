@@ -1,6 +1,6 @@
 """The file of weights beside an exported model, named by its content, so that an old model keeps its own.
 
-The model says the size and the hashes of its data file. Opening holds the size and a sample of its pages against that,
+The model records the size and the hashes of its data file. Opening checks the size and a sample of its pages,
 which finds a file that is cut short or another model's in milliseconds; `whole` reads everything, for single bits.
 """
 

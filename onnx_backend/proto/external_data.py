@@ -1,7 +1,7 @@
 """Weights that an ONNX file keeps in other files: only in its own folder, and large ones are read on demand.
 
-Inside this process an opened model refers to a large weight by the absolute path of its file, with a stamp of what that
-file was. A file that is no longer the same is refused, so that a sim never mixes the weights of two models.
+Inside this process an opened model refers to a large weight by the absolute path of its file, with a stamp of its
+state. A file that is no longer the same is refused, so that a sim never mixes the weights of two models.
 """
 
 import math
@@ -26,7 +26,7 @@ BITS: Mapping[int, int] = {
     **dict.fromkeys((TensorProto.INT2, TensorProto.UINT2), 2),
 }
 _STAMP = "qsdk.stamp"
-_PROCESS = secrets.token_hex(16)  # what a file says cannot pass for a stamp of ours
+_PROCESS = secrets.token_hex(16)  # so that no file can forge a stamp of this process
 
 
 def read_external_data(model: ModelProto, path: Path, *, inline: int = INLINE) -> None:
@@ -43,7 +43,7 @@ def read_external_data(model: ModelProto, path: Path, *, inline: int = INLINE) -
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL and is_large(tensor.dims):
             file, offset, length = _place(tensor, path)
-            # what has another length than its shape is read, for the check of stored tensors to name it
+            # a tensor of another length than its shape needs is read, so that the check of stored tensors names it
             if length > inline and length == bytes_of(tensor.data_type, tensor.dims):
                 refer(tensor, file, offset, length)
     for tensor in _tensors(model):

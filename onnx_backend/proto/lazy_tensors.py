@@ -49,8 +49,8 @@ class LargeTensor:
     Attributes:
         data_type: of TensorProto.
         dims: its shape.
-        source: gives what it is made of; called once for each pass over it.
-        part: `(source, first, last)` gives these rows, along the first axis, in the tensor's own NumPy type.
+        source: returns the tensor that it is computed from; called once for each pass over it.
+        part: `(source, first, last)` returns these rows, along the first axis, in the tensor's own NumPy type.
         step: parts begin at multiples of it.
     """
 
@@ -125,7 +125,7 @@ def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, Large
 
 
 def narrowed(values: LargeTensor, data_type: int) -> LargeTensor:
-    """Return the same values in float16 or bfloat16; what overflows becomes infinite."""
+    """Return the same values in float16 or bfloat16; values too large become infinite."""
     dtype = helper.tensor_dtype_to_np_dtype(data_type)
 
     def part(source: Array, first: int, last: int) -> Array:

@@ -91,7 +91,7 @@ def drop_unused_initializers(graph: GraphProto) -> None:
     """Remove stored tensors that nothing reads, in place."""
     read = {name for node in graph.node for name in reads(node)} | {value.name for value in graph.output}
     unread = [index for index, tensor in enumerate(graph.initializer) if tensor.name not in read]
-    for index in reversed(unread):  # what stays is not copied
+    for index in reversed(unread):  # deleting in place copies no other tensor
         del graph.initializer[index]
 
 

@@ -8,7 +8,7 @@ from onnx_backend.proto.weightless import checkable, refill, skeleton
 from qsdk.core.errors import ModelError
 
 OPSET = 21
-LARGEST_OPSET = 26  # what onnxruntime 1.31 takes, with IR 13; 1.32 loads 28, but has no QuantizeLinear of it
+LARGEST_OPSET = 26  # the newest that onnxruntime 1.31 loads, with IR 13; 1.32 loads 28, but has no QuantizeLinear of it
 _IR_OF_OPSET = {21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
 
 
@@ -41,7 +41,7 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
             light = skeleton(model)
             light.ir_version = max(light.ir_version, 8)  # before, the converter wants stored tensors among the inputs
             converted = onnx.version_converter.convert_version(light, least)
-            # the converter keeps silent about what it could not do; the checker finds it
+            # the converter does not report its failures; the checker finds them
             onnx.checker.check_model(checkable(converted), full_check=True)
         except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error

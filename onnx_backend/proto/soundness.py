@@ -13,7 +13,7 @@ from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError
 
 _NODES = 2**20  # the largest models that were met have some 10,000
-_BYTES = 2**31 - 1  # of one protobuf message, which is what onnx's inliner makes
+_BYTES = 2**31 - 1  # of one protobuf message, the output of onnx's inliner
 _DEPTH = 100  # calls within calls, as in ONNX Runtime; onnx's own tools recurse
 _SHOWN = 10**15
 _AGAIN = "export the model again"

@@ -79,7 +79,7 @@ def places_of(tensors: Mapping[str, LargeTensor]) -> dict[str, tuple[int, int]]:
 
 
 def write_data(file: IO[bytes], tensors: Mapping[str, LargeTensor]) -> None:
-    """Write tensors where `places_of` says, each from its pieces."""
+    """Write tensors at the places of `places_of`, each from its pieces."""
     end = 0
     for name, (start, length) in places_of(tensors).items():
         file.write(bytes(start - end))
@@ -171,7 +171,7 @@ def _write_message(path: Path, model: ModelProto, outside: Mapping[str, LargeTen
 
 
 def write_message(file: IO[bytes], model: ModelProto, outside: Mapping[str, LargeTensor]) -> None:
-    """Write the bytes that `model.SerializeToString()` would give with its large tensors in it."""
+    """Write the bytes of `model.SerializeToString()` as if the model held its large tensors."""
     for part in _layout(model, outside):
         if isinstance(part, bytes):
             file.write(part)
@@ -196,7 +196,7 @@ def _layout(model: ModelProto, outside: Mapping[str, LargeTensor]) -> list[bytes
 def _around(
     message: ModelProto | GraphProto, field: str, parts: list[bytes | LargeTensor]
 ) -> list[bytes | LargeTensor]:
-    """Return a message's other fields, in the order of their numbers, around the parts that stand for `field`."""
+    """Return a message's other fields, in the order of their numbers, around the parts of `field`."""
     number = message.DESCRIPTOR.fields_by_name[field].number
     before, after = type(message)(), type(message)()
     copy_fields(message, before, lambda other: other < number)

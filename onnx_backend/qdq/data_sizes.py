@@ -5,7 +5,7 @@ from onnx import GraphProto, NodeProto
 from onnx_backend.proto.subgraphs import reads
 
 _SELECT = frozenset({"NonZero", "NonMaxSuppression", "Unique", "Compress"})
-#: op -> the input that says how much it gives, unless that one is stored
+#: op -> the input that decides the size of its result, unless that input is stored
 _COUNTED = {"TopK": 1, "Loop": 0}
 #: ops whose result has the size of the first input, wherever the others come from
 _OF_FIRST_SIZE = frozenset({"ScatterElements", "ScatterND", "Scatter", "TensorScatter"})

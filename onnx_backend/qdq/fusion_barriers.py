@@ -9,8 +9,8 @@ wherever the number of output channels is no multiple of 4 (onnxruntime 1.31); f
 replaces MatMul and Gemm behind activations of 16 bits too, which it rounds to 8 bits; a Relu behind a layer whose
 weight alone is quantized would join a FusedGemm, which dequantizes that weight in every run; and the runtime puts a
 copy of the Q/DQ pair behind a Transpose in front of it too, also where the tensor in front is an output of the model,
-which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast a tensor that holds
-nothing (onnxruntime 1.32), such as what was detected where nothing was.
+which is then quantized; and its QLinearAdd and QLinearMul end the process where they broadcast an empty tensor
+(onnxruntime 1.32), such as a list of no detections.
 """
 
 from collections.abc import Mapping, Sequence

@@ -147,7 +147,7 @@ class GraphEditor:
     def once(self, source: str, fingerprint: bytes, values: LargeTensor, suffix: str) -> str:
         """Return the initializer derived from `source` in this way; a second site of the same tensor shares it.
 
-        The number of a further way stands in front of the suffix: opened again, each is a tensor of its own.
+        Further changes of a tensor are numbered in front of the suffix: opened again, each is a tensor of its own.
         """
         key = (source, fingerprint)
         if key not in self.reused:

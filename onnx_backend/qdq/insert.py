@@ -34,14 +34,14 @@ def insert(
     opset: int = OPSET,
     dialect: Dialect = "onnxruntime",
 ) -> tuple[ModelProto, list[dict[str, Any]]]:
-    """Replace every mark by what the plan decided: Q/DQ, an integer initializer, a pair of casts, or nothing.
+    """Replace every mark by its decision: Q/DQ, an integer initializer, a pair of casts, or nothing.
 
     Args:
         model: marked; it is not changed.
-        plan: what is wanted at each site; a site it does not know stays float.
+        plan: the decision for each site; a site without one stays float.
         encodings: of every quantized site, tied sites and biases included.
         opset: the model comes out at this one, or above if a dtype needs it.
-        dialect: `onnx` writes the pure form everywhere, `onnxruntime` what the installed runtime loads.
+        dialect: `onnx` writes the pure form everywhere, `onnxruntime` the form that the installed runtime loads.
 
     Returns:
         The model, with graph inputs and outputs under their old names, and one row per site: `site`, `dtype`, `form`,
@@ -98,7 +98,7 @@ def lower(
 def _lower(
     at: GraphEditor, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
 ) -> None:
-    """Replace a mark by what was decided."""
+    """Replace a mark by its decision."""
     source, output = mark.input[0], mark.output[0]
     root = at.roots.get(source, source)
     if root in at.stored:

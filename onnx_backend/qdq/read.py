@@ -25,11 +25,11 @@ _CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for d
 
 @dataclass(frozen=True)
 class QdqPair:
-    """A DequantizeLinear and what belongs to it.
+    """A DequantizeLinear with its QuantizeLinear or stored tensor, and their encoding.
 
     Attributes:
         site: from the node's metadata, else the name of the tensor that is quantized.
-        kind: weight, bias, activation, input or output; "" where the file does not say.
+        kind: weight, bias, activation, input or output; "" where the file states none.
         dequantize: the node.
         quantize: the QuantizeLinear in front, or None behind a stored tensor.
         stored: the name of the stored tensor, or None behind a QuantizeLinear.

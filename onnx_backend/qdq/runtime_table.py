@@ -1,7 +1,7 @@
 """What ONNX Runtime's default level gets wrong in Q/DQ models (measured), and the form of QuantizeLinear that follows.
 
 Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/qdq/test_runtime_table.py` derives the table
-again on the installed runtime and fails where it has changed, in either direction. What only one of the two gets
+again on the installed runtime and fails where it has changed, in either direction. Errors of only one of the two
 wrong is in it too: a model may be run by another version than the one it was exported with.
 """
 
@@ -34,19 +34,19 @@ def _layers(ops: str, weights: tuple[str, ...]) -> frozenset[str]:
 
 #: the runtime's own 8-bit kernels
 _KERNELS = _words("Add AveragePool Concat GlobalAveragePool LeakyRelu Mul Sigmoid Softmax")
-#: its WeightBiasQuantization makes int8 of a float weight that stands between quantized activations
+#: its WeightBiasQuantization turns a float weight between quantized activations into int8
 _FLOAT_CONV = _layers("Conv ConvTranspose", ("float32", "float16"))
 _FLOAT_GEMM = _layers("Gemm", ("float32", "float16"))
 #: QLinearConv knows no blocks; in 1.31 neither it nor QLinearMatMul knows blocks or float8
 _FOREIGN = _layers("Conv MatMul", ("int8 blocks", "uint8 blocks", "float8e4m3fn"))
-#: what an int8 DequantizeLinear is pushed past, with an attribute that the rewrite to uint8 then forgets
+#: ops that an int8 DequantizeLinear is moved past, with an attribute that the rewrite to uint8 then drops
 _PUSHED = _words("MaxPool> Reshape> Slice> Squeeze> Transpose> Unsqueeze>")
 #: 8-bit weights beside activations that are not
 _EIGHT_BIT_CONV = _layers(
     "Conv", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn", "float32", "float16")
 )
 _EIGHT_BIT_MATMUL = _layers("MatMul", ("int8", "uint8", "int8 blocks", "uint8 blocks", "float8e4m3fn")) | {"MatMul"}
-#: what is dropped, or run on codes, in front of a QuantizeLinear with a zero point
+#: ops that are dropped, or run on codes, in front of a QuantizeLinear with a zero point
 _CLIPPED = _words("Clip MaxPool MaxPool> ReduceMax")
 _DROPPED = _words("Flatten> Gather> Identity> Pad> Relu Reshape> Slice> Squeeze> Unsqueeze>")
 _ON_CODES = _words("DepthToSpace Flatten Flatten> Gather Gather> Reshape Reshape> Resize Slice Slice> Tile") | _words(
@@ -83,7 +83,7 @@ WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
 def is_wrong(reader: str, dtype: str, form: Form) -> bool:
     """Return True if the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
 
-    Types other than 8 and 16 bits are always kept apart: what was not probed there is more likely wrong than right.
+    Types other than 8 and 16 bits always get a barrier: combinations that were not probed are more likely wrong.
     """
     found = WRONG.get((dtype, form), frozenset())
     return dtype in NARROW or EVERYTHING in found or reader in found
@@ -109,7 +109,7 @@ def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:
 
     Args:
         dtype: of the activation; its container decides.
-        symmetric: whether every zero point is 0.
+        symmetric: True if every zero point is 0.
         dialect: `onnx` writes the attribute everywhere; `onnxruntime` gives way where the runtime cannot load it.
 
     Raises:

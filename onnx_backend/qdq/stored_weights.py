@@ -26,8 +26,8 @@ _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 def store(at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
     """Replace a mark that yields `output` by the stored tensor `source`, quantized, and a DequantizeLinear.
 
-    What every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only a
-    DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
+    A tensor that every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only
+    a DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
 
     Raises:
         ExportError: the encoding does not fit the tensor's shape.

@@ -29,7 +29,7 @@ def bounded_session(
     """
     if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
         return simulation_session(with_large(model, large), shares_memory=shares_memory)
-    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
         return simulation_session(
             spool_large_tensors(model, large, Path(folder) / "weights"), shares_memory=shares_memory
         )

@@ -32,7 +32,7 @@ def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, obje
         before: the model as given.
         after: the changed model.
         feeds: by input name, or None for random ones.
-        change: what was done, for messages.
+        change: the name of the change, for messages.
 
     Raises:
         FileFormatError: the runtime refuses the model as given.
@@ -100,7 +100,7 @@ def _first_different_output(model: ModelProto, wanted: list[Any], got: list[Any]
     """Return the name of the first output that differs, or ""."""
     masks = {node.output[1] for node in model.graph.node if node.op_type == "Dropout" and len(node.output) > 1}
     for value, left, right in zip(model.graph.output, wanted, got, strict=True):
-        # what a Dropout's mask holds at inference was not defined before opset 12
+        # the mask of a Dropout at inference was not defined before opset 12
         if value.name not in masks and not _equal(left, right):
             return str(value.name)
     return ""
@@ -118,7 +118,7 @@ def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[st
     first = next((n for n, left, right in zip(names, *runs, strict=True) if not _equal(left, right)), "")
     makers = producers(before.graph.node)
     node = makers.get(first)
-    while node is not None:  # what was converted may have lost its tensor's name: it is to blame first
+    while node is not None:  # a converted node that lost its tensor's name comes first
         lost = next((makers[name] for name in node.input if name in makers and name not in kept), None)
         if lost is None:
             break

@@ -72,7 +72,7 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
     """Refuse an array of a dtype, rank or size that an input does not take, before the runtime does in its own words.
 
     Raises:
-        DataError: says what the input takes.
+        DataError: with the dtype and shape of the input.
     """
     dtype = np.dtype(_TYPES.get(wanted.type, given.dtype))
     sizes = list(getattr(wanted, "shape", None) or given.shape)  # no declared shape, or a scalar
@@ -81,7 +81,9 @@ def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:
     )
     if fits and given.dtype == dtype:
         return
-    shown = (str(size).partition("@")[0] for size in sizes)  # a session's names are told apart behind an @
+    shown = (
+        str(size).partition("@")[0] for size in sizes
+    )  # simulation_session makes the names unique with a suffix after @
     takes = f"{dtype} [{', '.join(shown)}]"
     remedy = f"convert it with .astype({str(dtype)!r})" if fits else "give arrays of that shape"
     if not fits and given.ndim == len(sizes) == _IMAGE and sizes[1] == given.shape[3] != given.shape[1]:

@@ -63,7 +63,7 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.log_severity_level = 4
     prepared = with_float_weights(load(model))
-    _name_sizes_apart(prepared)
+    _make_size_names_unique(prepared)
     # planning the reuse of memory takes the runtime time quadratic in the nodes
     options.enable_mem_reuse = len(prepared.graph.node) < _MANY_NODES
     try:
@@ -86,10 +86,10 @@ def computes_in_narrow_floats(model: ModelProto) -> bool:
     return False
 
 
-def _name_sizes_apart(model: ModelProto) -> None:
+def _make_size_names_unique(model: ModelProto) -> None:
     """Rename every open dimension of an input so that no two inputs share a name, in place.
 
-    The runtime gives tensors whose sizes have one name one piece of memory, and fails where a file uses the name for
+    The runtime lets tensors share memory if their sizes have the same name, and fails where a file uses one name for
     different sizes, as those of recurrent states do.
     """
     for value in (*model.graph.input, *model.graph.output):
@@ -150,6 +150,6 @@ def _dequantized(
     try:
         aligned = [affine.align(value.astype(np.float32), *where) for value in (scale, zero_point)]
     except ValueError:
-        return None  # an invalid model: the runtime says what is wrong with it
+        return None  # an invalid model: the runtime reports the error
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(affine.dequantize(codes.astype(np.float32), *aligned), np.float32)

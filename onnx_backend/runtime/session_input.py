@@ -29,7 +29,7 @@ def session_of(
     """
     if model.ByteSize() <= most:
         return _session(model, options, disabled)
-    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps what it has mapped
+    with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
         return _session(spool_large_tensors(model, {}, Path(folder) / "weights"), options, disabled)
 
 

@@ -32,7 +32,7 @@ def walk_layers(
 
     Each batch runs once through the float and once through the quantized model. Both stop at the inputs of layers,
     where the tensors that are read later on are kept. A layer whose input depends on itself (a weight that is used
-    again, the states of a recurrent layer) costs an extra run of what lies between.
+    again, the states of a recurrent layer) costs an extra run of the nodes in between.
 
     Args:
         sim: calibrated. If the block fails, it stays as it was.
