@@ -51,7 +51,7 @@ class QsdkBackendRep(BackendRep):
 
         Args:
             inputs: a sequence in graph order, a mapping by name, or the one array. Arrays in the dtypes of the graph,
-                those of ml_dtypes for bfloat16 and what is narrower than 8 bits; lists for ONNX sequences.
+                those of ml_dtypes for bfloat16 and types narrower than 8 bits; lists for ONNX sequences.
             **kwargs: none is known; onnx.backend.base allows any.
 
         Raises:

@@ -20,7 +20,7 @@ class Body:
     """A graph that a node carries.
 
     Attributes:
-        outputs: what it declares to give.
+        outputs: its declared outputs.
         run: from its inputs, in order, to its outputs.
     """
 

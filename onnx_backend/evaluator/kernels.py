@@ -102,7 +102,7 @@ def _codes(x: Array, scale: Array, zero_point: Array, dtype: Any, *, saturate: b
     """
     lo, hi = grid(dtype)
     zero = _wide(zero_point)
-    with np.errstate(all="ignore"):  # what overflows saturates
+    with np.errstate(all="ignore"):  # overflows saturate
         if np.dtype(dtype).name in _INTEGERS:
             codes = np.asarray(affine.quantize(x, scale, zero, lo, hi, _nearest))
             return np.where(np.isnan(codes), lo, codes).astype(np.int32).astype(dtype)
@@ -122,7 +122,7 @@ def _quantize_linear(attrs: Attributes, x: Array, scale: Array, zero_point: Arra
 
 
 def _dequantize_linear(attrs: Attributes, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
-    """Multiply in float32 and round once to the result's type, which is what a product in that type would be."""
+    """Multiply in float32 and round once to the result's type, as a product in that type would be."""
     code = int(attrs.get("output_dtype", 0))
     kind = helper.tensor_dtype_to_np_dtype(code) if code else scale.dtype
     if kind.name not in ("float32", "float16", "bfloat16"):

@@ -86,7 +86,7 @@ def _once_per_type(node: NodeProto, make: Callable[[GraphProto], Evaluate]) -> E
 def type_of(value: Any) -> TypeProto:
     """Return the ONNX type of a value, without its shape; sparse tensors and maps are left untyped.
 
-    An empty sequence, or an optional that holds nothing, is said to be of float32.
+    An empty sequence, or an optional that holds nothing, is typed as float32.
     """
     if value is None:
         return helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))

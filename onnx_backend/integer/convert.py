@@ -97,11 +97,11 @@ def convert(
             constants, wherever they fit. The target `onnxruntime` uses those in any case.
         weights: of kernels. `unsigned` is exact on every processor; `signed` is faster, but on x86 processors without
             VNNI the kernels for uint8 x int8 saturate sums of two products. `auto` is `signed` if the kernels of this
-            processor are exact; the certificate says which it was.
+            processor are exact; the certificate records the choice.
         product_bits: of requantization on integers: 32 is for hardware without 64-bit products, and moves a value by up
             to the stated `error_bound` of its row before it is rounded (ties up).
         tables: of functions of 16-bit codes: `exact` with an entry for every code, `interpolated` by straight lines,
-            which are at most one code off, as the row says, in a fraction of the room.
+            which are at most one code off, as the row records, in a fraction of the room.
         allow_float: shell globs over names and op types of nodes that may stay float, between Q/DQ nodes of their own.
 
     Raises:

@@ -58,9 +58,9 @@ def _converted(
     shapes: Mapping[str, Sequence[int]] | None,
     options: Mapping[str, Any],
 ) -> tuple[ModelProto, IntegerResult, dict[str, Any]]:
-    """Convert, where open sizes are in the way at those of the data, else of the example; give also which were fixed.
+    """Convert at fixed sizes (of the data, else of the example) where open ones prevent it; return these sizes too.
 
-    A refusal says whether sizes would help.
+    A refusal states if fixed sizes would help.
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:

@@ -1,6 +1,6 @@
 """Turn recorded operations into the ONNX nodes of the chosen target.
 
-The standard forms stand for every operation. Where kernels are allowed, an operation whose only reader is a
+Every operation has a standard form. Where kernels are allowed, an operation whose only reader is a
 requantization (a Concat, for tables) waits for it, so that both can become one kernel.
 """
 

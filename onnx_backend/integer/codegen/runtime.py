@@ -188,7 +188,7 @@ def function(b: Builder, op: Table) -> bool:
 def _silu(b: Builder, op: Table, encoding: ActivationEncoding) -> bool:
     """Write `x * sigmoid(x)` as two kernels, faster than a table; False where 8 bits for the sigmoid are not enough.
 
-    The rounding of the sigmoid must not move any code of the result by more than one step; the row says how many do.
+    The rounding of the sigmoid must not move any code of the result by more than one step; the row counts these.
     """
     gate = ActivationEncoding(1.0 / 256.0, 0, int(TensorProto.UINT8))
     values = encoding.values().astype(np.float64)

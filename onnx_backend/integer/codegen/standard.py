@@ -43,7 +43,7 @@ def multiply(b: Builder, op: Product) -> None:
 
 
 def centre(b: Builder, codes: str, encoding: ActivationEncoding) -> str:
-    """Write `codes - zero point` as int32 and give its name."""
+    """Write `codes - zero point` as int32 and return its name."""
     wide = b.cast(codes, TensorProto.INT32)
     return b.node("Sub", [wide, b.constant(encoding.zero_point, np.int32)])
 
@@ -110,7 +110,7 @@ def join(b: Builder, op: Join) -> None:
 
 
 def _shifted(b: Builder, op: Requantization, fixed: RequantMultiplier) -> tuple[str, Array, bool]:
-    """Write the rounding shift; give the tensor, what it is too large by, and whether it is int32 (else int64)."""
+    """Write the rounding shift; return the tensor, its excess, and True if it is int32 (else int64)."""
     n = fixed.shift
     u, lift = _halved(b, op, fixed, n)
     quotient = b.node("BitShift", [u, b.constant(n, np.uint64)], direction="RIGHT")
@@ -131,7 +131,7 @@ def _shifted(b: Builder, op: Requantization, fixed: RequantMultiplier) -> tuple[
 
 
 def _halved(b: Builder, op: Requantization, fixed: RequantMultiplier, n: Array) -> tuple[str, Array]:
-    """Write `total + addend + half a unit of 2**n + lift * 2**n` as uint64; give it and the lift, an even number."""
+    """Write `total + addend + half a unit of 2**n + lift * 2**n` as uint64; return it and the lift, an even number."""
     half = np.left_shift(np.int64(1), n - 1)
     lift = np.maximum(0, -(fixed.low >> n))
     lift = lift + (lift & 1)  # even, so that the parity of the quotient is its own

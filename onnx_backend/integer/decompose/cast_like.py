@@ -16,7 +16,7 @@ def known_types(shaped: ModelProto) -> dict[str, int]:
 
 
 def cast_like(node: NodeProto, taken: set[str], types: Mapping[str, int]) -> Writer | None:
-    """Write a CastLike as a Cast, with its rule for what a narrow float type does not hold; None of unknown types.
+    """Write a CastLike as a Cast, with its rule for values beyond a narrow float type; None of unknown types.
 
     Args:
         node: the CastLike.

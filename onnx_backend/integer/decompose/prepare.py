@@ -92,7 +92,7 @@ def _written_out(model: ModelProto, op_types: Sequence[str]) -> ModelProto:
             known = defs.get_schema(node.op_type, opset).attributes.items()
             node.attribute.extend(a.default_value for k, a in known if k not in given and a.default_value.name)
     result = shape_inference.infer_shapes(result, data_prop=True)
-    stored = result.graph.initializer  # nor the types of what is stored
+    stored = result.graph.initializer  # nor the types of stored tensors
     result.graph.value_info.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in stored)
     try:
         names = [("", op_type) for op_type in op_types]

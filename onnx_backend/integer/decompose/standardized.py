@@ -19,23 +19,23 @@ from qsdk.core.patterns.norms import STANDARDIZED
 from qsdk.core.patterns.supergroup import Supergroup
 
 _FIRST_OPSET = 17  # of LayerNormalization
-#: Operators that only what divides by a deviation holds.
+#: Operators that occur only in a division by a deviation.
 DEVIATIONS = ("Sqrt", "Pow")
 
 
 def standardized(
     model: ModelProto, shaped: ModelProto, taken: set[str], stays: Callable[[NodeProto], bool]
 ) -> dict[str, Writer]:
-    """Find what is written as `(x - mean) / sqrt(variance + epsilon)`, along axes of known sizes.
+    """Find quotients of the form `(x - mean) / sqrt(variance + epsilon)`, along axes of known sizes.
 
     Args:
         model: a Q/DQ model without functions.
         shaped: the same with the shapes of its tensors.
         taken: names of its tensors; those that are written are added.
-        stays: whether a node has to stay as it is.
+        stays: returns True if a node has to stay as it is.
 
     Returns:
-        name of the quotient -> what gives the same.
+        name of the quotient -> its replacement.
     """
     if opset_of(model) < _FIRST_OPSET or all(node.op_type not in DEVIATIONS for node in model.graph.node):
         return {}

@@ -24,7 +24,7 @@ def unit_rows(model: ModelProto, shapes: Mapping[str, tuple[int | None, ...]]) -
         shapes: dimensions of its tensors as far as they are known.
 
     Returns:
-        name of a quotient -> the LpNormalization that gives the same; a row of zeros stays one.
+        name of a quotient -> its replacement by LpNormalization; a row of zeros stays one.
     """
     stored, makers = initializers(model.graph), producers(model.graph.node)
     found = {}

@@ -11,10 +11,10 @@ from onnx_backend.proto.graph_queries import unique
 
 
 class Writer:
-    """Collects what takes the place of a node.
+    """The nodes and constants that replace a node.
 
     Attributes:
-        nodes: in order; the last one gives the node's own output.
+        nodes: in order; the last one computes the node's own output.
         stored: constants that they read.
     """
 
@@ -25,17 +25,17 @@ class Writer:
         self._taken = taken
 
     def add(self, op_type: str, inputs: Sequence[str], *, name: str = "", **attrs: Any) -> str:
-        """Write a node, named after the node that it helps to replace unless it has a name, and give its output."""
+        """Write a node, named after the node that it helps to replace unless it has a name, and return its output."""
         output = self._fresh(op_type.lower())
         self.nodes.append(helper.make_node(op_type, inputs, [output], name=name or output, **attrs))
         return output
 
     def integers(self, numbers: Sequence[int]) -> str:
-        """Store integers and give their name."""
+        """Store integers and return their name."""
         return self._store(np.asarray(numbers, np.int64), "integers")
 
     def ones(self, sizes: Sequence[int]) -> str:
-        """Store a float tensor of ones and give its name."""
+        """Store a float tensor of ones and return its name."""
         return self._store(np.ones(sizes, np.float32), "ones")
 
     def _store(self, array: npt.NDArray[Any], stem: str) -> str:

@@ -41,7 +41,7 @@ class StaticOp:
 
     Attributes:
         kind: of the header's enum.
-        node: what it was made from.
+        node: the node of the Q/DQ model.
         inputs: names of tensors, constants too.
         output: name of a tensor.
         fields: of the header's struct, besides those.

@@ -18,7 +18,7 @@ _PROGRAM = "program.json"
 
 
 def require_firmware_path(path: str | os.PathLike[str] | None, *others: str | os.PathLike[str]) -> None:
-    """Refuse a path that says no format, or that is one of the other files to write; None is fine.
+    """Refuse a path without a known suffix, or one that is among the other files to write; None is fine.
 
     Raises:
         ConfigError: the suffix is neither `.npz` nor `.h`, or the path is taken.
@@ -47,7 +47,7 @@ def archive(program: FirmwareProgram) -> bytes:
     """Return a program as the bytes of a NumPy archive.
 
     The member `program.json` is a 0-dimensional array with the text of `Program.to_dict()` as JSON, and in it `arrays`,
-    which leads from the names of arrays to the members that hold them. Equal programs give equal bytes.
+    which leads from the names of arrays to the members that hold them. Equal programs have equal bytes.
     """
     members = {name: f"array_{index}" for index, name in enumerate(program.arrays)}
     text = json.dumps({**program.to_dict(), "arrays": members}, indent=1)

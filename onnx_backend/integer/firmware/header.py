@@ -19,7 +19,7 @@ from qsdk.core.errors import IntegerError
 
 _WIDTH = 110
 _INPUTS, _RANK = 7, 4
-#: The enum of the header, in order, with what each kind computes.
+#: The enum of the header, in order, with the computation of each kind.
 _KINDS: Mapping[str, str] = MappingProxyType(
     {
         "CONV": "sum((code - zero_point[0]) * weight) over a window; outside the image code - zero_point[0] is 0",

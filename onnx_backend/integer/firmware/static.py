@@ -279,7 +279,7 @@ def _cast(low: _StaticLowering, op: dict[str, Any]) -> None:
 
 
 def _move(low: _StaticLowering, op: dict[str, Any]) -> None:
-    """Lower what moves elements, by moving their positions."""
+    """Lower an op that moves elements, by moving their positions."""
     source, rest = op["inputs"][0], [low.value(op, i) for i in range(1, len(op["inputs"]))]
     if source in low.constants:
         raise _inexpressible(op, "it reads a constant at places computed from data")

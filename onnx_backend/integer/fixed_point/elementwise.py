@@ -43,7 +43,7 @@ class Curve:
         bend: bound of its second derivative, on both sides of 0 (the slope may jump at 0).
         slope: bound of its first derivative.
         reach: beyond plus or minus this it is a straight line up to `tail`.
-        tail: bound of what it differs from those lines.
+        tail: bound of its difference from those lines.
         left: slope of the line on the left.
         right: slope of the line on the right.
     """

@@ -2,7 +2,7 @@
 
 A `FixedPoint` represents `integers * scale + constant`. Every function writes the nodes of one exact integer operation,
 follows the bounds by interval arithmetic, narrows an operand by a rounding shift only where a product or a sum could
-leave 62 bits, and adds what it rounds to the error. Bounds are Python integers, so they never overflow themselves.
+leave 62 bits, and adds its rounding to the error. Bounds are Python integers, so they never overflow themselves.
 """
 
 import math
@@ -285,7 +285,7 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
             nothing is clipped.
 
     Raises:
-        Refused: an infinity is in the value and the bounds do not clip what stands for it.
+        Refused: an infinity is in the value and the bounds do not clip the number that represents it.
     """
     if value.infinite and value.infinite < max(abs(real) for real in reals):
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
@@ -293,7 +293,7 @@ def term(ctx: LoweringContext, value: FixedPoint, reals: tuple[float, float], fi
     if not value.narrow:
         if math.ldexp(float(largest(value.scale)), bits(value) - 29) > finest:
             value = clipped_integers(ctx, value, *_integer_bounds(value, reals))
-        excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles what can be negative
+        excess = max(bits(value) - (29 if value.lo < 0 else 30), 0)  # the lift doubles a range that can be negative
         lift = 0
         if excess:
             name, lift = rounding_shift(ctx, value.name, value.lo, excess, TensorProto.INT32, keep_lift=True)

@@ -57,7 +57,7 @@ def _looked_up(ctx: LoweringContext, value: FixedPoint, ahead: float) -> FixedPo
 
 
 def _phase(ctx: LoweringContext, value: FixedPoint, ahead: float) -> tuple[str, int]:
-    """Write the fraction of a turn that an angle and `ahead` make, in `_FRACTION` bits of uint64; give its digits."""
+    """Write the fraction of a turn that an angle and `ahead` make, in `_FRACTION` bits of uint64; return its digits."""
     b = ctx.builder
     name = int64(ctx, value)
     if value.lo:

@@ -151,7 +151,7 @@ def _first_rounding(fixed: RequantMultiplier | Requant32, rounding: str) -> Frac
 
 
 def _clip_error(value: Linear, to: ActivationEncoding) -> Fraction:
-    """Bound what the code of a clip is beyond half a step from the clip itself: float32 may round it across a tie."""
+    """Bound the distance, beyond half a step, of a clip's code from the clip: float32 may round it across a tie."""
     worst = Fraction(0)
     for bound in (value.lo, value.hi):
         if np.isfinite(bound):
@@ -173,7 +173,7 @@ def _pre_shifts(fixed: RequantMultiplier | Requant32) -> dict[str, Any]:
 def look_up(b: Builder, value: Lookup, encoding: ActivationEncoding, name: str) -> str:
     """Record the codes of any function of one tensor of codes: nothing, a Clip, or a table with an entry per code.
 
-    The table holds what QuantizeLinear gives for each of the input's codes, so it is exact by construction. Of 16-bit
+    The table holds the result of QuantizeLinear for each input code, so it is exact by construction. Of 16-bit
     codes it becomes straight lines, if those are wanted and take less room.
 
     Raises:

@@ -26,7 +26,7 @@ from onnx_backend.integer.ir.values import (
 from onnx_backend.opening.stored_encodings import UNMARKED
 
 Args = Sequence[Value | None]
-#: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses what has no form.
+#: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.
 Lowering = Callable[["LoweringContext", NodeProto, Args], Value | tuple[Value, ...]]
 
 FIXED_SIZES = "export with fixed sizes, or give them: shapes={input name: sizes}"

@@ -52,7 +52,7 @@ class Accumulation(CodesReader):
         bits: in which it is stored: 8, 4 or 2.
         scale: float64, of the weight: shape () or (channels,).
         attributes: of the Conv.
-        weight_first: whether the weight is the left operand of the MatMul.
+        weight_first: True if the weight is the left operand of the MatMul.
         stem: name of the weight in the Q/DQ model.
         result: name of the accumulator.
         label: the node of the Q/DQ model.
@@ -178,7 +178,7 @@ class Requantization(SingleResult):
 
 @dataclass(frozen=True)
 class Table(CodesReader):
-    """Codes to codes by a table with one entry per code, or by the straight lines that stand for it.
+    """Codes to codes by a table with one entry per code, or by the straight lines that replace it.
 
     Attributes:
         codes: the uint8 tensor that indexes it.

@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 class Refused(Exception):  # noqa: N818 - a signal between the lowerings and the driver, never seen by users
-    """A node cannot be lowered: why, and what to do about it."""
+    """A node cannot be lowered; the reason and the remedy."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
@@ -154,7 +154,7 @@ class Root:
 
 @dataclass(frozen=True)
 class Codes:
-    """The output of a QuantizeLinear: a tensor of codes, and what it is a table of, if that may be read instead."""
+    """The output of a QuantizeLinear: a tensor of codes, and codes it is a table of, if these may be read instead."""
 
     name: str
     encoding: ActivationEncoding
@@ -286,7 +286,7 @@ class Bent:
 
 @dataclass(frozen=True)
 class Selected:
-    """A node that gives every element the value of one of its parts (Max, Where, ScatterND), still to be quantized.
+    """A node that sets every element to the value of one of its parts (Max, Where, ScatterND), still to be quantized.
 
     Quantizing is monotone and elementwise, so selecting among the quantized parts is the same.
 

@@ -20,7 +20,7 @@ from onnx_backend.integer.lowering.nonlinear.selection import gathered_as
 from onnx_backend.integer.lowering.ops import INTEGER_TYPES
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
-#: What may stand between a QuantizeLinear and its DequantizeLinear: it moves codes, or selects by their order.
+#: Ops that may lie between a QuantizeLinear and its DequantizeLinear: they move codes, or select by their order.
 CODE_MOVES = frozenset(MOVES) - {"Shape"} | {"Concat"}
 
 
@@ -28,7 +28,7 @@ def move_codes(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tup
     """Lower a movement between QuantizeLinear and DequantizeLinear: the same movement of the codes.
 
     Raises:
-        Refused: it joins codes of several types, or what the movement refuses.
+        Refused: it joins codes of several types, or the movement refuses.
     """
     if node.op_type == "Concat":
         parts = [arg for arg in args if isinstance(arg, Codes)]

@@ -27,7 +27,7 @@ from onnx_backend.integer.lowering.edges import enter, quantized
 
 
 def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, name: str) -> str:
-    """Emit the codes of a value in `encoding`: what its QuantizeLinear means.
+    """Emit the codes of a value in `encoding`, as its QuantizeLinear computes them.
 
     Raises:
         Refused: the value cannot be brought to that encoding with integers.

@@ -41,7 +41,7 @@ _WHOLE = frozenset({TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT16, Ten
 
 
 def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Lower QuantizeLinear: requantize whatever stands before it to codes."""
+    """Lower QuantizeLinear: requantize the value in front of it to codes."""
     value = args[0]
     scale = _scale(args[1])
     zero = args[2] if len(args) > 2 else None
@@ -64,7 +64,7 @@ def quantize(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _note_softmax(ctx: LoweringContext, value: Value) -> None:
-    """Note at the requantization just recorded that it gives the codes of a Softmax of codes."""
+    """Mark the requantization just recorded as that of a Softmax of codes."""
     nodes = ctx.builder.nodes
     known, softmax = ctx.softmaxes.get(value.name, (None, None)) if isinstance(value, FixedPoint) else (None, None)
     if known is value and isinstance(nodes[-1], Requantization):

@@ -22,7 +22,7 @@ from onnx_backend.integer.lowering.recurrent.recurrent import gru, lstm
 
 
 def copy_node(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
-    """Copy a node that computes on integers already, or take what it makes of them in float as numbers.
+    """Copy a node that computes on integers already, or treat its float results as numbers.
 
     Raises:
         Refused: an input or an output is not an integer or boolean tensor.

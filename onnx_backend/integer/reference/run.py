@@ -16,15 +16,15 @@ from qsdk.core.errors import DataError, IntegerError
 
 
 def run_reference(model: ModelProto, inputs: Mapping[str, Array], *, every_tensor: bool = False) -> dict[str, Array]:
-    """Execute an integer-only model and give its outputs by name (with `every_tensor`, all tensors).
+    """Execute an integer-only model and return its outputs by name (with `every_tensor`, all tensors).
 
     Args:
         model: as written by `integer.convert`, with float or integer edges.
         inputs: one array per graph input, in its dtype.
-        every_tensor: also give the inner tensors, initializers and inputs.
+        every_tensor: also return the inner tensors, initializers and inputs.
 
     Raises:
-        DataError: an input is missing or has another dtype than the graph says.
+        DataError: an input is missing or has another dtype than the graph declares.
         IntegerError: an accumulator leaves int32, or an op is not one of the integer models'.
     """
     tensors: dict[str, Array] = {t.name: _constant(t) for t in model.graph.initializer}

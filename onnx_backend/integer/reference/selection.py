@@ -53,7 +53,7 @@ def _scatter_elements(attrs: Attributes, x: Array, indices: Array, updates: Arra
     return found
 
 
-#: What a scattered element becomes, from what stood there and what is written.
+#: The new value of a scattered element, from the old value and the one that is written.
 _CHOICES: Mapping[bytes, Callable[[Any, Any], Any]] = MappingProxyType(
     {b"none": lambda old, new: new, b"max": np.maximum, b"min": np.minimum}
 )

@@ -46,7 +46,7 @@ class FloatUse:
     Attributes:
         kind: `float tensor`, `quantize node`, `domain` or `invalid`.
         where: the node, tensor or domain.
-        reason: what is wrong with it.
+        reason: why it is a violation.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Teacher-forced parity: every quantizer of the Q/DQ model recomputed from the integer model's own codes.
 
-The Q/DQ model is cut at every QuantizeLinear: what reads its output reads the integer model's codes instead. One run of
-that model gives, at every site, what the Q/DQ model makes of exactly the inputs that the integer operation had, so a
+The Q/DQ model is cut at every QuantizeLinear: readers of its output read the integer model's codes instead. One run of
+that model computes, at every site, the Q/DQ result for exactly the inputs that the integer operation had, so a
 difference is that operation's alone.
 """
 
@@ -31,12 +31,12 @@ def teacher_forced(
 
     Args:
         source: the Q/DQ model.
-        integer: what was made of it, with float edges.
+        integer: the integer-only model converted from it, with float edges.
         sites: name of a QuantizeLinear's output in `source` -> its codes in `integer`.
         feeds: of both models.
 
     Returns:
-        A row per site that exists in the integer model: `site` (the QuantizeLinear), `op_type` of what it quantizes,
+        A row per site that exists in the integer model: `site` (the QuantizeLinear), `op_type` of the op it quantizes,
         `max_lsb`, `differing` elements and `elements`.
     """
     computed = {name for node in integer.graph.node for name in node.output}

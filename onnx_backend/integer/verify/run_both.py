@@ -33,7 +33,7 @@ def measure(
 
     Args:
         source: the Q/DQ model.
-        integer: what was made of it.
+        integer: the integer-only model converted from it.
         inputs: of `integer`; with float edges also of `source`.
         edges: `float` or `integer`.
         reference: compare with the NumPy reference too, which knows integers only: no kernels, no float islands.
@@ -83,10 +83,10 @@ def measure(
 
 
 def _require_numbers(outputs: Mapping[str, Array]) -> None:
-    """Hold that the Q/DQ model gives numbers, which alone integers can stand for.
+    """Require that the Q/DQ model computes no NaN, which no integer represents.
 
     Raises:
-        IntegerError: it gives NaN.
+        IntegerError: it computes NaN.
     """
     for name, values in outputs.items():
         if values.dtype.kind == "f" and np.isnan(values).any():

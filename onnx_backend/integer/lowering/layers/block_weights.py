@@ -21,7 +21,7 @@ def to_channel_scales(blocks: BlockConstant, axis: int, bits: int) -> CodedConst
 
     Scales that are whole multiples of one scale, as two-level ones are, are multiplied in exactly, and powers of two
     as far as `bits` reach. Else every weight is rounded to `bits` bits, relative to the largest one of its channel;
-    `error` of the result says by how much.
+    `error` of the result is the bound.
     """
     if axis == blocks.axis:  # a block of channels shares its scales
         blocks = replace(blocks, scale=blocks.spread(blocks.scale), size=1)
@@ -49,7 +49,7 @@ def to_channel_scales(blocks: BlockConstant, axis: int, bits: int) -> CodedConst
 
 def _levels(rows: Array) -> Array | None:
     """Return for every row the least number of equal steps on which all its scales lie, None if a row has none."""
-    if len(rows) > 1 and _levels(rows[:1]) is None:  # nearly always one row tells
+    if len(rows) > 1 and _levels(rows[:1]) is None:  # nearly always one row shows it
         return None
     relative, levels = rows / rows.max(1, keepdims=True), np.zeros(len(rows), np.int64)
     for count in range(1, _LEVELS + 1):

@@ -150,7 +150,7 @@ def _recorded(
     activation: tuple[str, ActivationEncoding],
     attrs: dict[str, object] | None = None,
 ) -> str:
-    """Record the sum of products of a layer whose weight is input `index` of its node; give the accumulator."""
+    """Record the sum of products of a layer whose weight is input `index` of its node; return it."""
     zero, bits = weight_storage(ctx, coded, integers)
     b = ctx.builder
     result = b.fresh(f"{node.output[0]}.accumulator")
@@ -328,7 +328,7 @@ def _matmul_activations(ctx: LoweringContext, node: NodeProto, left: Lookup, rig
 def products(
     ctx: LoweringContext, node: NodeProto, op_type: str, left: Sequence[Bytes], right: Sequence[Bytes], depth: int = 1
 ) -> Linear:
-    """Record the product of two activations, each of one or two bytes, summed over `depth`; give the accumulators."""
+    """Record the product of two activations, each of one or two bytes, summed over `depth`; return it."""
     b = ctx.builder
     parts = []
     for one, other in itertools.product(left, right):

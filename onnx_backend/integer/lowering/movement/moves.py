@@ -69,7 +69,7 @@ def applied(ctx: LoweringContext, value: Value | None, step: Movement, name: str
 def as_movable(ctx: LoweringContext, value: Constant) -> Lookup | Pending:
     """Return a constant as a value that nodes can move: its own codes, indices of few numbers, or a pending one.
 
-    What waits is quantized at conversion time, as the QuantizeLinear behind the movement says.
+    A pending value is quantized at conversion time, by the QuantizeLinear behind the movement.
     """
     codes = _own_codes(ctx, value)
     if codes is not None:

@@ -177,13 +177,13 @@ def _interpolated(ctx: LoweringContext, node: NodeProto, args: Args, geometries:
     scale = np.asarray(encoding.scale / unit, np.float64)
     constant = np.asarray(-rest * encoding.scale / unit, np.float64)
     terms = (Term(tensor, scale, zero, low, high),)
-    # the unit, what is left of the zero point and the scale are quotients and products in float64
+    # the unit, the rest of the zero point and the scale are quotients and products in float64
     error += 4 * one_rounding(terms, encoding.zero_point * encoding.scale)
     return Linear(terms, constant, source=label(node), error=error)
 
 
 def _shared(geometries: Sequence[Geometry], room: int) -> list[Taps]:
-    """Share the room of the sum between the axes: what the exact fractions of one do not need goes to the others."""
+    """Share the room of the sum between the axes: room that one axis does not need goes to the others."""
     found: dict[int, Taps] = {}
     left = sorted(geometries, key=lambda g: linear_taps(g, room).whole)
     for i, geometry in enumerate(left):

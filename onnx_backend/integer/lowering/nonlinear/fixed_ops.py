@@ -232,7 +232,7 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     tables = table_of_exponentials(step * (1 << low), (last >> low) + 1, 30), table_of_exponentials(step, 1 << low, 30)
     parts = [gather_table(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
     unit = math.exp(highest) * 2.0**-60
-    # half a unit of both tables and what float64 adds to it; beyond the last entry, the smallest result stands
+    # half a unit of both tables and the rounding of float64; beyond the last entry, the smallest result is used
     error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
     relative = math.expm1(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
     return int64_value(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
@@ -330,7 +330,7 @@ def wide_gemm(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     return wide_add(ctx, node, [value, bias])
 
 
-#: What an op does with operands that have no short form.
+#: The lowering of an op whose operands have no short form.
 WIDE: Mapping[str, Lowering] = MappingProxyType(
     {
         **STRAIGHT,

@@ -51,7 +51,7 @@ def normalized_rows(
         axes: of a row.
         count: number of elements of a row.
         epsilon: not negative.
-        centred: whether the mean is subtracted.
+        centred: True if the mean is subtracted.
     """
     value = single_scale(ctx, require_unmasked(value))
     # the sum of squares has to be exact, and count times the sum of squares to stay below 2**61
@@ -94,7 +94,7 @@ def _inverse(ctx: LoweringContext, name: str, high: int, epsilon: float) -> Fixe
 
 
 def _unrest(value: FixedPoint, times: float, epsilon: float) -> float:
-    """Bound what an error of the elements does to the quotient: the smallest size of a row is that of epsilon alone.
+    """Bound the effect of an error of the elements on the quotient: the smallest size of a row is that of epsilon.
 
     A rounding of the scale alone leaves rows of zeros as they are; any other row has a size of at least 1.
 
@@ -107,7 +107,7 @@ def _unrest(value: FixedPoint, times: float, epsilon: float) -> float:
 
 
 def _sized(ctx: LoweringContext, rows: FixedPoint, inverse: FixedPoint, most: float, unrest: float) -> FixedPoint:
-    """Multiply rows by the inverse of their size; no quotient is larger than `most`, whatever the bounds say."""
+    """Multiply rows by the inverse of their size; no quotient is larger than `most`, even if the bounds are."""
     found = multiply(ctx, replace(rows, error=0.0, relative=0.0), inverse)
     unit = abs(float(found.scale))
     top = math.ceil(most / unit * (1.0 + 2.0**-16)) + 2

@@ -34,7 +34,7 @@ from onnx_backend.integer.lowering.nonlinear.selection import where as choose_co
 _BITS = 30
 #: exp(-_FAR) is below half a unit of 2**-_BITS.
 _FAR = 22.0
-#: What float64 adds to the rounding of an entry of a table, in units.
+#: The rounding error that float64 adds to an entry of a table, in units.
 _FLOAT64 = 2.0**-16
 _LARGEST_TABLE = 1 << 14
 #: The fine grid has steps of at most this size.
@@ -45,7 +45,7 @@ _DYNAMIC = 1 << 20
 
 @dataclass(frozen=True)
 class _Rows:
-    """Scores below their row's largest, and what follows from them.
+    """The scores below their row's largest, and values that follow from them.
 
     Attributes:
         below: the largest score of the row minus the score, in the dtype of the scores.

@@ -48,14 +48,14 @@ def wide_abs(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def wide_leaky_relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Multiply what is negative by a slope."""
+    """Multiply negative values by a slope."""
     value = to_fixed(ctx, args[0])
     below = scale_by(clip(ctx, value, -math.inf, 0.0), float(attributes(node).get("alpha", 0.01)))
     return add(ctx, clip(ctx, value, 0.0, math.inf), below)
 
 
 def wide_prelu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
-    """Multiply what is negative by a slope of its own, stored or computed."""
+    """Multiply negative values by slopes of their own, stored or computed."""
     value, slope = to_fixed(ctx, args[0]), args[1]
     below = clip(ctx, value, -math.inf, 0.0)
     if isinstance(slope, Constant):

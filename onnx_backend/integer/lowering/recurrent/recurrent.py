@@ -2,7 +2,7 @@
 
 The quantized input is multiplied with W for all steps at once. Per step the hidden state is multiplied with R exactly,
 Sigmoid and Tanh are tables with straight lines between their entries, and both states are rounded to fixed units that
-are finer than any output's quantizer; what all roundings can add up to is stated as the error of the outputs.
+are finer than any output's quantizer; the sum of all roundings is stated as the error of the outputs.
 """
 
 import math
