@@ -27,7 +27,7 @@ demo: setup ## quantize, export and compare a real model on real data (one to tw
 test: setup ## run the tests, except the slow ones
 	@$(PYTEST) -m "not slow"
 
-test-ci-slow: setup ## run the slow tests that CI runs (some 15 minutes)
+test-ci-slow: setup ## run the slow tests that CI runs (minutes)
 	@$(PYTEST) -m "slow and not nightly"
 
 test-slow: setup ## run every slow test, the nightly ones too (hours)
