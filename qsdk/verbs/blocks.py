@@ -51,6 +51,7 @@ def tune_blocks(
     forward: Forward | None = None,
     progress: bool = True,
     seed: int = 0,
+    max_memory: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Learn, block by block, the rounding of weights and the scales, by the error of the block's output.
@@ -71,6 +72,8 @@ def tune_blocks(
         forward: `(model, batch)`, to call the model yourself.
         progress: show a progress bar.
         seed: of the held-back samples and the order of the others.
+        max_memory: bytes that activations between blocks may take; the rest goes to temporary files. The block that is
+            tuned keeps its own inputs and outputs. None for no bound.
         checkpoint: a folder for the result of each block; a second run continues from them.
 
     Returns:
@@ -89,7 +92,7 @@ def tune_blocks(
     options = _options(iterations, learn, batch_size, lr, drop)
     found = find_blocks(tuned, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
     start = time.perf_counter()
-    walked = walk_modules(tuned, data, list(found.modules), forward=forward)
+    walked = walk_modules(tuned, data, list(found.modules), forward=forward, max_memory=max_memory)
     with without_shifts(tuned), torch.inference_mode(False), walked as walk:
         facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
         store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(tuned), facts)

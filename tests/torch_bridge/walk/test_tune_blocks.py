@@ -1,8 +1,11 @@
 """Block-wise tuning: its blocks, its promises, and that it beats nearest rounding and adaround."""
 
 import copy
+import tempfile
 import threading
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +223,26 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
         found.append(state(sim))
     assert_same(found[0], found[1])
     assert any(not torch.equal(x, found[2][name]) for name, x in found[0].items())
+
+
+def test_a_memory_bound_changes_no_bit(monkeypatch) -> None:
+    folders = []
+
+    class Noted(tempfile.TemporaryDirectory[str]):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            folders.append(self.name)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Noted)
+    data, found = images(), []
+    for max_memory in (None, 1):
+        assert folders == []
+        sim = residual_sim()
+        qsdk.tune_blocks(sim, data, iterations=3, max_memory=max_memory, progress=False)
+        found.append(state(sim))
+    assert folders  # what is beyond the bound goes to files
+    assert not any(Path(folder).exists() for folder in folders)
+    assert_same(*found)
 
 
 # ---- any sim
