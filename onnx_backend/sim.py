@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
 
-from onnx_backend.calibration.calibrate import find_encodings, stored_names, stored_tensors
-from onnx_backend.calibration.observe import SessionCache
+from onnx_backend.calibration.observe import SessionCache, observe
+from onnx_backend.calibration.stored_tensors import stored_names, stored_tensors
 from onnx_backend.opening.from_float import Notes, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.opening.normalize_qdq import normalize_qdq
@@ -51,6 +51,7 @@ from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, alone
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes, with_reasons
+from qsdk.core.sims.calibration import calibrate_sites
 from qsdk.core.sims.corrected_biases import OriginalBiases
 from qsdk.core.sims.methods import Methods
 from qsdk.core.sims.replan import replanned
@@ -157,23 +158,24 @@ class OnnxSim(StatefulSim):
             DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
             CalibrationError: a site that no batch reached. In every case the sim stays as it was.
         """
-        own, report, ranges = find_encodings(
-            self._marked,
-            self.plan,
+        found = calibrate_sites(
+            self.plan.decisions,
             self._own,
-            batches,
+            stored_tensors(self._marked, self.plan),
+            lambda wanted, chosen: observe(
+                self._marked, wanted, batches, chosen, progress=progress, sessions=self._observing
+            ),
             method=method,
             weight_method=weight_method,
             percentile=percentile,
-            progress=progress,
-            sessions=self._observing,
             gather=gather,
         )
+        report, own = found.report, {**self._own, **found.encodings}
         if self.config is None:
             report = note_replaced_encodings(report, self._own, own)
         self._set(own)
         self.methods = Methods(method, weight_method, percentile)
-        report = self.leave_coarse_float(report, ranges)
+        report = self.leave_coarse_float(report, found.ranges)
         return with_notes(report, self.bias_remarks())
 
     def set_encoding(self, site: str, encoding: Encoding) -> None:

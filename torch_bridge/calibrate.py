@@ -4,27 +4,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from qsdk.core.errors import DataError
-from qsdk.core.numerics.bias import with_room_for
+from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
-from qsdk.core.ranges.ranges import encoding_from_range
-from qsdk.core.ranges.statistics import (
-    Gather,
-    Statistics,
-    activation_encodings,
-    alone,
-    merge_over_ranks,
-    observed_sites,
-)
+from qsdk.core.planning.plan import Decision
+from qsdk.core.ranges.estimators import PERCENTILE, estimator
+from qsdk.core.ranges.statistics import Gather, Statistics, alone
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
+from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases, weight_encodings
 from qsdk.core.sims.methods import Methods
 from torch_bridge.quantizers.observers import Observers
-from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import constants_at
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
@@ -52,28 +44,21 @@ def calibrate(
         DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim stays as it was.
     """
-    chosen = estimator(method, percentile)
-    for_weights = estimator(weight_method or "min_max", percentile)
     quantizers = sim.quantizers
-    wanted = observed_sites(quantizer.decision for quantizer in quantizers.values())
-    statistics = Statistics(chosen)
-    if wanted:  # otherwise only weights need ranges, and the data is not read
-        statistics = merge_over_ranks(lambda: _observe(sim, data, Observers(wanted, chosen), forward, progress), gather)
-    frozen = {site for site, quantizer in quantizers.items() if quantizer.frozen}
-    known = {site for site, quantizer in quantizers.items() if quantizer.calibrated}
-    activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=known)
-    encodings = {
-        **_weight_encodings(sim, for_weights),
-        **{site: (quantizers[site], encoding) for site, encoding in activations.items()},
-    }
-    _make_room_for_biases(sim, encodings)
-    for quantizer, encoding in encodings.values():
-        quantizer.set_encoding(encoding)
+    found = calibrate_sites(
+        _decisions(sim),
+        sim.snapshot().own,
+        _stored(sim),
+        lambda wanted, chosen: _observe(sim, data, Observers(wanted, chosen), forward, progress),
+        method=method,
+        weight_method=weight_method,
+        percentile=percentile,
+        gather=gather,
+    )
+    for site, encoding in found.encodings.items():
+        quantizers[site].set_encoding(encoding)
     sim.methods = Methods(method, weight_method, percentile)
-    rows = [_row(site, quantizer, encoding) for site, (quantizer, encoding) in encodings.items()]
-    report = Report("Calibration", rows, {"method": method, "sites": len(rows)})
-    report = sim.leave_coarse_float(report, statistics.ranges)
-    return with_notes(report, sim.bias_remarks())
+    return with_notes(sim.leave_coarse_float(found.report, found.ranges), sim.bias_remarks())
 
 
 def _observe(
@@ -92,69 +77,39 @@ def calibrate_weights(sim: QuantSim) -> None:
     Raises:
         DataError: NaN or inf in a stored tensor; names the site.
     """
-    for quantizer, encoding in _weight_encodings(sim, estimator("min_max")).values():
-        if not quantizer.calibrated:
-            quantizer.set_encoding(encoding)
-
-
-def _weight_encodings(sim: QuantSim, chosen: Estimator) -> dict[str, tuple[Quantizer, Encoding]]:
-    encodings = {}
-    weights = {
-        site: (quantizer, quantizer.decision.spec)
-        for site, quantizer in sim.quantizers.items()
-        if quantizer.decision.kind == "weight" and quantizer.owns_encoding and not quantizer.frozen
-    }
-    constants = constants_at(sim, weights)
-    for site, (quantizer, spec) in weights.items():
-        if spec is None:
-            continue
-        raw = constants[site] if site in constants else raw_value(sim, site)
-        values = raw.detach().float().cpu().numpy()
-        if not np.isfinite(values).all():
-            raise DataError(f"NaN or inf in the stored tensor at {site}; load a checkpoint that is finite")
-        estimate = range_of_stored(values, spec, chosen)
-        encodings[site] = quantizer, encoding_from_range(estimate, spec)
-    return encodings
+    frozen = {site for site, quantizer in sim.quantizers.items() if quantizer.frozen}
+    for site, encoding in weight_encodings(_decisions(sim), _stored(sim), estimator("min_max"), frozen).items():
+        if not sim.quantizers[site].calibrated:
+            sim.quantizers[site].set_encoding(encoding)
 
 
 def install(sim: QuantSim, activations: Mapping[str, Encoding]) -> None:
     """Set encodings at sites; scales of weights are widened where a bias would not fit int32 otherwise."""
-    quantizers = sim.quantizers
+    quantizers, own = sim.quantizers, sim.snapshot().own
     weights = {
-        site: (q, q.encoding())
-        for site, q in quantizers.items()
-        if q.decision.kind == "weight" and q.owns_encoding and not q.frozen
+        site: encoding
+        for site, encoding in own.items()
+        if quantizers[site].decision.kind == "weight" and not encoding.frozen
     }
-    encodings = {**weights, **{site: (quantizers[site], encoding) for site, encoding in activations.items()}}
-    _make_room_for_biases(sim, encodings)
-    for quantizer, encoding in encodings.values():
-        quantizer.replace_encoding(encoding)
+    found = {**weights, **activations}
+    make_room_for_biases(_decisions(sim), own, _stored(sim), found)
+    for site, encoding in found.items():
+        quantizers[site].replace_encoding(encoding)
 
 
-def _make_room_for_biases(sim: QuantSim, encodings: dict[str, tuple[Quantizer, Encoding]]) -> None:
-    """Widen the weight scales under which a bias would not fit int32."""
-    for site, quantizer in sim.quantizers.items():
-        if quantizer.factors is None:
-            continue
-        source, weight = (factor.site for factor in quantizer.factors)
-        if weight in encodings:
-            known = encodings[source][1] if source in encodings else quantizer.factors[0].encoding()
-            bias = raw_value(sim, site).detach().float().cpu().numpy()
-            holder, encoding = encodings[weight]
-            spec = holder.decision.spec
-            encodings[weight] = holder, with_room_for(bias, known, encoding, None if spec is None else spec.scale_bits)
+def _decisions(sim: QuantSim) -> dict[str, Decision]:
+    """Return the decision at every site with a quantizer."""
+    return {site: quantizer.decision for site, quantizer in sim.quantizers.items()}
 
 
-def raw_value(sim: QuantSim, site: str) -> Tensor:
-    """Return the raw stored tensor at a weight or bias site."""
-    return stored_tensor(sim.model, site)
+def _stored(sim: QuantSim) -> LazyArrays:
+    """Return the float value of every weight and bias by its site."""
+    sites = [site for site, quantizer in sim.quantizers.items() if quantizer.decision.kind in ("weight", "bias")]
+    constants = constants_at(sim, [site for site in sites if sim.quantizers[site].owns_encoding])
 
+    def value(site: str) -> npt.NDArray[np.float32]:
+        raw = constants[site] if site in constants else stored_tensor(sim.model, site)
+        found: npt.NDArray[np.float32] = raw.detach().float().cpu().numpy()
+        return found
 
-def _row(site: str, quantizer: Quantizer, encoding: Encoding) -> dict[str, Any]:
-    return {
-        "site": site,
-        "dtype": encoding.dtype.name,
-        "low": float(encoding.low.min()),
-        "high": float(encoding.high.max()),
-        "scales": encoding.scale.size,
-    }
+    return LazyArrays(sites, value)

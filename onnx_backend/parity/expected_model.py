@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, TensorProto
 
-from onnx_backend.calibration.calibrate import stored_names
+from onnx_backend.calibration.stored_tensors import stored_names
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
 from onnx_backend.parity.tally import Tally, lsb

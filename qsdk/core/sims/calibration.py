@@ -1,0 +1,123 @@
+"""Calibration: the encodings that stored tensors and statistics of activations lead to."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.errors import DataError
+from qsdk.core.numerics.bias import with_room_for
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Decision
+from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
+from qsdk.core.ranges.ranges import Range, encoding_from_range
+from qsdk.core.ranges.statistics import Gather, Statistics, activation_encodings, alone, merge_over_ranks, observed_sites
+from qsdk.core.report import Report
+from qsdk.core.sims.state import owns_encoding
+
+Decisions = Mapping[str, Decision]
+Stored = Mapping[str, npt.NDArray[Any]]
+#: Runs the float model over the data and returns the statistics of these sites.
+Observe = Callable[[Decisions, Estimator], Statistics]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The result of a calibration.
+
+    Attributes:
+        encodings: site -> new encoding; frozen ones are not among them.
+        report: one row for each.
+        ranges: site -> range that was observed.
+    """
+
+    encodings: dict[str, Encoding]
+    report: Report
+    ranges: Mapping[str, Range]
+
+
+def calibrate_sites(
+    decisions: Decisions,
+    own: Mapping[str, Encoding],
+    stored: Stored,
+    observe: Observe,
+    *,
+    method: str = "min_max",
+    weight_method: str | None = None,
+    percentile: float = PERCENTILE,
+    gather: Gather = alone,
+) -> Calibration:
+    """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
+
+    Args:
+        decisions: of the plan, at the sites that are quantized.
+        own: the present encodings; frozen ones stay.
+        stored: site -> float value of every stored tensor.
+        observe: is called unless only weights have ranges to find.
+        method: for activations.
+        weight_method: for stored tensors; `min_max` where it is None.
+        percentile: of the method of that name.
+        gather: returns what every rank passes to it; the statistics of all ranks count.
+
+    Raises:
+        ConfigError: an unknown method, or a percentile outside 50..100.
+        DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
+        CalibrationError: a site that no batch reached.
+    """
+    chosen = estimator(method, percentile)
+    for_weights = estimator(weight_method or "min_max", percentile)
+    frozen = {site for site, encoding in own.items() if encoding.frozen}
+    wanted, statistics = observed_sites(decisions.values()), Statistics(chosen)
+    if wanted:
+        statistics = merge_over_ranks(lambda: observe(wanted, chosen), gather)
+    activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=own)
+    found = {**weight_encodings(decisions, stored, for_weights, frozen), **activations}
+    make_room_for_biases(decisions, own, stored, found)
+    rows = [_row(site, encoding) for site, encoding in found.items()]
+    return Calibration(found, Report("Calibration", rows, {"method": method, "sites": len(rows)}), statistics.ranges)
+
+
+def weight_encodings(
+    decisions: Decisions, stored: Stored, chosen: Estimator, frozen: Collection[str]
+) -> dict[str, Encoding]:
+    """Return the encodings of stored tensors; a bias has none here: its follows from its input and weight.
+
+    Raises:
+        DataError: NaN or inf in a stored tensor; names the site.
+    """
+    found = {}
+    for site in stored:
+        decision = decisions[site]
+        if decision.spec is None or decision.kind == "bias" or not owns_encoding(decision) or site in frozen:
+            continue
+        values = stored[site]
+        if not np.isfinite(values).all():
+            raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite")
+        found[site] = encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
+    return found
+
+
+def make_room_for_biases(
+    decisions: Decisions, own: Mapping[str, Encoding], stored: Stored, found: dict[str, Encoding]
+) -> None:
+    """Widen the weight scales among the new encodings under which a bias would not fit int32.
+
+    Args:
+        decisions: of the plan.
+        own: the present encodings.
+        stored: site -> float value of every stored tensor.
+        found: the new encodings; those of weights are replaced.
+    """
+    for site in stored:
+        source, weight = decisions[site].bias_of or ("", "")
+        if weight in found:
+            spec = decisions[weight].spec
+            known = found[source] if source in found else own[source]
+            found[weight] = with_room_for(stored[site], known, found[weight], None if spec is None else spec.scale_bits)
+
+
+def _row(site: str, encoding: Encoding) -> dict[str, Any]:
+    low, high = float(encoding.low.min()), float(encoding.high.max())
+    return {"site": site, "dtype": encoding.dtype.name, "low": low, "high": high, "scales": encoding.scale.size}
