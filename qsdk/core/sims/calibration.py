@@ -13,7 +13,14 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
-from qsdk.core.ranges.statistics import Gather, Statistics, activation_encodings, alone, merge_over_ranks, observed_sites
+from qsdk.core.ranges.statistics import (
+    Gather,
+    Statistics,
+    activation_encodings,
+    alone,
+    merge_over_ranks,
+    observed_sites,
+)
 from qsdk.core.report import Report
 from qsdk.core.sims.state import owns_encoding
 
@@ -69,11 +76,11 @@ def calibrate_sites(
     chosen = estimator(method, percentile)
     for_weights = estimator(weight_method or "min_max", percentile)
     frozen = {site for site, encoding in own.items() if encoding.frozen}
+    found = weight_encodings(decisions, stored, for_weights, frozen)  # first: a broken one makes NaN of activations
     wanted, statistics = observed_sites(decisions.values()), Statistics(chosen)
     if wanted:
         statistics = merge_over_ranks(lambda: observe(wanted, chosen), gather)
-    activations = activation_encodings(wanted.values(), statistics, frozen=frozen, known=own)
-    found = {**weight_encodings(decisions, stored, for_weights, frozen), **activations}
+    found |= activation_encodings(wanted.values(), statistics, frozen=frozen, known=own)
     make_room_for_biases(decisions, own, stored, found)
     rows = [_row(site, encoding) for site, encoding in found.items()]
     return Calibration(found, Report("Calibration", rows, {"method": method, "sites": len(rows)}), statistics.ranges)
@@ -112,9 +119,9 @@ def make_room_for_biases(
     """
     for site in stored:
         source, weight = decisions[site].bias_of or ("", "")
-        if weight in found:
+        known = found.get(source) or own.get(source)
+        if weight in found and known is not None:  # else the bias has no scale yet
             spec = decisions[weight].spec
-            known = found[source] if source in found else own[source]
             found[weight] = with_room_for(stored[site], known, found[weight], None if spec is None else spec.scale_bits)
 
 
