@@ -72,8 +72,7 @@ def tune_blocks(
         forward: `(model, batch)`, to call the model yourself.
         progress: show a progress bar.
         seed: of the held-back samples and the order of the others.
-        max_memory: bytes that activations between blocks may take; the rest goes to temporary files. The block that is
-            tuned keeps its own inputs and outputs. None for no bound.
+        max_memory: bytes that activations between blocks may take; the rest goes to temporary files. None: no bound.
         checkpoint: a folder for the result of each block; a second run continues from them.
 
     Returns:
