@@ -38,7 +38,7 @@ def parts_of(sim: OnnxSim) -> dict[str, Part]:
 
 
 def take(sim: OnnxSim, names: Any, parts: Mapping[str, bytes], where: str) -> None:
-    """Put the values that `parts_of` wrote back into a sim, for the tensors of these names.
+    """Restore the values that `parts_of` wrote into a sim, for the tensors of these names.
 
     Raises:
         FileFormatError: it is damaged.

@@ -187,7 +187,7 @@ def _node(
 
 
 def _name_sites(model: ModelProto) -> None:
-    """Give foreign pairs the site names that the float model has on the ONNX side, and their kinds."""
+    """Name foreign pairs after the sites that the float model has on the ONNX side, and note their kinds."""
     graph = read_graph(open_qdq(model).model)
     plain = with_sites(replace(graph, tensors=[replace(tensor, site=None) for tensor in graph.tensors]))
     kinds = kinds_of(graph)

@@ -106,7 +106,7 @@ def open_float(
 def open_unplanned(
     source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> tuple[ModelProto, Graph, Notes]:
-    """Do all of `open_float` except the plan; the config only names the BatchNorms that stay."""
+    """Open a float model as `open_float` does, without a plan; the config only names the BatchNorms that stay."""
     model = load(source)
     where = "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
     try:

@@ -236,7 +236,7 @@ def without_large(model: ModelProto) -> ModelProto:
 
 
 def with_large(model: ModelProto, large: Mapping[str, LargeTensor]) -> ModelProto:
-    """Put the large tensors of a model into it, in place of their stubs."""
+    """Replace the stubs of a model by its large tensors, in place."""
     for tensor in model.graph.initializer:
         if is_stub(tensor):
             tensor.ClearField("data_location")

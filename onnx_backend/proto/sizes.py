@@ -1,4 +1,4 @@
-"""How many bytes of a quantized model go to codes, scales, zero points and floats."""
+"""The bytes of a quantized model by role: codes, scales, zero points and floats."""
 
 import math
 from typing import Any

@@ -56,7 +56,7 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def refill(light: ModelProto, model: ModelProto) -> ModelProto:
-    """Put the nodes and small weights of a changed skeleton back into its model, in place; large weights stay."""
+    """Replace a model's nodes and small weights by those of its changed skeleton, in place; large weights stay."""
     kept = [index for index, tensor in enumerate(model.graph.initializer) if not is_large(tensor.dims)]
     for index in reversed(kept):
         del model.graph.initializer[index]

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's default level gets wrong in Q/DQ models (measured), and the form of QuantizeLinear that follows.
+"""The errors of ONNX Runtime's default level in Q/DQ models (measured), and the QuantizeLinear form that avoids them.
 
 Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/qdq/test_runtime_table.py` derives the table
 again on the installed runtime and fails where it has changed, in either direction. Errors of only one of the two

@@ -44,7 +44,7 @@ class WalkWeights:
         names: Mapping[str, str],
         floats: Mapping[str, Array],
     ) -> None:
-        """Take `floats`, by site, as the float model's values in place of those that are stored."""
+        """Read the stored tensors; `floats`, by site, replace them in the float model."""
         stored = initializers(model.graph)
         self.plan, self.own, self.names = plan, dict(own), names
         self.other = {names[site]: value for site, value in floats.items()}

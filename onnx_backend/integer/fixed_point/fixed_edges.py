@@ -1,4 +1,4 @@
-"""Where fixed point begins and ends: integers that are cast to float, and values in front of a quantizer."""
+"""The edges of fixed point: integers that are cast to float, and values in front of a quantizer."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where tensors enter and leave the integer model: float with one Q/DQ node at each edge, or as integers."""
+"""The edges of the integer model: float tensors with one Q/DQ node at each edge, or integers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

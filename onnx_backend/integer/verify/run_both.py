@@ -97,7 +97,7 @@ def _require_numbers(outputs: Mapping[str, Array]) -> None:
 
 
 def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mapping[str, Array]) -> None:
-    """Hold the accumulators, zero point or bias applied, against their proven bound, and note the largest.
+    """Compare the accumulators, zero point or bias applied, with their proven bound, and note the largest.
 
     Raises:
         IntegerError: one is beyond the bound.
