@@ -10,7 +10,7 @@ from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.lazy_tensors import fake_quantized
+from onnx_backend.proto.lazy_tensors import fake_quantize
 from onnx_backend.qdq.marks import mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig
@@ -61,7 +61,7 @@ def _quantize_absorbed(model: ModelProto, graph: Graph, placed: MatchedEncodings
     stored = initializers(model.graph)
     for encoding, site in placed.absorbed.values():
         tensor = stored[graph.tensors[graph.sites[site]].name]
-        tensor.CopyFrom(numpy_helper.from_array(fake_quantized(encoding, array(tensor)), tensor.name))
+        tensor.CopyFrom(numpy_helper.from_array(fake_quantize(encoding, array(tensor)), tensor.name))
 
 
 def _keeping(owners: Iterable[str]) -> QuantConfig:

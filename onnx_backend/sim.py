@@ -26,7 +26,7 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.proto.external_data import array, files_read, require_no_external_data
-from onnx_backend.proto.lazy_tensors import fake_quantized, with_large
+from onnx_backend.proto.lazy_tensors import fake_quantize, with_large
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import WeightEdits
@@ -342,7 +342,7 @@ class OnnxSim(StatefulSim):
 
         def value(site: str) -> npt.NDArray[np.float32]:
             if site in encodings:
-                return fake_quantized(encodings[site], stored[site])
+                return fake_quantize(encodings[site], stored[site])
             spec = self.plan.decisions[site].spec
             narrow = spec is not None and spec.dtype.name == "float16"
             code = TensorProto.FLOAT16 if narrow else TensorProto.BFLOAT16

@@ -11,11 +11,11 @@ from onnx import ModelProto
 
 from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
-from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.fixed_shapes import with_shapes
-from onnx_backend.integer.verify.op_parity import add_op_parity, operations, teacher_forced
+from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.proto import model_io
 from onnx_backend.proto.inputs import open_inputs
@@ -64,7 +64,7 @@ def _converted(
     """
 
     def attempt(sizes: Mapping[str, Sequence[int | None]]) -> tuple[ModelProto, IntegerResult]:
-        opened = prepared(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
+        opened = prepare(with_decided_sizes(with_shapes(model, sizes) if sizes else model), allow_float)
         return opened, convert(opened, allow_float=allow_float, **options)
 
     try:
@@ -114,7 +114,7 @@ def _measured(
     """Measure an integer-only model and write it with its companions."""
     edges, recorded = result.certificate["edges"], result.operations
     measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
-    parity = teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
+    parity = run_teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
     certificate = {**result.certificate, **fixed, "measured": measured, "parity": parity}
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper
 
 from onnx_backend.passes.canonicalize import node_label
-from onnx_backend.proto.subgraphs import bodies, captured, reads
+from onnx_backend.proto.subgraphs import bodies, captured_tensors, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
 from qsdk.core.errors import ModelError
 from qsdk.core.planning.plan import Decision
@@ -30,7 +30,7 @@ def read_only_in_bodies(nodes: Iterable[NodeProto]) -> dict[str, str]:
     direct: set[str] = set()
     for node in nodes:
         direct.update(node.input)
-        for name in captured(node):
+        for name in captured_tensors(node):
             found.setdefault(name, float_reason(node.op_type, node_label(node)))
     return {name: where for name, where in found.items() if name not in direct}
 

@@ -124,7 +124,7 @@ def as_given(model: ModelProto, weights: Mapping[str, Array]) -> dict[str, Large
     }
 
 
-def narrowed(values: LargeTensor, data_type: int) -> LargeTensor:
+def narrow(values: LargeTensor, data_type: int) -> LargeTensor:
     """Return the same values in float16 or bfloat16; values too large become infinite."""
     dtype = helper.tensor_dtype_to_np_dtype(data_type)
 
@@ -135,7 +135,7 @@ def narrowed(values: LargeTensor, data_type: int) -> LargeTensor:
     return replace(values, data_type=data_type, part=part)
 
 
-def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
+def quantize_tensor(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
     """Return the codes of stored float values, transposed by `permutation`.
 
     Raises:
@@ -146,7 +146,7 @@ def quantized(encoding: Encoding, values: LargeTensor, permutation: Sequence[int
 
 
 def on_grid(encoding: Encoding, values: LargeTensor, permutation: Sequence[int] | None) -> LargeTensor:
-    """Return the float32 values that the codes of `quantized` stand for.
+    """Return the float32 values that the codes of `quantize_tensor` represent.
 
     Raises:
         ValueError: the encoding does not fit their shape.
@@ -193,7 +193,7 @@ def require_fit(encoding: Encoding, dims: Sequence[int]) -> None:
         raise ValueError(f"a scale of shape {encoding.scale.shape} where {wanted} is needed")
 
 
-def fake_quantized(encoding: Encoding, values: Array) -> npt.NDArray[np.float32]:
+def fake_quantize(encoding: Encoding, values: Array) -> npt.NDArray[np.float32]:
     """Return the values moved to the nearest points of their grid."""
     result = np.empty(values.shape, np.float32)
     for rows, part in rows_of(encoding, values.shape):

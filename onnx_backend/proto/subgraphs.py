@@ -20,7 +20,7 @@ def has_bodies(node: NodeProto) -> bool:
     return any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute)
 
 
-def captured(node: NodeProto) -> list[str]:
+def captured_tensors(node: NodeProto) -> list[str]:
     """Return the tensors that a node's bodies read from outside, each once, in order."""
     found: dict[str, None] = {}
     for _, graph in bodies(node):
@@ -30,7 +30,7 @@ def captured(node: NodeProto) -> list[str]:
 
 def reads(node: NodeProto) -> list[str]:
     """Return every tensor that a node reads, by name or in its bodies, each once; absent inputs are left out."""
-    inner = captured(node) if has_bodies(node) else ()
+    inner = captured_tensors(node) if has_bodies(node) else ()
     return [name for name in dict.fromkeys((*node.input, *inner)) if name]
 
 

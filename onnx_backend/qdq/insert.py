@@ -8,7 +8,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.graph_queries import unique
-from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrowed, with_large, without_large
+from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset
 from onnx_backend.qdq.fusion_barriers import insert_barriers
@@ -121,8 +121,8 @@ def _lower(
 def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, output: str) -> None:
     code = _CAST_CODES[dtype.name]
     if source in at.stored:
-        narrow = narrowed(at.values(source), code)
-        middle = at.once(source, dtype.name.encode(), narrow, f"_{dtype.name}")
+        narrowed = narrow(at.values(source), code)
+        middle = at.once(source, dtype.name.encode(), narrowed, f"_{dtype.name}")
     else:
         middle = unique(f"{site}/{dtype.name}", at.taken)
         first = at.add("Cast", [source], middle, f"{site}/cast", to=code)

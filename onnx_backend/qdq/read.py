@@ -131,7 +131,7 @@ def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
     return found
 
 
-def named(node: NodeProto) -> str:
+def node_name(node: NodeProto) -> str:
     """Return a node's name for messages, else its first output's."""
     return node.name or node.output[0]
 
@@ -147,7 +147,7 @@ def _dtype(node: NodeProto, quantize: NodeProto | None, stored: Mapping[str, Ten
     code = int(stored[node.input[0]].data_type) if quantize is None else quantized_code(quantize, stored)
     if code not in _CODES:
         kind = helper.tensor_dtype_to_string(code) if code in helper.get_all_tensor_dtypes() else str(code)
-        raise FileFormatError(f"{named(node)} holds {kind}, which is no quantized dtype; quantize the model again")
+        raise FileFormatError(f"{node_name(node)} holds {kind}, which is no quantized dtype; quantize the model again")
     return _CODES[code]
 
 
@@ -157,7 +157,7 @@ def _parameters(
     found = block_scales(made_by.get(node.input[1]), stored)
     for name in node.input[1:3] if found is None else node.input[2:3]:
         if name and name not in stored:
-            raise FileFormatError(f"{named(node)} computes its parameter {name!r}; only stored ones can be read")
+            raise FileFormatError(f"{node_name(node)} computes its parameter {name!r}; only stored ones can be read")
     scale = array(stored[node.input[1]]).astype(np.float32) if found is None else found
     if len(node.input) > 2 and node.input[2]:
         return scale, array(stored[node.input[2]]).astype(np.float32).astype(np.int32)
@@ -201,7 +201,7 @@ def _encoding(
     try:
         return Encoding(dtype, scale.reshape(shape), zero_point.reshape(shape), axis, block_size)
     except (CalibrationError, ValueError) as error:
-        raise FileFormatError(f"{named(node)}: {error}; quantize the model again") from error
+        raise FileFormatError(f"{node_name(node)}: {error}; quantize the model again") from error
 
 
 def _narrowed(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.proto.graph_queries import unique
-from onnx_backend.proto.lazy_tensors import quantized
+from onnx_backend.proto.lazy_tensors import quantize_tensor
 from onnx_backend.proto.nodes import attributes, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
@@ -35,7 +35,7 @@ def store(at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: st
     values = at.values(source)
     permutation = _foldable(at, output, len(values.dims))
     try:
-        codes = quantized(encoding, values, permutation)
+        codes = quantize_tensor(encoding, values, permutation)
     except ValueError as error:
         raise ExportError(f"the encoding of {site} does not fit its shape {values.dims}: {error}") from error
     scale, zero_point, axis = encoding.scale, encoding.zero_point, encoding.axis

@@ -12,7 +12,7 @@ from onnx.numpy_helper import from_array
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrowed, on_grid, without_large
+from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow, on_grid, without_large
 from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata, replace_nodes
 from onnx_backend.qdq.insert import lower
 from onnx_backend.walk.sections import TAG, Stream
@@ -140,5 +140,5 @@ def _replaces_node(
         computed[node.output[0]] = partial(weights.fake_quantized, site, permutation)
         return True
     if node.op_type == "Cast":
-        computed[node.input[0]] = partial(narrowed, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
+        computed[node.input[0]] = partial(narrow, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
     return False

@@ -25,7 +25,7 @@ _COMPOSED = ("Attention", "RotaryEmbedding", "Swish")
 _LOOKED_AT = ("CastLike", "Einsum", "If", *REDUCTIONS, *DEVIATIONS)
 
 
-def prepared(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
+def prepare(model: ModelProto, allow_float: Sequence[str] = ()) -> ModelProto:
     """Write out composed operators and sums, and replace every If of a constant condition by the branch it takes.
 
     Args:

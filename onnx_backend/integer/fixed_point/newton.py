@@ -44,7 +44,7 @@ class Normalized:
     most: int
 
 
-def normalized(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
+def normalize(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
     """Shift a tensor whose integers are within 1..2**62-1 (0 is shifted as 1 is)."""
     b = ctx.builder
     least = (ROOM - max(value.hi, 1).bit_length()) // step * step
@@ -102,7 +102,7 @@ def square_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
         Refused: the value can be negative.
     """
     value = _positive(ctx, value, least=0)
-    shifted = normalized(ctx, value, 2)
+    shifted = normalize(ctx, value, 2)
     root = integer_root(ctx, shifted.name)
     if value.lo == 0:  # 0 cannot be shifted to where the root is taken
         some = ctx.builder.cast(ctx.builder.node("Greater", [int64(ctx, value), constant64(ctx, 0)]), TensorProto.INT64)
@@ -131,7 +131,7 @@ def reciprocal_root(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
         Refused: the value can be 0 or negative.
     """
     value = _positive(ctx, value, least=1)
-    shifted = normalized(ctx, value, 2)
+    shifted = normalize(ctx, value, 2)
     spare = (shifted.most - shifted.least) // 2
     if spare > ROOM - 33:
         return reciprocal(ctx, square_root(ctx, value))
@@ -164,7 +164,7 @@ def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     if value.lo <= 0:
         raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
     value = narrow_to(ctx, value, ROOM)
-    shifted = normalized(ctx, value, 1)
+    shifted = normalize(ctx, value, 1)
     b = ctx.builder
     mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
     quotient = b.node("Div", [constant64(ctx, 1 << ROOM), mantissa])  # (2**31, 2**32]
@@ -197,7 +197,7 @@ def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
         Refused: the value can be 0 or negative.
     """
     value = _positive(ctx, value, least=1)
-    shifted = normalized(ctx, value, 1)
+    shifted = normalize(ctx, value, 1)
     b = ctx.builder
     steps, rest_bits = 1 << _LOG_BITS, 30
     head = b.cast(_shifted_right(ctx, shifted.name, ROOM - 1 - _LOG_BITS), TensorProto.INT32)

@@ -23,7 +23,7 @@ from onnx_backend.integer.ir.values import (
     Selected,
     Value,
 )
-from onnx_backend.integer.lowering.edges import enter, quantized
+from onnx_backend.integer.lowering.edges import enter, quantize_input
 
 
 def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, name: str) -> str:
@@ -55,7 +55,7 @@ def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, n
     if isinstance(value, Pending):
         return _moved(ctx, value.after, to_codes(ctx, value.value, encoding, f"{name}.unmoved"), encoding, name)
     if isinstance(value, Floating):
-        return quantized(b, value.name, encoding, name)
+        return quantize_input(b, value.name, encoding, name)
     if isinstance(value, FloatInput):
         codes = enter(ctx, value, encoding, name)
         return _moved(ctx, value.after, codes, encoding, name)

@@ -46,7 +46,7 @@ def enter(ctx: LoweringContext, value: FloatInput, encoding: ActivationEncoding,
 def _edge_in(ctx: LoweringContext, tensor: str, encoding: ActivationEncoding, name: str) -> str:
     b = ctx.builder
     if ctx.edges == "float":
-        return quantized(b, tensor, encoding, name)
+        return quantize_input(b, tensor, encoding, name)
     codes = from_stored_dtype(b, tensor, encoding, name)
     return codes if GRIDS[encoding.dtype][0] else _on_grid(b, codes, encoding, name)
 
@@ -56,7 +56,7 @@ def _whole(encoding: ActivationEncoding) -> bool:
     return encoding.hi in (255, 65535)
 
 
-def quantized(b: Builder, tensor: str, encoding: ActivationEncoding, name: str) -> str:
+def quantize_input(b: Builder, tensor: str, encoding: ActivationEncoding, name: str) -> str:
     """Emit the QuantizeLinear of a float tensor and return its codes."""
     unsigned = TensorProto.UINT16 if encoding.wide else TensorProto.UINT8
     scale = b.constant(encoding.scale, np.float32, f"{tensor}.scale")

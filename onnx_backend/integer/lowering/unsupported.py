@@ -6,7 +6,7 @@ from types import MappingProxyType
 from onnx import NodeProto
 
 from onnx_backend.integer.ir.values import Refused
-from onnx_backend.proto.subgraphs import captured, has_bodies
+from onnx_backend.proto.subgraphs import captured_tensors, has_bodies
 
 _REPLACE = "replace it by operators that have one, or keep it float: name it in allow_float"
 _CONTROL_FLOW = (
@@ -57,5 +57,5 @@ def require_no_bodies(node: NodeProto) -> None:
     Raises:
         Refused: a body reads tensors from outside, which have other names in the integer model, or none.
     """
-    if has_bodies(node) and captured(node):
+    if has_bodies(node) and captured_tensors(node):
         raise Refused(*_REASONS.get(node.op_type, _CONTROL_FLOW))

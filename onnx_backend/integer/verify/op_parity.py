@@ -24,7 +24,7 @@ _PACKED: Mapping[int, int] = MappingProxyType(
 _COMPUTED = "/computed"
 
 
-def teacher_forced(
+def run_teacher_forced(
     source: ModelProto, integer: ModelProto, sites: Mapping[str, Codes], feeds: Mapping[str, Array]
 ) -> list[dict[str, Any]]:
     """Compare the operations of an integer model with those of its Q/DQ model, each on the same inputs.

@@ -13,7 +13,7 @@ from integer_models import Net
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
-from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepare
 from qsdk.core.errors import IntegerError
 
 
@@ -141,6 +141,6 @@ def of_open_sizes(kind):
 @pytest.mark.parametrize("kind", ["Concat", "Einsum", "LSTM"])
 def test_every_refusal_of_an_open_size_names_the_remedy(kind):
     with pytest.raises(IntegerError) as caught:
-        convert(prepared(of_open_sizes(kind)))
+        convert(prepare(of_open_sizes(kind)))
     for line in str(caught.value).splitlines()[1:]:
         assert "shapes={input name: sizes}" in line, line

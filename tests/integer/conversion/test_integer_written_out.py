@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
@@ -46,7 +46,7 @@ def einsum(equation, *shapes):
 @pytest.mark.parametrize("name", EINSUMS)
 def test_einsum_of_two_tensors(name, tmp_path):
     model, feeds = einsum(*EINSUMS[name])
-    written = prepared(model)
+    written = prepare(model)
     assert "Einsum" not in {node.op_type for node in written.graph.node}
     np.testing.assert_array_equal(simulate(written, feeds)["y"], simulate(model, feeds)["y"])
     report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
@@ -56,8 +56,8 @@ def test_einsum_of_two_tensors(name, tmp_path):
 @pytest.mark.parametrize("equation", ["bij->bji", "bij->ib", "bij->j"])
 def test_einsum_of_one_tensor(equation):
     model, feeds = einsum(equation, (2, 3, 4))
-    np.testing.assert_allclose(simulate(prepared(model), feeds)["y"], simulate(model, feeds)["y"], atol=0.22)
-    compare(prepared(model), feeds, 0.01)
+    np.testing.assert_allclose(simulate(prepare(model), feeds)["y"], simulate(model, feeds)["y"], atol=0.22)
+    compare(prepare(model), feeds, 0.01)
 
 
 def test_einsum_with_a_stored_weight_per_channel_keeps_it_a_layer():
@@ -65,7 +65,7 @@ def test_einsum_with_a_stored_weight_per_channel_keeps_it_a_layer():
     x = net.qdq(net.input(["n", 5, 8]), 0.031, 117)
     w, _ = net.weight((12, 8), 0)
     net.output(net.qdq(net.op("Einsum", x, w, equation="bld,ed->ble"), 0.21, 121), ["n", 5, 12])
-    written = prepared(net.model())
+    written = prepare(net.model())
     assert "Reshape" not in {node.op_type for node in written.graph.node}
     compare(written, {"x": noise((3, 5, 8))}, 0.01)
 
@@ -276,7 +276,7 @@ def over_norm(form, op, *, least=1e-12, other=False):
 @pytest.mark.parametrize("form", ["expand", "clip", "max"])
 def test_a_tensor_over_its_own_norm_is_one_normalization(form, op, tmp_path):
     model, feeds = over_norm(form, op)
-    written = prepared(model)
+    written = prepare(model)
     assert {node.op_type for node in written.graph.node} == {"QuantizeLinear", "DequantizeLinear", "LpNormalization"}
     report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
     assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
@@ -286,7 +286,7 @@ def test_a_tensor_over_its_own_norm_is_one_normalization(form, op, tmp_path):
 @pytest.mark.parametrize("options", [{"least": 0.1}, {"other": True, "least": 0.1}])
 def test_a_norm_that_is_bounded_by_more_than_a_step_or_another_s_is_a_quotient(options, tmp_path):
     model, feeds = over_norm("expand", "ReduceL2", **options)
-    assert "LpNormalization" not in {node.op_type for node in prepared(model).graph.node}
+    assert "LpNormalization" not in {node.op_type for node in prepare(model).graph.node}
     report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
     assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
 

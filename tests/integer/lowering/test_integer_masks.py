@@ -7,7 +7,7 @@ from integer_models import UINT8, UINT16, Net
 from onnx import TensorProto
 
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.reference.run import run_reference
 from qsdk.core.errors import IntegerError
 
@@ -118,7 +118,7 @@ def test_cast_like_is_the_cast_that_it_is(to):
     y = net.op("CastLike", x, like)
     z = net.op("Where", y, x, net.const(np.float32(3))) if to == "BOOL" else net.op("Add", y, x)
     net.output(net.qdq(z, 0.5, 110), [2, 8])
-    model = prepared(net.model())
+    model = prepare(net.model())
     assert "CastLike" not in {node.op_type for node in model.graph.node}
     compare(model, {"x": noise((2, 8), 9.0), "like": np.zeros(1, bool if to == "BOOL" else np.float32)})
 

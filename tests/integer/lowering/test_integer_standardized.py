@@ -8,7 +8,7 @@ from integer_models import Net
 from integer_norms import extremes, normed
 
 import qsdk
-from onnx_backend.integer.decompose.prepare import prepared
+from onnx_backend.integer.decompose.prepare import prepare
 
 SPELLINGS = ["Div", "Reciprocal", "Pow -0.5", "mean of squares", "sums"]
 TINY = np.float32(1e-12)
@@ -47,7 +47,7 @@ def test_a_norm_op_by_op_holds_for_rows_without_variance(spelling):
     net = Net()
     x = net.qdq(net.input([len(codes), 48]), scale, zero)
     net.output(net.qdq(written(net, x, [-1], spelling, 48), 0.031, 121), [len(codes), 48])
-    model = prepared(net.model())
+    model = prepare(net.model())
     assert {"LayerNormalization", "Sqrt"} & {node.op_type for node in model.graph.node} == {"LayerNormalization"}
     feeds = {"x": ((codes - zero) * np.float32(scale)).astype(np.float32)}
     exact = lambda f: normed(on_grid(f["x"], scale, zero), -1, TINY)  # noqa: E731
@@ -63,7 +63,7 @@ def test_a_norm_op_by_op_runs_over_any_axes(axes, norm):
     net.output(net.qdq(y, 0.031, 121), ["n", 5, 6, 7])
     feeds = {"x": np.random.default_rng(0).normal(0, 90, (2, 5, 6, 7)).astype(np.float32)}
     exact = lambda f: normed(on_grid(f["x"], 3.1, 117), norm, TINY) * gain  # noqa: E731
-    bound, _ = require_exact(prepared(net.model()), feeds, exact, tolerance=0.005)
+    bound, _ = require_exact(prepare(net.model()), feeds, exact, tolerance=0.005)
     assert bound < 1e-3
 
 
@@ -84,5 +84,5 @@ def test_what_may_stay_float_is_not_taken_for_a_norm():
     x = net.qdq(net.input([4, 16]), 0.05, 117)
     net.output(net.qdq(written(net, x, [-1], "Div", 16), 0.03, 120), [4, 16])
     model = net.model()
-    kept = {node.op_type for node in prepared(model, ["Sqrt"]).graph.node}
+    kept = {node.op_type for node in prepare(model, ["Sqrt"]).graph.node}
     assert kept == {node.op_type for node in model.graph.node}

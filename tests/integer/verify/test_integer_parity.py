@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.verify.op_parity import teacher_forced
+from onnx_backend.integer.verify.op_parity import run_teacher_forced
 from qsdk.core.errors import DataError
 
 
@@ -23,7 +23,7 @@ def feeds(shape=(2, 3, 12, 12)):
 def test_every_operation_of_a_network(dtype, options):
     model = small_cnn(dtype=dtype)
     result = convert(model, **options)
-    rows = teacher_forced(model, result.model, result.sites, feeds())
+    rows = run_teacher_forced(model, result.model, result.sites, feeds())
     assert len(rows) >= 10
     assert {"Conv", "Relu", "MaxPool", "Concat", "Gemm", "input"} <= {row["op_type"] for row in rows} | {"Conv"}
     assert max(row["max_lsb"] for row in rows) <= 1
@@ -44,7 +44,7 @@ def test_a_wrong_operation_is_found_where_it_is():
     cast.input[0] = "planted_codes"
     result.model.graph.node.insert(at, floor)
     result.model.graph.node.insert(at, wrong)
-    rows = teacher_forced(model, result.model, result.sites, feeds())
+    rows = run_teacher_forced(model, result.model, result.sites, feeds())
     bad = [row for row in rows if row["max_lsb"] > 1]
     assert len(bad) == 1  # what follows reads the wrong codes and is still right about them
     assert bad[0]["max_lsb"] == 3
@@ -56,7 +56,7 @@ def test_every_dtype(dtype, scale, zero):
     x = net.qdq(net.input([2, 8]), scale, zero, dtype)
     net.output(net.qdq(net.op("Tanh", x), 0.0079, 128), [2, 8])
     result = convert(net.model())
-    rows = teacher_forced(net.model(), result.model, result.sites, feeds((2, 8)))
+    rows = run_teacher_forced(net.model(), result.model, result.sites, feeds((2, 8)))
     assert [(row["op_type"], row["max_lsb"]) for row in rows] == [("input", 0), ("Tanh", 0)]
 
 

@@ -17,7 +17,7 @@ import qsdk
 from onnx_backend.proto import write_file as writing
 from onnx_backend.proto.data_file import DATA_KEY, facts_of
 from onnx_backend.proto.external_data import INLINE, array
-from onnx_backend.proto.lazy_tensors import LargeTensor, quantized, with_large
+from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_large
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.insert import lower
@@ -84,7 +84,7 @@ def test_pieces_are_the_codes_of_the_whole(dtype, permutation, how, monkeypatch)
         scale = scale[::block] if axis == 0 else scale[:, ::block]
     encoding = Encoding(DTYPES[dtype], scale, np.zeros(scale.shape), axis, block if how.startswith("block") else None)
     stored = LargeTensor(onnx.TensorProto.FLOAT, values.shape, lambda: values, lambda v, a, b: v[a:b])
-    large = quantized(encoding, stored, permutation)
+    large = quantize_tensor(encoding, stored, permutation)
     wanted = encoding.quantize(values).transpose(permutation or (0, 1))
     np.testing.assert_array_equal(large.value().astype(np.float32), wanted.astype(np.float32))
     whole = onnx.numpy_helper.from_array(np.ascontiguousarray(wanted))
