@@ -333,7 +333,8 @@ def _quantized_property(name: str) -> property:
             raw = self._buffers.get(name)  # type: ignore[assignment]
         if raw is None and name not in self._parameters and name not in self._buffers:
             raise AttributeError(name)  # deleted; nn.Module.__getattr__ raises the full message
-        state = self.__dict__.get(STATE)
+        # typed: an AttributeError in here would make nn.Module return the raw parameter
+        state: ModuleState | None = self.__dict__.get(STATE)
         if state is not None and state.active_norm is not None and state.runtime.frame is not None:
             return state.active_norm.read_parameter(self, name, state.path, state.runtime)
         if raw is None or state is None or state.runtime.frame is None:
