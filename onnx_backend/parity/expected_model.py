@@ -4,7 +4,7 @@ Running the sites shows where a file computes other codes than its simulation on
 also finds what the data does not reach or what changes no code (a float bias, an epsilon, a bound that is never met).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from qsdk.core.planning.plan import Plan
 _OPSETS = range(21, 26)  # those that `lower` writes
 _DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_NAMED = 3  # nodes that a note names
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,18 @@ def compare_written(model: ModelProto, expected: ExpectedModel, tallies: dict[st
             site = difference.site or difference.node
             note = f"node {difference.node!r}: {difference.problem}" if difference.node else difference.problem
             tallies.setdefault(site or "the model", Tally("node")).fail(note)
-    return sum(not difference.altered for difference in found)
+    rewritten = [difference.node for difference in found if not difference.altered]
+    if rewritten:
+        _name_rewritten(rewritten, tallies)
+    return len(rewritten)
+
+
+def _name_rewritten(nodes: Sequence[str], tallies: Mapping[str, Tally]) -> None:
+    """Name the nodes that are written in another way wherever values differ: one of them may be the cause."""
+    named = ", ".join(repr(node) for node in nodes[:_NAMED]) + (" and others" if len(nodes) > _NAMED else "")
+    for tally in tallies.values():
+        if tally.largest > 1:
+            tally.note = tally.note or f"the file writes {named} in another way than the simulation"
 
 
 def _kept_floats(

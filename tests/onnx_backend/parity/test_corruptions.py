@@ -98,7 +98,10 @@ def test_a_file_that_a_tool_rewrote_is_judged_by_what_it_gives():
     assert report.summary["nodes written in another way"] >= 1
     nodes[-1].attribute.append(helper.make_attribute("alpha", 1.001))
     replace_nodes(model.graph, nodes)
-    assert not checked(sim, model).summary["passed"]
+    report = checked(sim, model)
+    assert not report.summary["passed"]
+    (row,) = wrong_rows(report).values()
+    assert repr(nodes[-1].name) in row["note"]
 
 
 def test_data_that_says_nothing_is_refused():
