@@ -34,7 +34,8 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take.
     """
-    return advice.advise(sim.plan, sim.encodings, _samples(sim, data, forward, progress))
+    samples = _samples(sim, data, forward, progress)
+    return advice.advise(sim.plan, sim.encodings, samples)
 
 
 def mixed_precision(
