@@ -1,5 +1,6 @@
 """A verb that is interrupted, wherever it is, leaves the sim as it was: bit for bit, without threads and files."""
 
+import contextlib
 import random
 import sys
 import threading
@@ -107,6 +108,18 @@ def test_an_interrupt_anywhere(name: str, door: str, sims: dict[str, tuple[Sim, 
         else:
             assert clock.place is None, clock.place  # the verb took fewer calls this time
             sim.restore(state)
+
+
+def test_an_interrupt_of_a_forward_pass_ends_the_pass(sims: dict[str, tuple[Sim, list[Any]]]):
+    sim, data = sims["torch"]
+    before = everything(sim)
+    clock = Clock(None)
+    clock.run(lambda: sim(*data[0]))
+    for point in (*range(1, clock.calls - 40, 9), *range(clock.calls - 40, clock.calls + 1)):
+        with contextlib.suppress(KeyboardInterrupt):
+            Clock(point).run(lambda: sim(*data[0]))
+        assert sim.runtime.is_first_call(), point
+        assert everything(sim) == before, point
 
 
 class Clock:

@@ -151,10 +151,13 @@ class RuntimeState:
         with self._turn:
             self.require_owner_thread()
             self._forwards[thread] = self.thread
+        before = self._pass.frame, self._pass.loss_inputs
         self._pass.runs = True
         try:
             return call(*args)
         finally:
+            # an interrupt may have come inside the setters that reset them
+            self._pass.frame, self._pass.loss_inputs = before
             self._pass.runs = False
             del self._forwards[thread]
 
