@@ -22,7 +22,7 @@ def stored_values(sim: QuantSim) -> LazyArrays:
     def value(site: str) -> npt.NDArray[np.float32]:
         raw = constants[site] if site in constants else stored_tensor(sim.model, site).detach()
         with torch.no_grad():
-            result: npt.NDArray[np.float32] = sim.quantizers[site](raw).cpu().numpy()
+            result: npt.NDArray[np.float32] = sim.quantizers[site](raw).float().cpu().numpy()
         return result
 
     named = [site for site in of_kind if site in constants or find_stored(sim.model, site) is not None]

@@ -14,9 +14,9 @@ from torch_bridge.training.batch_norm_training import require_folded
 
 
 def stored_by_name(sim: QuantSim) -> LazyArrays:
-    """Return the value of each float32 parameter and buffer by its name in the graph, where it has only one."""
+    """Return the value, as float32, of each float parameter and buffer by its name in the graph, where it has only one."""
     tensors = _tensors(sim)
-    return LazyArrays(tensors, lambda name: tensors[name].detach().cpu().numpy())
+    return LazyArrays(tensors, lambda name: tensors[name].detach().float().cpu().numpy())
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def _tensors(sim: QuantSim) -> dict[str, Tensor]:
             *sim.model.named_parameters(remove_duplicate=False),
             *sim.model.named_buffers(remove_duplicate=False),
         )
-        if path in set(paths.values()) and tensor.dtype == torch.float32
+        if path in set(paths.values()) and tensor.is_floating_point()
     }
     by_name = {name: state[path] for name, path in paths.items() if path in state}
     places = [tensor.data_ptr() for tensor in by_name.values()]

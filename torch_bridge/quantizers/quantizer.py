@@ -168,8 +168,8 @@ class Quantizer:
             return x
         if not spec.dtype.is_quantized:
             return cast_straight_through(x, spec.dtype)
-        if x.dtype in (torch.float16, torch.bfloat16):
-            # scale or grid may be out of the narrow dtype's range, so the formula runs in float32
+        if x.dtype != torch.float32:
+            # as in the file, where QuantizeLinear and DequantizeLinear compute in float32 whatever they are given
             return self(x.float()).to(x.dtype)
         if spec.dynamic:
             return _fake_quantize_dynamic(x)
@@ -196,7 +196,7 @@ class Quantizer:
         spec = self.decision.spec
         if spec is None or spec.dynamic or not spec.dtype.is_integer:
             return None
-        if self.decision.passes_through or x.dtype not in (torch.float32, torch.float64) or not x.requires_grad:
+        if self.decision.passes_through or x.dtype != torch.float32 or not x.requires_grad:
             return None
         if self.input_observer is not None or self.finer_grid is not None:
             return None
