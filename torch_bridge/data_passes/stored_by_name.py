@@ -14,7 +14,7 @@ from torch_bridge.training.batch_norm_training import require_folded
 
 
 def stored_by_name(sim: QuantSim) -> LazyArrays:
-    """Return the value, as float32, of each float parameter and buffer by its name in the graph, where it has only one."""
+    """Return the float32 value of each float parameter and buffer by its name in the graph, where it has only one."""
     tensors = _tensors(sim)
     return LazyArrays(tensors, lambda name: tensors[name].detach().float().cpu().numpy())
 
