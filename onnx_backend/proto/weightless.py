@@ -80,20 +80,32 @@ def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tup
     Raises:
         ModelError: the types contradict each other.
     """
+    found: dict[str, tuple[str, Shape | None]] = {}
+    if not trust_declared:
+        found = {value.name: (_type(value.type)[0], None) for value in model.graph.value_info}
+    _collect(inferred_skeleton(model, trust_declared=trust_declared).graph, found)
+    return found
+
+
+def inferred_skeleton(model: ModelProto, *, trust_declared: bool = True) -> ModelProto:
+    """Return the skeleton of a model with the types and shapes that can be inferred; nodes and bodies stay in order.
+
+    Args:
+        model: see `types_of`.
+        trust_declared: see `types_of`.
+
+    Raises:
+        ModelError: the types contradict each other.
+    """
     light = skeleton(model, value_info=trust_declared)
     if not trust_declared:
         for value in light.graph.output:
             if value.type.HasField("tensor_type"):
                 value.type.tensor_type.ClearField("shape")
     try:
-        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+        return onnx.shape_inference.infer_shapes(light, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         raise ModelError(f"the model's types contradict each other: {error}; run qsdk.validate on it") from error
-    found: dict[str, tuple[str, Shape | None]] = {}
-    if not trust_declared:
-        found = {value.name: (_type(value.type)[0], None) for value in model.graph.value_info}
-    _collect(inferred.graph, found)
-    return found
 
 
 def declared_types(graph: onnx.GraphProto) -> dict[str, tuple[str, Shape | None]]:

@@ -185,7 +185,8 @@ def _random(rng: np.random.Generator, code: int, shape: tuple[int, ...]) -> Arra
     if code in (TensorProto.STRING, TensorProto.UNDEFINED):
         return np.full(shape, "a", object) if code == TensorProto.STRING else None
     try:
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(code))
+        # sessions take float32 where a model takes bfloat16
+        dtype = np.dtype(np.float32 if code == TensorProto.BFLOAT16 else helper.tensor_dtype_to_np_dtype(code))
     except KeyError:
         return None
     if dtype.kind == "b":

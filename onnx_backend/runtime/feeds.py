@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
@@ -12,7 +13,16 @@ from tqdm import tqdm
 from onnx_backend.proto.weightless import dtype_name
 from qsdk.core.errors import DataError
 
-_TYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+_TYPES: Mapping[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(bfloat16)": np.float32,  # the runtime's Python side knows no bfloat16: the session has a Cast inside
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+_RUNTIME_WORDS = {"float32": "float", "float64": "double"}
 _IMAGE = 4  # axes
 
 
@@ -27,11 +37,14 @@ class DeclaredInput:
     def __init__(self, value: ValueInfoProto) -> None:
         """Read name and type of a declared input."""
         dtype = dtype_name(value.type.tensor_type.elem_type)
-        self.name, self.type = value.name, f"tensor({'float' if dtype == 'float32' else dtype})"
+        self.name, self.type = value.name, f"tensor({_RUNTIME_WORDS.get(dtype, dtype)})"
 
 
 def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDArray[Any]]:
-    """Return input name -> array for a batch; float64 becomes float32 where the model wants that.
+    """Return input name -> array for a batch; an array of another float dtype is cast to that of its input.
+
+    Values that a float16 or bfloat16 input cannot hold are rounded, as a Cast in front of the model would. For a
+    bfloat16 input the array is float32.
 
     Args:
         batch: an array (the only input), a tuple or list (in order) or a mapping by name.
@@ -63,9 +76,20 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
 
 
 def _typed(value: Any, wanted: str) -> npt.NDArray[Any]:
-    given = np.asarray(value)
+    given = _array(value)
     dtype = np.dtype(_TYPES.get(wanted, given.dtype))
-    return given.astype(dtype) if given.dtype != dtype and given.dtype.kind == dtype.kind else given
+    with np.errstate(over="ignore"):  # too large for a narrower float: infinite, as a Cast makes it
+        if wanted == "tensor(bfloat16)" and given.dtype.kind == "f":
+            return given.astype(ml_dtypes.bfloat16).astype(np.float32)
+        return given.astype(dtype) if given.dtype != dtype and given.dtype.kind == dtype.kind else given
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """Return a value as an array, one of bfloat16 as float32."""
+    if str(getattr(value, "dtype", "")) == "torch.bfloat16":  # NumPy cannot take it as it is
+        value = value.float()
+    given = np.asarray(value)
+    return given.astype(np.float32) if given.dtype == ml_dtypes.bfloat16 else given
 
 
 def _require_fit(given: npt.NDArray[Any], wanted: Any, where: str) -> None:

@@ -8,6 +8,8 @@ from onnx import ModelProto, TensorProto
 
 from onnx_backend.proto.external_data import reference
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
+from onnx_backend.qdq.kernel_casts import has_other_floats, insert_kernel_casts
+from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -16,6 +18,9 @@ def session_of(
     model: ModelProto, options: ort.SessionOptions, *, disabled: tuple[str, ...] = (), most: int = SINGLE
 ) -> ort.InferenceSession:
     """Open a session on the CPU; exceptions of the runtime are passed on.
+
+    Ops that lack a kernel for bfloat16 or float64 compute in float32. Inputs and outputs in bfloat16, which the
+    runtime's Python side neither takes nor gives, are float32 in the session, and cast inside.
 
     Args:
         model: it is not changed.
@@ -28,9 +33,9 @@ def session_of(
         ExportError: the temporary file cannot be written.
     """
     if model.ByteSize() <= most:
-        return _session(model, options, disabled)
+        return _session(_with_kernels(model), options, disabled)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
-        return _session(spool_large_tensors(model, {}, Path(folder) / "weights"), options, disabled)
+        return _session(_with_kernels(spool_large_tensors(model, {}, Path(folder) / "weights")), options, disabled)
 
 
 def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...]) -> ort.InferenceSession:
@@ -41,6 +46,17 @@ def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
     )
+
+
+def _with_kernels(model: ModelProto) -> ModelProto:
+    """Return the model, or a changed copy, with a kernel for each of its ops, and without bfloat16 at its edges."""
+    if not has_other_floats(model):
+        return model
+    found = ModelProto()
+    found.CopyFrom(model)
+    cast_bfloat16_edges(found)
+    insert_kernel_casts(found)
+    return found
 
 
 def _with_paths_from_root(model: ModelProto) -> ModelProto:

@@ -1,0 +1,254 @@
+"""Casts around the ops that ONNX Runtime's CPU provider has no kernel for in bfloat16 or float64.
+
+Such an op reads and computes float32, and its results are cast back, so that every tensor between two ops has the
+values and the dtype that the model declares. The runtime neither removes such a pair of Casts nor moves it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnx_backend.proto.graph_queries import consumers, names_in, producers, unique
+from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
+from onnx_backend.proto.opsets import opset_of
+from onnx_backend.proto.subgraphs import all_nodes, bodies
+from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
+
+_CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
+_CODES = {"bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
+_NAMES = {code: name for name, code in _CODES.items()}
+_STANDARD = ("", "ai.onnx")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVING = _words(
+    "Cast CastLike Concat ConstantOfShape Flatten Gather GatherElements GatherND Identity Reshape ScatterElements "
+    "ScatterND Shape Slice Split Squeeze Transpose Unsqueeze"
+)
+#: dtype -> ops whose CPU kernels take it wherever their schema does (measured, onnxruntime 1.32);
+#: `tests/onnx_backend/qdq/test_kernel_casts.py` derives the table again on the installed runtime
+KERNELS: Mapping[str, frozenset[str]] = {
+    "bfloat16": _MOVING | _words("IsInf Sign"),
+    "float64": _MOVING
+    | _words(
+        "Abs Add ArgMax ArgMin Attention BatchNormalization Ceil Clip Compress Cos CumSum DepthToSpace Div Dropout "
+        "Einsum Equal Exp Expand Floor Gemm Greater GreaterOrEqual GroupNormalization IsInf IsNaN LayerNormalization "
+        "Less LessOrEqual Log LogSoftmax LpNormalization MatMul Max MaxPool Min Mod Mul Neg Pad Pow RMSNormalization "
+        "Range Reciprocal ReduceL1 ReduceL2 ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
+        "ReduceSumSquare Relu ReverseSequence Round Shrink Sigmoid Sign Sin Size Softmax SpaceToDepth Sqrt Sub Sum "
+        "Tanh Tile TopK Trilu Where"
+    ),
+}
+#: ops whose kernels take every dtype, or whose operands no Cast can change
+_ANY_DTYPE = _words(
+    "Constant If Loop Scan ConcatFromSequence Optional OptionalGetElement OptionalHasElement SequenceAt "
+    "SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SequenceMap SplitToSequence"
+)
+#: attributes that hold the number of a dtype
+_DTYPE_ATTRIBUTES = _words("dtype output_datatype output_dtype precision softmax_precision stash_type to")
+
+
+@dataclass
+class _Scope:
+    """A graph whose nodes are being rewritten.
+
+    Attributes:
+        types: tensor of this graph -> dtype, "" where it is unknown.
+        outer: the scope of the graph around a body.
+        nodes: the rewritten nodes so far.
+        casts: tensor -> its values in float32.
+    """
+
+    types: dict[str, str]
+    outer: "_Scope | None"
+    nodes: list[NodeProto] = field(default_factory=list)
+    casts: dict[str, str] = field(default_factory=dict)
+
+    def owner(self, name: str) -> "_Scope | None":
+        """Return the scope that a tensor belongs to."""
+        if name in self.types:
+            return self
+        return None if self.outer is None else self.outer.owner(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor that a node of this graph names, "" where it is unknown."""
+        owner = self.owner(name)
+        return "" if owner is None else owner.types[name]
+
+
+def insert_kernel_casts(model: ModelProto) -> None:
+    """Surround each op that has no kernel for the dtype of its tensors by Casts, in place; bodies too.
+
+    A tensor has one Cast, which all its readers share, also those in bodies.
+
+    Args:
+        model: standard ONNX, without marks. Ops of other domains stay as they are.
+
+    Raises:
+        ModelError: its types contradict each other.
+    """
+    if has_other_floats(model):
+        _Inserter(model).rewrite(model.graph, inferred_skeleton(model).graph, None)
+
+
+def has_other_floats(model: ModelProto) -> bool:
+    """Return True if a bfloat16 or float64 tensor is declared, stored or made anywhere in a model."""
+    return _declares(model.graph) or any(_makes(node) for node in all_nodes(model.graph.node))
+
+
+def _declares(graph: GraphProto) -> bool:
+    values = (*graph.input, *graph.output, *graph.value_info)
+    declared = any(value.type.tensor_type.elem_type in _NAMES for value in values)
+    return declared or any(tensor.data_type in _NAMES for tensor in graph.initializer)
+
+
+def _makes(node: NodeProto) -> bool:
+    """Return True if an attribute of a node, or the body that it carries, names one of the dtypes."""
+    named = any(_dtype_of(attribute) for attribute in node.attribute)
+    return named or any(_declares(body) for _, body in bodies(node))
+
+
+def _dtype_of(attribute: AttributeProto) -> str:
+    """Return which of the dtypes an attribute names or holds, or ""."""
+    if attribute.type == AttributeProto.TENSOR:
+        return _NAMES.get(attribute.t.data_type, "")
+    return _NAMES.get(attribute.i, "") if attribute.name in _DTYPE_ATTRIBUTES else ""
+
+
+class _Inserter:
+    """What all graphs of a model share while Casts are inserted: its opset and the names in use."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._opset = min(opset_of(model), onnx.defs.onnx_opset_version())
+        self._taken = names_in(model.graph)
+
+    def rewrite(self, graph: GraphProto, inferred: GraphProto, outer: _Scope | None) -> None:
+        """Rewrite the nodes of a graph; `inferred` is the same graph with the types of its tensors."""
+        scope = _Scope(_types_in(graph, inferred), outer)
+        for node, typed in zip(graph.node, inferred.node, strict=True):
+            for (_, body), (_, typed_body) in zip(bodies(node), bodies(typed), strict=True):
+                self.rewrite(body, typed_body, scope)
+            if self._runs(node, scope):
+                scope.nodes.append(node)
+            else:
+                self._surround(node, scope)
+        replace_nodes(graph, scope.nodes)
+
+    def _runs(self, node: NodeProto, scope: _Scope) -> bool:
+        if node.domain not in _STANDARD or node.op_type in _ANY_DTYPE:
+            return True
+        reads, writes = ([scope.dtype(name) for name in names] for names in (node.input, node.output))
+        needed = {*reads, *writes, *map(_dtype_of, node.attribute)} & _CODES.keys()
+        if any(node.op_type not in KERNELS[dtype] for dtype in needed):
+            return False
+        return all(_takes(node.op_type, at, dtype, self._opset) for at, dtype in enumerate(reads) if dtype in needed)
+
+    def _surround(self, node: NodeProto, scope: _Scope) -> None:
+        for at, name in enumerate(node.input):
+            if scope.dtype(name) in _CODES:
+                node.input[at] = self._in_float32(name, scope)
+        changed = {attribute.name: _dtype_of(attribute) for attribute in node.attribute if _dtype_of(attribute)}
+        if changed:
+            set_metadata(node, **{_ATTRIBUTES: ",".join(f"{name}={dtype}" for name, dtype in changed.items())})
+            _set_dtypes(node, dict.fromkeys(changed, TensorProto.FLOAT))
+        scope.nodes.append(node)
+        for at, name in enumerate(node.output):
+            if name and scope.types[name] in _CODES:
+                node.output[at] = unique(f"{name}/float32", self._taken)
+                scope.nodes.append(self._cast(node.output[at], name, _CODES[scope.types[name]]))
+
+    def _in_float32(self, name: str, scope: _Scope) -> str:
+        """Return the float32 copy of a tensor, made just before its first reader in the graph that it belongs to."""
+        owner = scope.owner(name) or scope
+        if name not in owner.casts:
+            owner.casts[name] = unique(f"{name}/as_float32", self._taken)
+            owner.nodes.append(self._cast(name, owner.casts[name], TensorProto.FLOAT))
+        return owner.casts[name]
+
+    def _cast(self, source: str, target: str, code: int) -> NodeProto:
+        cast = helper.make_node("Cast", [source], [target], unique(f"{target}/kernel_cast", self._taken), to=code)
+        set_metadata(cast, **{_CAST: "1"})
+        return cast
+
+
+def _types_in(graph: GraphProto, inferred: GraphProto) -> dict[str, str]:
+    types = {name: "" for node in graph.node for name in node.output if name}
+    types.update((value.name, "") for value in graph.input)
+    for value in (*inferred.value_info, *inferred.input, *inferred.output):
+        # the output of a body may be a tensor from outside of it
+        if value.name in types and value.type.HasField("tensor_type"):
+            types[value.name] = dtype_name(value.type.tensor_type.elem_type) if value.type.tensor_type.elem_type else ""
+    types.update((tensor.name, dtype_name(tensor.data_type)) for tensor in graph.initializer)
+    return types
+
+
+@cache
+def _takes(op: str, at: int, dtype: str, opset: int) -> bool:
+    """Return True if the schema of an op lets an input have a dtype."""
+    try:
+        inputs = onnx.defs.get_schema(op, opset).inputs
+    except onnx.defs.SchemaError:
+        return True  # the runtime names ops that there are not
+    name = "double" if dtype == "float64" else dtype
+    return not inputs or f"tensor({name})" in inputs[min(at, len(inputs) - 1)].types
+
+
+def _set_dtypes(node: NodeProto, codes: Mapping[str, int]) -> None:
+    """Change the dtypes that attributes of a node, by name, hold or name."""
+    for attribute in node.attribute:
+        if attribute.name not in codes:
+            continue
+        if attribute.type == AttributeProto.TENSOR:
+            values = numpy_helper.to_array(attribute.t).astype(helper.tensor_dtype_to_np_dtype(codes[attribute.name]))
+            attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
+        else:
+            attribute.i = codes[attribute.name]
+
+
+def remove_kernel_casts(model: ModelProto) -> None:
+    """Take the Casts of `insert_kernel_casts` out again, in place: ops read and write tensors of the model's dtypes."""
+    _remove_in(model.graph)
+
+
+def _remove_in(graph: GraphProto) -> None:
+    for node in graph.node:
+        for _, body in bodies(node):
+            _remove_in(body)
+    if not any(_is_kernel_cast(node) for node in graph.node):
+        return
+    outputs = {value.name for value in graph.output}
+    readers, makers = consumers(graph.node), producers(graph.node)
+    read_instead, made_instead, kept = {}, {}, []
+    for node in graph.node:
+        source, target = (node.input[0], node.output[0]) if _is_kernel_cast(node) else ("", "")
+        if source and attributes(node)["to"] == TensorProto.FLOAT and target not in outputs:
+            read_instead[target] = read_instead.get(source, source)
+        elif source in makers and source not in outputs and readers[source] == [node]:
+            made_instead[source] = target
+        else:
+            kept.append(node)
+    rename_inputs(kept, read_instead)
+    for node in kept:
+        node.output[:] = [made_instead.get(name, name) for name in node.output]
+        _restore_attributes(node)
+    replace_nodes(graph, kept)
+
+
+def _is_kernel_cast(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and f"qsdk.{_CAST}" in metadata(node)
+
+
+def _restore_attributes(node: NodeProto) -> None:
+    """Give the attributes that were changed their dtypes again."""
+    for at, entry in enumerate(node.metadata_props):
+        if entry.key == f"qsdk.{_ATTRIBUTES}":
+            pairs = (pair.partition("=") for pair in entry.value.split(","))
+            _set_dtypes(node, {name: _CODES[dtype] for name, _, dtype in pairs})
+            del node.metadata_props[at]
+            return
