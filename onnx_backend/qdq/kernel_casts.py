@@ -18,8 +18,8 @@ from onnx_backend.proto.subgraphs import all_nodes, bodies
 from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
 
 _CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
-_CODES = {"bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
-_NAMES = {code: name for name, code in _CODES.items()}
+_CODES: Mapping[str, int] = {"bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
+_NAMES: Mapping[int, str] = {code: name for name, code in _CODES.items()}
 _STANDARD = ("", "ai.onnx")
 
 
@@ -224,7 +224,9 @@ def _remove_in(graph: GraphProto) -> None:
         return
     outputs = {value.name for value in graph.output}
     readers, makers = consumers(graph.node), producers(graph.node)
-    read_instead, made_instead, kept = {}, {}, []
+    read_instead: dict[str, str] = {}
+    made_instead: dict[str, str] = {}
+    kept = []
     for node in graph.node:
         source, target = (node.input[0], node.output[0]) if _is_kernel_cast(node) else ("", "")
         if source and attributes(node)["to"] == TensorProto.FLOAT and target not in outputs:
