@@ -58,7 +58,15 @@ def float_in_file(graph: Graph, plan: Plan) -> tuple[Decision, ...]:
     tensors = [replace(tensor, site=site) for tensor, site in zip(graph.tensors, sites, strict=True)]
     wanted = make_plan(replace(graph, tensors=tensors), QuantConfig())
     return tuple(
-        Decision(d.site, d.op_type, d.kind, None, d.reason if d.spec is None else FLOAT_IN_FILE, shape=d.shape)
+        Decision(
+            d.site,
+            d.op_type,
+            d.kind,
+            None,
+            d.reason if d.spec is None else FLOAT_IN_FILE,
+            shape=d.shape,
+            tensor_type=d.tensor_type,
+        )
         for d in (*wanted.decisions.values(), *wanted.inside)
         if d.site not in plan.decisions and d.site not in listed
     )

@@ -13,7 +13,7 @@ from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.dynamic import dynamic_pairs
 from onnx_backend.qdq.fusion_barriers import insert_barriers
-from onnx_backend.qdq.read import qdq_pairs
+from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, qdq_pairs, type_of_cast
 from onnx_backend.runtime.session import simulation_session
 
 #: dtypes that the runtime returns as NumPy arrays
@@ -36,6 +36,7 @@ class Cut:
         read: the tensor that its readers read.
         dtype: of `compared`: a container, `float16` or `bfloat16`.
         computed: the tensors that hold its scale and zero point, if the model computes them.
+        tensor_type: the float type of `read`.
     """
 
     site: str
@@ -44,6 +45,7 @@ class Cut:
     read: str
     dtype: str
     computed: tuple[str, ...] = ()
+    tensor_type: str = FLOAT32
 
 
 def find_cuts(model: ModelProto) -> list[Cut]:
@@ -52,11 +54,15 @@ def find_cuts(model: ModelProto) -> list[Cut]:
     for place in qdq_pairs(model):
         if place.quantize is not None:
             kind = place.kind or "activation"
-            output = place.dequantize.output[0]
-            cuts.append(Cut(place.site, kind, place.quantize.output[0], output, place.encoding.dtype.container))
+            container = place.encoding.dtype.container
+            cuts.append(
+                Cut(place.site, kind, place.quantize.output[0], place.output, container, tensor_type=place.tensor_type)
+            )
     for dynamic in dynamic_pairs(model):
         codes, *computed = dynamic.quantize.output
-        cuts.append(Cut(dynamic.site, dynamic.kind, codes, dynamic.dequantize.output[0], "uint8", tuple(computed)))
+        cuts.append(
+            Cut(dynamic.site, dynamic.kind, codes, dynamic.output, "uint8", tuple(computed), dynamic.tensor_type)
+        )
     first: dict[str, NodeProto] = {}
     for node in model.graph.node:
         facts = metadata(node)
@@ -66,7 +72,16 @@ def find_cuts(model: ModelProto) -> list[Cut]:
         if site not in first:
             first[site] = node
         if node.name.endswith("/cast_back") and first[site] is not node:
-            cuts.append(Cut(site, facts["qsdk.kind"], first[site].output[0], node.output[0], facts["qsdk.dtype"]))
+            cuts.append(
+                Cut(
+                    site,
+                    facts["qsdk.kind"],
+                    first[site].output[0],
+                    node.output[0],
+                    facts["qsdk.dtype"],
+                    tensor_type=type_of_cast(node),
+                )
+            )
     return cuts
 
 
@@ -103,7 +118,8 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
     cut.graph.output.extend(kept[name] for name in free)
     read = {name for node in cut.graph.node for name in reads(node)}
     fed = {item.site: feeds[item.read] for item in cuts if feeds[item.read] in read}
-    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
+    types = {feeds[item.read]: FLOAT_CODES[item.tensor_type] for item in cuts}
+    cut.graph.input.extend(helper.make_tensor_value_info(name, types[name], None) for name in fed.values())
     del cut.graph.value_info[:]
     return cut, fed
 
@@ -116,9 +132,11 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
     """
     cut = load(model)
     taken, makers = names_in(cut.graph), producers(cut.graph.node)
-    renamed, fed, added = {}, {}, []
+    renamed, fed, types, added = {}, {}, {}, []
     for item in cuts:
         fed[item.site] = unique(f"{item.site}/fed", taken)
+        in_float32 = CAST_KEY in metadata(makers[item.read])  # the pair is, and its tensor is cast behind it
+        types[fed[item.site]] = FLOAT_CODES[FLOAT32 if in_float32 else item.tensor_type]
         again = type(makers[item.compared])()
         again.CopyFrom(makers[item.compared])
         renamed[item.compared] = again.output[0] = unique(f"{item.site}/fed_codes", taken)
@@ -138,7 +156,7 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
             name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
         cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
-    cut.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fed.values())
+    cut.graph.input.extend(helper.make_tensor_value_info(name, types[name], None) for name in fed.values())
     del cut.graph.value_info[:]
     return cut, fed
 
@@ -146,9 +164,11 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
 def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[str, str]]:
     """Return a session that also outputs what each site's readers read; and site -> name of that tensor."""
     exposed = load(model)
-    reads = {cut.site: cut.read for cut in find_cuts(exposed)}
+    cuts = find_cuts(exposed)
+    reads = {cut.site: cut.read for cut in cuts}
     known = {value.name for value in exposed.graph.output}
+    types = {cut.read: FLOAT_CODES[cut.tensor_type] for cut in cuts}
     wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
-    exposed.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in wanted)
+    exposed.graph.output.extend(helper.make_tensor_value_info(name, types[name], None) for name in wanted)
     insert_barriers(exposed)
     return simulation_session(exposed), reads

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy.typing as npt
 import onnx.inliner
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
 from onnx_backend.proto.opsets import OPSET, at_opset
+from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
+from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.runtime_table import Dialect, form_of
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
@@ -23,7 +25,6 @@ from qsdk.core.planning.plan import Decision, Plan
 
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
 Array = npt.NDArray[Any]
-_CAST_CODES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
 def insert(
@@ -99,27 +100,27 @@ def _lower(
     at: GraphEditor, mark: NodeProto, site: str, decision: Decision | None, encodings: Mapping[str, Encoding]
 ) -> None:
     """Replace a mark by its decision."""
-    source, output = mark.input[0], mark.output[0]
+    source, output, tensor_type = mark.input[0], mark.output[0], type_of_mark(mark)
     root = at.roots.get(source, source)
     if root in at.stored:
         at.roots[output] = source = root
-    if decision is None or decision.spec is None:
+    if decision is None or decision.spec is None or decision.spec.dtype.name == tensor_type:
         at.bypass(source, output)
-        at.row(site, "float32", "float")
+        at.row(site, tensor_type, "float")
     elif decision.spec.dtype.kind == "float":
-        _cast(at, site, decision.kind, decision.spec.dtype, source, output)
+        _cast(at, site, decision.kind, decision.spec.dtype, source, output, tensor_type)
     elif decision.dynamic:
-        _quantize_dynamically(at, decision, source, output)
+        _quantize_dynamically(at, decision, source, output, tensor_type)
     elif site not in encodings:
         raise ExportError(f"the site {site} has no encoding; calibrate it, or export with uncalibrated='float'")
     elif source in at.stored:
-        store(at, site, decision.kind, encodings[site], source, output)
+        store(at, site, decision.kind, encodings[site], source, output, tensor_type)
     else:
-        _quantize(at, decision, encodings[site], source, output)
+        _quantize(at, decision, encodings[site], source, output, tensor_type)
 
 
-def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, output: str) -> None:
-    code = _CAST_CODES[dtype.name]
+def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, output: str, tensor_type: str) -> None:
+    code = FLOAT_CODES[dtype.name]
     if source in at.stored:
         narrowed = narrow(at.values(source), code)
         middle = at.once(source, dtype.name.encode(), narrowed, f"_{dtype.name}")
@@ -127,20 +128,26 @@ def _cast(at: GraphEditor, site: str, kind: Kind, dtype: DType, source: str, out
         middle = unique(f"{site}/{dtype.name}", at.taken)
         first = at.add("Cast", [source], middle, f"{site}/cast", to=code)
         set_metadata(first, site=site, dtype=dtype.name, kind=kind)
-    back = at.target(site, output, "float32")
-    last = at.add("Cast", [middle], back, f"{site}/cast_back", to=TensorProto.FLOAT)
+    back = at.target(site, output, tensor_type)
+    last = at.add("Cast", [middle], back, f"{site}/cast_back", to=FLOAT_CODES[tensor_type])
     set_metadata(last, site=site, dtype=dtype.name, kind=kind)
     at.row(site, dtype.name, "cast")
 
 
-def _quantize(at: GraphEditor, decision: Decision, encoding: Encoding, source: str, output: str) -> None:
+def _quantize(
+    at: GraphEditor, decision: Decision, encoding: Encoding, source: str, output: str, tensor_type: str
+) -> None:
     site, kind = decision.site, decision.kind
+    own_type = pair_type(tensor_type, encoding, at.dialect)
+    cast_type = FLOAT32 if own_type == tensor_type else tensor_type
+    source = widen(at, site, source, cast_type)
     form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
     # values of a pass-through op are in the grid already, and the runtime wants no node between MaxPool and an int8 Q
     if encoding.dtype.narrows_container and not decision.passes_through:
         source = _clipped(at, site, encoding, source)
     options = where(encoding, encoding.axis)
-    inputs = parameters(at, site, encoding, encoding.scale, encoding.zero_point, form != "output_dtype")
+    scale = scales_as(encoding.scale, own_type)
+    inputs = parameters(at, site, encoding, scale, encoding.zero_point, form != "output_dtype")
     if form != "zero_point":
         code = helper.np_dtype_to_tensor_dtype(storage_type(encoding.dtype))
         attribute = {"output_dtype": int(code)}
@@ -149,7 +156,7 @@ def _quantize(at: GraphEditor, decision: Decision, encoding: Encoding, source: s
     codes = unique(f"{site}/quantized", at.taken)
     at.add("QuantizeLinear", [source, *inputs], codes, f"{site}/quantize", **options, **attribute)
     name = at.target(site, output, "dequantized")
-    dequantize = at.add("DequantizeLinear", [codes, *inputs], name, f"{site}/dequantize", **options)
+    dequantize = dequantize_to(at, site, [codes, *inputs], name, cast_type, **options)
     write_site(dequantize, site, encoding, "" if kind == "activation" else kind)
     text = {"output_dtype": "QDQ output_dtype", "zero_point": "QDQ zero point"}.get(
         form, "QDQ output_dtype and zero point"
@@ -171,13 +178,14 @@ def _clipped(at: GraphEditor, site: str, encoding: Encoding, source: str) -> str
     return clipped
 
 
-def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str) -> None:
+def _quantize_dynamically(at: GraphEditor, decision: Decision, source: str, output: str, tensor_type: str) -> None:
     site = decision.site
+    source = widen(at, site, source, tensor_type)
     names = [unique(f"{site}/{name}", at.taken) for name in ("quantized", "scale", "zero_point")]
     quantize = helper.make_node("DynamicQuantizeLinear", [source], names, f"{site}/quantize")
     at.nodes.append(quantize)
     name = at.target(site, output, "dequantized")
-    dequantize = at.add("DequantizeLinear", names, name, f"{site}/dequantize")
+    dequantize = dequantize_to(at, site, names, name, tensor_type)
     for node in (quantize, dequantize):
         set_metadata(node, site=site, dtype="uint8", kind=decision.kind)
     at.row(site, "uint8", "DynamicQuantizeLinear")

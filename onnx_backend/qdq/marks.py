@@ -21,8 +21,9 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
 )
 from onnx_backend.qdq.dynamic import dynamic_pairs
+from onnx_backend.qdq.float_types import array_type
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from onnx_backend.qdq.read import QdqPair, qdq_pairs
+from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, qdq_pairs, type_of_cast
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -38,12 +39,13 @@ def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelPro
     lift_constants(marked)
     taken = names_in(marked.graph)
     sites = {tensor.name: tensor.site for tensor in graph.tensors if tensor.site is not None}
+    types = {tensor.name: tensor.dtype for tensor in graph.tensors}
     computed = {name for node in marked.graph.node for name in node.output}
     heads, renamed = [], {}
     for name, site in sites.items():
         if name not in computed:
             renamed[name] = unique(f"{name}/marked", taken)
-            heads.append(mark_node(site, name, renamed[name]))
+            heads.append(mark_node(site, name, renamed[name], types[name]))
     nodes = list(heads)
     for node in marked.graph.node:
         rename_inputs([node], renamed)
@@ -51,15 +53,16 @@ def mark(model: ModelProto, graph: Graph, *, in_place: bool = False) -> ModelPro
         for position, name in enumerate(node.output):
             if name in sites:
                 node.output[position] = unique(f"{name}/unmarked", taken)
-                nodes.append(mark_node(sites[name], node.output[position], name))
+                nodes.append(mark_node(sites[name], node.output[position], name, types[name]))
     replace_nodes(marked.graph, nodes)
     marked.opset_import.append(helper.make_opsetid(MARK_DOMAIN, 1))
     return marked
 
 
-def mark_node(site: str, source: str, output: str) -> NodeProto:
-    """Return the node that marks a site."""
-    return helper.make_node(MARK_OP, [source], [output], f"{site}/mark", domain=MARK_DOMAIN, key=site)
+def mark_node(site: str, source: str, output: str, tensor_type: str = FLOAT32) -> NodeProto:
+    """Return the node that marks a site whose tensor has a float type."""
+    facts = {"key": site} if tensor_type == FLOAT32 else {"key": site, "dtype": tensor_type}
+    return helper.make_node(MARK_OP, [source], [output], f"{site}/mark", domain=MARK_DOMAIN, **facts)
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,18 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
     outputs = {value.name for value in opened.graph.output}
     replaced: dict[str, list[NodeProto]] = {}
     for place in found:
-        output = place.dequantize.output[0]
-        marks = _stored_mark(opened, place, taken) if place.quantize is None else _activation_mark(opened, place)
+        if place.quantize is None:
+            output, marks = _stored_mark(opened, place, taken)
+        else:
+            output, marks = place.output, _activation_mark(opened, place)
         replaced[output] = marks
         kinds[place.site] = place.kind or ("weight" if place.quantize is None else "activation")
     dynamic = dynamic_pairs(opened)
     for at in dynamic:
-        replaced[at.dequantize.output[0]] = [mark_node(at.site, at.quantize.input[0], at.dequantize.output[0])]
+        replaced[at.output] = [mark_node(at.site, at.source, at.output, at.tensor_type)]
         kinds[at.site] = at.kind
-    for site, (_, source, output) in casts.items():
-        replaced[output] = [mark_node(site, source, output)]
+    for site, (_, source, output, tensor_type) in casts.items():
+        replaced[output] = [mark_node(site, source, output, tensor_type)]
     nodes: list[NodeProto] = []
     copies: dict[str, str] = {}  # output of a copied pair -> its input: the pair changes no value
     for node in opened.graph.node:
@@ -127,9 +132,9 @@ def _renamed(nodes: list[NodeProto], names: Mapping[str, str]) -> list[NodeProto
     return nodes
 
 
-def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
-    """Return site -> dtype, tensor before and tensor after a pair of casts; and the kinds of these sites."""
-    found: dict[str, tuple[str, str, str]] = {}
+def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str, str, str]], dict[str, str]]:
+    """Return site -> dtype, tensor before and after a pair of casts, and its type; and the kinds of these sites."""
+    found: dict[str, tuple[str, str, str, str]] = {}
     kinds: dict[str, str] = {}
     stored = initializers(model.graph)
     before: dict[str, str] = {}
@@ -144,14 +149,24 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
             if source not in float_names:
                 # the name from before the export, so that exporting again gives the same file
                 float_names[source] = unique(source.removesuffix(f"_{facts['qsdk.dtype']}") or site, taken)
-                values = array(stored[source]).astype("float32")
+                values = array(stored[source]).astype(array_type(type_of_cast(node)))
                 model.graph.initializer.append(numpy_helper.from_array(values, float_names[source]))
-            found[site] = (facts["qsdk.dtype"], float_names[source], node.output[0])
+            found[site] = (facts["qsdk.dtype"], float_names[source], node.output[0], type_of_cast(node))
         elif source in before:
-            found[site] = (facts["qsdk.dtype"], before[source], node.output[0])
+            found[site] = (facts["qsdk.dtype"], before[source], node.output[0], type_of_cast(node))
         else:
             before[node.output[0]] = source
     return found, kinds
+
+
+def _exact_in(tensor_type: str, encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """Return values of a float type that quantize back to exactly these codes; None where the type has none."""
+    with np.errstate(over="ignore"):
+        values = exact_floats(encoding, codes).astype(array_type(tensor_type))
+    if tensor_type == FLOAT32:
+        return values
+    again = encoding.quantize(values.astype(np.float32))
+    return values if np.array_equal(again.astype(np.int64), codes.astype(np.int64)) else None
 
 
 def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -175,20 +190,27 @@ def exact_floats(encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[np.
     return values
 
 
-def _stored_mark(model: ModelProto, place: QdqPair, taken: set[str]) -> list[NodeProto]:
+def _stored_mark(model: ModelProto, place: QdqPair, taken: set[str]) -> tuple[str, list[NodeProto]]:
+    """Return the tensor that a stored site's mark results in, and the nodes that take the place of its pair.
+
+    Codes that no value of the tensor's type stands for (those of an int32 bias) become float32; the cast behind stays.
+    """
     assert place.stored is not None
     stored = initializers(model.graph)
-    output, name = place.dequantize.output[0], unique(place.stored.removesuffix("_quantized") or place.site, taken)
+    name = unique(place.stored.removesuffix("_quantized") or place.site, taken)
     codes = array(stored[place.stored])
     if place.permutation is not None:
         inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
         codes = codes.transpose(inverse)
-    model.graph.initializer.append(numpy_helper.from_array(exact_floats(place.encoding, codes), name))
+    values, output, tensor_type = _exact_in(place.tensor_type, place.encoding, codes), place.output, place.tensor_type
+    if values is None:
+        values, output, tensor_type = exact_floats(place.encoding, codes), place.dequantize.output[0], FLOAT32
+    model.graph.initializer.append(numpy_helper.from_array(values, name))
     if place.permutation is None:
-        return [mark_node(place.site, name, output)]
+        return output, [mark_node(place.site, name, output, tensor_type)]
     marked = f"{place.site}/marked"
     transpose = helper.make_node("Transpose", [marked], [output], f"{place.site}/transpose", perm=place.permutation)
-    return [mark_node(place.site, name, marked), transpose]
+    return output, [mark_node(place.site, name, marked, tensor_type), transpose]
 
 
 def _activation_mark(model: ModelProto, place: QdqPair) -> list[NodeProto]:
@@ -199,13 +221,16 @@ def _activation_mark(model: ModelProto, place: QdqPair) -> list[NodeProto]:
     ours = "qsdk.site" in metadata(place.dequantize)
     while source in makers:
         maker = makers[source]
+        if metadata(maker).get(CAST_KEY) == place.site:
+            source = maker.input[0]
+            break
         held_by_us = metadata(maker).get("qsdk.site") == place.site and maker.op_type in ("Clip", "Max", "Min")
         if not held_by_us and (ours or maker.op_type != "Clip" or not place.encoding.dtype.narrows_container):
             break
         source = maker.input[0]
         if not held_by_us:
             break
-    return [mark_node(place.site, source, place.dequantize.output[0])]
+    return [mark_node(place.site, source, place.output, place.tensor_type)]
 
 
 def _drop_unread(model: ModelProto, nodes: list[NodeProto]) -> None:

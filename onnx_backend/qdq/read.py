@@ -1,7 +1,8 @@
 """Read encodings from QuantizeLinear and DequantizeLinear nodes: the inverse of `insert`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,18 @@ _CONTAINERS = [dtype for dtype in DTYPES.values() if dtype.is_quantized and dtyp
 LITERAL_KEY = "qsdk.kept"
 #: metadata of a DequantizeLinear that computes the block scales of a site
 SCALES_KEY = "qsdk.scales_of"
+#: metadata of a cast between the type of a site's tensor and the float32 of its pair
+CAST_KEY = "qsdk.cast_of"
+FLOAT32 = "float32"
+FLOAT_CODES: Mapping[str, int] = MappingProxyType(
+    {
+        "float16": int(TensorProto.FLOAT16),
+        "bfloat16": int(TensorProto.BFLOAT16),
+        "float64": int(TensorProto.DOUBLE),
+        FLOAT32: int(TensorProto.FLOAT),
+    }
+)
+FLOAT_NAMES: Mapping[int, str] = MappingProxyType({code: name for name, code in FLOAT_CODES.items()})
 _CODES = {int(helper.np_dtype_to_tensor_dtype(storage_type(dtype))): dtype for dtype in _CONTAINERS}
 
 
@@ -34,6 +47,8 @@ class QdqPair:
         quantize: the QuantizeLinear in front, or None behind a stored tensor.
         stored: the name of the stored tensor, or None behind a QuantizeLinear.
         encoding: of the two nodes; the DequantizeLinear's where they disagree.
+        output: the tensor that readers read: the DequantizeLinear's, or that of its site's cast behind it.
+        tensor_type: the float type of that tensor.
         permutation: by which the stored tensor was transposed on export, or None.
     """
 
@@ -43,6 +58,8 @@ class QdqPair:
     quantize: NodeProto | None
     stored: str | None
     encoding: Encoding
+    output: str
+    tensor_type: str
     permutation: tuple[int, ...] | None = None
 
 
@@ -77,6 +94,7 @@ def qdq_pairs(model: ModelProto) -> list[QdqPair]:
 def _pairs(model: ModelProto) -> Iterator[QdqPair]:
     stored: Mapping[str, TensorProto] = stored_tensors(model)
     made_by = producers(model.graph.node)
+    casts = casts_behind_pairs(model.graph.node)
     scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
     for node in model.graph.node:
         facts = metadata(node)
@@ -92,7 +110,28 @@ def _pairs(model: ModelProto) -> Iterator[QdqPair]:
         encoding = encoding_of_pair(node, quantize, stored, made_by)
         site = facts.get("qsdk.site") or (source if quantize is None else quantize.input[0])
         stored_name = source if quantize is None else None
-        yield QdqPair(site, facts.get("qsdk.kind", ""), node, quantize, stored_name, encoding, permutation)
+        cast = casts.get(node.output[0])
+        output = (node if cast is None else cast).output[0]
+        tensor_type = _type_of_result(node, stored) if cast is None else type_of_cast(cast)
+        kind = facts.get("qsdk.kind", "")
+        yield QdqPair(site, kind, node, quantize, stored_name, encoding, output, tensor_type, permutation)
+
+
+def casts_behind_pairs(nodes: Iterable[NodeProto]) -> dict[str, NodeProto]:
+    """Return result of a DequantizeLinear -> the cast behind it to the type of its site's tensor, if there is one."""
+    casts = (node for node in nodes if node.op_type == "Cast" and CAST_KEY in metadata(node))
+    return {node.input[0]: node for node in casts if type_of_cast(node) != FLOAT32}
+
+
+def type_of_cast(node: NodeProto) -> str:
+    """Return the float type that a cast casts to."""
+    return FLOAT_NAMES.get(int(attributes(node)["to"]), FLOAT32)
+
+
+def _type_of_result(node: NodeProto, stored: Mapping[str, TensorProto]) -> str:
+    scale = stored.get(node.input[1])
+    code = int(attributes(node).get("output_dtype", 0)) or (TensorProto.FLOAT if scale is None else scale.data_type)
+    return FLOAT_NAMES.get(int(code), FLOAT32)
 
 
 def encoding_of_pair(

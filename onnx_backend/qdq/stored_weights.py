@@ -12,7 +12,9 @@ from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
 from onnx_backend.proto.nodes import attributes, set_metadata
 from onnx_backend.proto.opsets import opset_of
+from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
+from onnx_backend.qdq.read import FLOAT32
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.block_scales import float8_scales, scale_dtype_of
 from qsdk.core.numerics.dtypes import DTYPES, float8e4m3fn, float8e8m0
@@ -23,8 +25,10 @@ Array = npt.NDArray[Any]
 _NARROW_SCALES = 24  # the opset from which float8e8m0 is a type of scales
 
 
-def store(at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str) -> None:
-    """Replace a mark that yields `output` by the stored tensor `source`, quantized, and a DequantizeLinear.
+def store(
+    at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: str, output: str, tensor_type: str = FLOAT32
+) -> None:
+    """Replace a mark that yields `output`, of a float type, by the stored `source`, quantized, and a DequantizeLinear.
 
     A tensor that every reader transposes is stored transposed: `nn.Linear` keeps [out, in], and the runtime fuses only
     a DequantizeLinear of [in, out], with blocks along axis 0, into MatMulNBits.
@@ -46,10 +50,12 @@ def store(at: GraphEditor, site: str, kind: Kind, encoding: Encoding, source: st
             scale, zero_point = scale.transpose(permutation), zero_point.transpose(permutation)
         output = _fold(at, output)
     stored = at.once(source, _fingerprint(encoding, permutation), codes, "_quantized")
-    parameters, options = _parameters(at, site, encoding, scale, zero_point)
+    own_type = pair_type(tensor_type, encoding, at.dialect)
+    parameters, options = _parameters(at, site, encoding, scales_as(scale, own_type), zero_point)
     name = at.target(site, output, "dequantized")
     options |= where(encoding, axis)
-    dequantize = at.add("DequantizeLinear", [stored, *parameters], name, f"{site}/dequantize", **options)
+    cast_type = FLOAT32 if own_type == tensor_type else tensor_type
+    dequantize = dequantize_to(at, site, [stored, *parameters], name, cast_type, **options)
     write_site(dequantize, site, encoding, "" if kind == "weight" else kind)
     if permutation is not None:
         set_metadata(dequantize, perm=",".join(str(i) for i in permutation))

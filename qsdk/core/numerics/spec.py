@@ -1,6 +1,7 @@
 """Specs: what is wanted at a site, before any data has been seen."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from qsdk.core.errors import ConfigError
@@ -107,9 +108,24 @@ class Spec:
             )
 
 
-def float_spec(dtype: DType) -> Spec | None:
-    """Return the spec of a site that a rule keeps in a float dtype: None for float32, a cast for the others."""
-    return None if dtype.name == "float32" else Spec(dtype)
+def float_spec(dtype: DType, tensor_type: str = "float32") -> Spec | None:
+    """Return the spec of a site that a rule keeps in a float dtype: None for float32 and its own type, else a cast."""
+    return None if dtype.name in ("float32", tensor_type) else Spec(dtype)
+
+
+#: significant binary digits of the float types that are narrower than float32
+_DIGITS = MappingProxyType({"float16": 11, "bfloat16": 8})
+
+
+def scale_digits(wanted: int | None, tensor_type: str) -> int | None:
+    """Return the significant binary digits of a tensor's scales, so that its own float type holds them.
+
+    Args:
+        wanted: digits that the config asks for, or None.
+        tensor_type: float type of the tensor in the model.
+    """
+    most = _DIGITS.get(tensor_type)
+    return wanted if most is None else min(wanted or most, most)
 
 
 Kind = Literal["weight", "bias", "activation", "input", "output"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec
+from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, Decision
 from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
@@ -63,7 +63,8 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     graph, facts = context.graph, context.graph.tensors[tensor]
     op_type = "Input" if op is None else graph.ops[op].type
     kind: Kind = "input" if tensor in context.inputs else "output" if tensor in context.outputs else "activation"
-    bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
+    name = facts.site or f"({facts.name})"
+    bare = Decision(name, op_type, kind, None, "", shape=facts.shape, tensor_type=facts.dtype)
     group = None if op is None else context.groups.get(op)
     if group is not None and group.ops[-1] != op:
         return replace(bare, reason=f"inside {group.name}")
@@ -80,7 +81,7 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     dtype = wanted.activation if own is None else own
     if not dtype.is_quantized:
         by = "a rule" if rule != "default" else "the config"
-        return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}", rule=rule)
+        return replace(bare, spec=float_spec(dtype, facts.dtype), reason=f"kept {dtype} by {by}", rule=rule)
     if steers is not None:
         return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
     if tensor in assembled:
@@ -89,7 +90,7 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     fixed = _fixed_range(wanted, op_type if group is None or group.name not in FIXED_RANGES else group.name)
     per_channel = wanted.per_channel_activations and fixed is None
     granularity = _granularity(context, tensor, op) if per_channel else PerTensor()
-    spec = Spec(dtype, granularity, symmetric, wanted.scale_bits, fixed)
+    spec = Spec(dtype, granularity, symmetric, scale_digits(wanted.scale_bits, facts.dtype), fixed)
     if wanted.dynamic_activations:
         spec = Spec(dtype, PerTensor(), symmetric, dynamic=True)
     missed = context.near_misses.get(op) if op is not None and group is None else None

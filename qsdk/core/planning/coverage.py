@@ -43,7 +43,11 @@ def explanation(plan: Plan, site: str) -> str:
     if result is None:
         near = nearest_in_words(owner_of(site), [owner_of(s) for s in plan.decisions], "the nearest owners are")
         raise ConfigError(f"there is no site {site}; {near}")
-    what = "float32" if result.spec is None else ", ".join(filter(None, (result.spec.dtype.name, _granularity(result))))
+    what = (
+        result.tensor_type
+        if result.spec is None
+        else ", ".join(filter(None, (result.spec.dtype.name, _granularity(result))))
+    )
     return f"{site} is {result.state} ({what}): {result.reason}; decided by {result.rule}"
 
 
@@ -54,7 +58,7 @@ def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
         "op_type": decision.op_type,
         "kind": decision.kind,
         "state": "not exercised" if not_exercised and decision.quantized else decision.state,
-        "dtype": "float32" if spec is None else spec.dtype.name,
+        "dtype": decision.tensor_type if spec is None else spec.dtype.name,
         "granularity": _granularity(decision),
         "reason": decision.reason if decision.rule == "default" else f"{decision.reason} [{decision.rule}]",
     }

@@ -53,7 +53,10 @@ def plan_as_given(
             (missing, "default") if spec is None else (as_given[site] if site in encodings else AS_GIVEN, THE_FILE)
         )
         kind = (kinds or {}).get(site) or by_structure[site]
-        result[site] = Decision(site, op_type, kind, spec, reason, rule, bias_of=biases.get(site), shape=facts.shape)
+        bias_of, tensor_type = biases.get(site), facts.dtype
+        result[site] = Decision(
+            site, op_type, kind, spec, reason, rule, bias_of=bias_of, shape=facts.shape, tensor_type=tensor_type
+        )
     _tie_what_passes_through(graph, result, encodings)
     return Plan(result)
 

@@ -18,13 +18,14 @@ class Decision:
         site: its name; in parentheses where the tensor has none (inside an op, or a scalar).
         op_type: of the op that computes the tensor, or reads it if it is stored.
         kind: weight, bias, activation, input or output.
-        spec: how it is to be quantized, or None where it stays float32.
+        spec: how it is to be quantized, or None where it stays float.
         reason: why.
         rule: the rule that decided, or "default".
         tied_to: the site whose encoding it shares, or None.
         passes_through: its values are already on the grid of `tied_to`, so quantizing again changes nothing.
         bias_of: `(input site, weight site)` whose scales multiply to a bias's scale.
         shape: of the tensor, where known.
+        tensor_type: float type of the tensor in the model.
     """
 
     site: str
@@ -37,6 +38,7 @@ class Decision:
     passes_through: bool = False
     bias_of: tuple[str, str] | None = None
     shape: tuple[int | str | None, ...] | None = None
+    tensor_type: str = "float32"
 
     @property
     def quantized(self) -> bool:

@@ -5,8 +5,19 @@ from dataclasses import replace
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Shape
+from qsdk.core.graph.graph import Tensor
 from qsdk.core.numerics.dtypes import BlockFormat, DType, int8, int32, level_dtype
-from qsdk.core.numerics.spec import Granularity, Kind, PerBlock, PerChannel, PerTensor, Role, Spec, float_spec
+from qsdk.core.numerics.spec import (
+    Granularity,
+    Kind,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    Role,
+    Spec,
+    float_spec,
+    scale_digits,
+)
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.operands import StoredOperand, is_scalar
 from qsdk.core.planning.plan import Decision
@@ -58,7 +69,8 @@ def _stored(
     facts, op_type = context.graph.tensors[operand.root], context.graph.ops[op].type
     role, reader = _role(context, op, operand)
     kind: Kind = "bias" if role == "bias" else "weight"
-    bare = Decision(facts.site or f"({facts.name})", op_type, kind, None, "", shape=facts.shape)
+    name = facts.site or f"({facts.name})"
+    bare = Decision(name, op_type, kind, None, "", shape=facts.shape, tensor_type=facts.dtype)
     if role == "statistic":
         return _statistic(context, op, operand, bare, reader)
     if is_scalar(context.graph, op, operand):
@@ -70,7 +82,7 @@ def _stored(
     if role == "bias":
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
-    spec = _spec(operand, role, wanted, facts.shape, named=choice.is_named("weight"))
+    spec = _spec(operand, role, wanted, facts, named=choice.is_named("weight"))
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
 
 
@@ -82,7 +94,7 @@ def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: 
     reason = f"a parameter of {reader} that has no integer form of its own"
     choice = context.resolver.at(context.stored_place(op, operand.root))
     wanted, rule = choice.wanted.weight, choice.decided_by("weight")
-    if not isinstance(wanted, DType) or wanted.is_quantized or float_spec(wanted) is None:
+    if not isinstance(wanted, DType) or wanted.is_quantized or float_spec(wanted, bare.tensor_type) is None:
         return replace(bare, reason=reason)
     if context.graph.ops[op].type == "BatchNormalization":
         source = "the config" if rule == "default" else f"the rule {rule}"
@@ -92,7 +104,7 @@ def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: 
     return _kept_float(replace(bare, rule=rule), wanted)
 
 
-def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, shape: Shape | None, *, named: bool) -> Spec | None:
+def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, facts: Tensor, *, named: bool) -> Spec | None:
     """Return the spec of a weight, an embedding or another constant; None where it stays in a float type."""
     form = wanted.weight if isinstance(wanted.weight, BlockFormat) else None
     dtype = form.dtype if form is not None else _dtype(wanted)
@@ -100,7 +112,7 @@ def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, shape: Shape 
         return None
     if role != "weight" and dtype.bits < 8 and not named:
         dtype = int8
-    granularity = _granularity(operand, wanted, shape, wanted.block_size if form is None else form.block_size)
+    granularity = _granularity(operand, wanted, facts.shape, wanted.block_size if form is None else form.block_size)
     by_choice = dtype.signed if wanted.symmetric_weights is None else wanted.symmetric_weights
     symmetric = by_choice or dtype.kind == "minifloat"
     scale_dtype = level_dtype(dtype) if wanted.two_level_scales else None
@@ -108,7 +120,9 @@ def _spec(operand: StoredOperand, role: Role, wanted: QuantConfig, shape: Shape 
         scale_dtype = form.scale_dtype
     if not isinstance(granularity, PerBlock):
         scale_dtype = None
-    return Spec(dtype, granularity, symmetric, wanted.scale_bits, scale_dtype=scale_dtype)
+    # scales of two levels are products, which no narrow float holds
+    digits = wanted.scale_bits if scale_dtype is not None else scale_digits(wanted.scale_bits, facts.dtype)
+    return Spec(dtype, granularity, symmetric, digits, scale_dtype=scale_dtype)
 
 
 def _dtype(wanted: QuantConfig) -> DType:
@@ -118,7 +132,7 @@ def _dtype(wanted: QuantConfig) -> DType:
 
 def _kept_float(bare: Decision, dtype: DType) -> Decision:
     by = "a rule" if bare.rule != "default" else "the config"
-    return replace(bare, spec=float_spec(dtype), reason=f"kept {dtype} by {by}")
+    return replace(bare, spec=float_spec(dtype, bare.tensor_type), reason=f"kept {dtype} by {by}")
 
 
 def _role(context: PlanningContext, op: int, operand: StoredOperand) -> tuple[Role, str]:
@@ -218,4 +232,4 @@ def _explain_rest(
         if root is not None and root != tensor:
             reason = f"a view of {graph.tensors[root].site or graph.tensors[root].name}"
         site = facts.site or f"({facts.name})"
-        decisions[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape)
+        decisions[tensor] = Decision(site, op_type, "weight", None, reason, shape=facts.shape, tensor_type=facts.dtype)

@@ -10,7 +10,7 @@ from qsdk.core.planning.plan import Decision, Plan
 
 _TUPLES = ("bias_of", "shape")
 #: fields that explain a decision and are no part of it
-_WORDS = ("reason", "rule", "shape")
+_WORDS = ("reason", "rule", "shape", "tensor_type")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -53,7 +53,9 @@ def _spec_to_json(spec: Spec) -> dict[str, Any]:
 
 
 def _read_decision(entry: Mapping[str, Any]) -> Decision:
-    given = {field.name: entry[field.name] for field in fields(Decision)}
+    # an older file lacks the float type of the tensor, which was float32
+    given = {field.name: entry[field.name] for field in fields(Decision) if field.name != "tensor_type"}
+    given["tensor_type"] = entry.get("tensor_type", "float32")
     for name in _TUPLES:
         given[name] = None if given[name] is None else tuple(given[name])
     return Decision(**{**given, "spec": None if given["spec"] is None else _read_spec(given["spec"])})
