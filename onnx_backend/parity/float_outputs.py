@@ -7,23 +7,28 @@ came out before (stochastic arithmetic, after Vignes, 1993).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, helper
+from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import replace_nodes
-from onnx_backend.proto.weightless import types_of
+from onnx_backend.proto.weightless import dtype_name, types_of
+from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError
 
 Array = npt.NDArray[Any]
-_ROUNDING = 2.0**-21  # of one op: a float32 unit, times four for the sums inside an op
 _TIMES = 16.0  # the factor by which the noise of a few runs may fall short of the largest possible
-_FLOOR = 2.0**-19  # of a value: the difference between two libraries of elementary functions
+#: of one op: a float32 unit, times four for the sums inside an op; of a narrow float, whose ops add up in float32, one
+#: unit. Where the runtime has no kernel in float64, it computes in float32.
+_ROUNDING = MappingProxyType({"float32": 2.0**-21, "float64": 2.0**-21, "float16": 2.0**-10, "bfloat16": 2.0**-7})
+#: of a value: the difference between two libraries of elementary functions, at least a unit of the last rounding
+_FLOOR = MappingProxyType({"float32": 2.0**-19, "float64": 2.0**-19, "float16": 2.0**-10, "bfloat16": 2.0**-7})
 
 
 @dataclass(frozen=True)
@@ -44,18 +49,20 @@ class Verdict:
         return not self.problem and float(self.steps.max(initial=0.0)) <= 1
 
 
-def free_outputs(model: ModelProto, read: set[str]) -> list[str]:
-    """Return the outputs of a Q/DQ model that are no site's values."""
-    return [value.name for value in model.graph.output if value.name not in read]
+def free_outputs(model: ModelProto, read: set[str]) -> dict[str, str]:
+    """Return name -> type of the outputs of a Q/DQ model that are no site's values."""
+    found = (value for value in model.graph.output if value.name not in read)
+    return {value.name: dtype_name(value.type.tensor_type.elem_type) for value in found}
 
 
-def verdict(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
+def verdict(got: Array, wanted: Array, noisy: Sequence[Array], tensor_type: str = "float32") -> Verdict:
     """Compare an output with the simulation's.
 
     Args:
         got: of the file, fed with the simulation's values at the sites.
         wanted: of the simulation.
         noisy: of the file, with noise of the size of rounding in it, several times.
+        tensor_type: of the output in the file; arrays of bfloat16 come as float32.
     """
     none = np.zeros(0)
     if got.shape != wanted.shape:
@@ -67,7 +74,7 @@ def verdict(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
         return Verdict(none, "the model gives NaN where the simulation gives none")
     with np.errstate(invalid="ignore"):
         off = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, np.abs(left - right))
-        steps = np.where(off == 0, 0.0, off / _allowed(right, noisy))
+        steps = np.where(off == 0, 0.0, off / _allowed(right, noisy, _FLOOR[tensor_type]))
     return Verdict(np.where(np.isnan(steps), np.inf, steps))
 
 
@@ -80,10 +87,10 @@ def _of_integers(got: Array, wanted: Array, noisy: Sequence[Array]) -> Verdict:
     return Verdict(np.zeros(0), f"{differing} of {got.size} values differ from the simulation's")
 
 
-def _allowed(wanted: Array, noisy: Sequence[Array]) -> Array:
+def _allowed(wanted: Array, noisy: Sequence[Array], least: float) -> Array:
     """Return the error that rounding explains: the most that noise moved any element of at most twice its size."""
     size = np.abs(np.where(np.isfinite(wanted), wanted, 0.0))
-    floor = _FLOOR * (size + (float(np.median(size)) if size.size else 0.0)) + np.finfo(np.float32).tiny
+    floor = least * (size + (float(np.median(size)) if size.size else 0.0)) + np.finfo(np.float32).tiny
     if not noisy:
         return np.asarray(floor)
     spread = np.max([np.abs(a.astype(np.float64) - noisy[0].astype(np.float64)) for a in noisy[1:]], axis=0)
@@ -116,7 +123,7 @@ class NoisyRuns:
 
 
 def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
-    """Return a copy of a model with only these outputs, every float32 result multiplied by numbers close to 1."""
+    """Return a copy of a model with only these outputs, every float result multiplied by numbers close to 1."""
     noisy = load(model)
     kept = [value for value in noisy.graph.output if value.name in set(outputs)]
     del noisy.graph.output[:]
@@ -129,13 +136,22 @@ def with_noise(model: ModelProto, outputs: Sequence[str]) -> ModelProto:
     for seed, node in enumerate(noisy.graph.node):
         nodes.append(node)
         for place, name in enumerate(node.output):
-            if types.get(name, ("", None))[0] != "float32" or node.op_type == "DequantizeLinear":
-                continue
-            exact, drawn = (unique(f"{name}/{part}", taken) for part in ("exact", "drawn"))
-            node.output[place] = exact
-            low, high = 1 - _ROUNDING, 1 + _ROUNDING
-            nodes.append(helper.make_node("RandomUniformLike", [exact], [drawn], low=low, high=high, seed=float(seed)))
-            nodes.append(helper.make_node("Mul", [exact, drawn], [name]))
+            tensor_type = types.get(name, ("", None))[0]
+            if tensor_type in _ROUNDING and node.op_type != "DequantizeLinear":
+                node.output[place] = exact = unique(f"{name}/exact", taken)
+                nodes += _noise(exact, name, tensor_type, float(seed), taken)
     replace_nodes(noisy.graph, nodes)
     del noisy.graph.value_info[:]
     return noisy
+
+
+def _noise(exact: str, name: str, tensor_type: str, seed: float, taken: set[str]) -> list[NodeProto]:
+    """Return the nodes that multiply a tensor by numbers close to 1, in float32, which has such numbers."""
+    wide, drawn, product = (unique(f"{name}/{part}", taken) for part in ("wide", "drawn", "product"))
+    low, high = 1 - _ROUNDING[tensor_type], 1 + _ROUNDING[tensor_type]
+    return [
+        helper.make_node("Cast", [exact], [wide], to=FLOAT_CODES["float32"]),
+        helper.make_node("RandomUniformLike", [wide], [drawn], low=low, high=high, seed=seed),
+        helper.make_node("Mul", [wide, drawn], [product]),
+        helper.make_node("Cast", [product], [name], to=FLOAT_CODES[tensor_type]),
+    ]

@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from onnx_backend.parity.cuts import Cut, cut_model, find_cuts
 from onnx_backend.parity.expected_model import ExpectedModel, compare_written
-from onnx_backend.parity.float_outputs import NoisyRuns, free_outputs, verdict
+from onnx_backend.parity.float_outputs import NoisyRuns, Verdict, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
 from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, lsb
 from onnx_backend.proto.graph_queries import input_names
@@ -105,7 +105,7 @@ class _TeacherForced:
 class _Teacher:
     """The sessions over cut models, one per set of sites that a batch brings."""
 
-    def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Sequence[str]) -> None:
+    def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str]) -> None:
         self.model, self.cuts, self.free = model, cuts, free
         self.inputs = input_names(model.graph)
         self.sessions: dict[frozenset[str], tuple[ort.InferenceSession, dict[str, str], NoisyRuns]] = {}
@@ -138,7 +138,7 @@ class _Teacher:
         key = frozenset(cut.site for cut in cuts)
         if key not in self.sessions:
             model, fed = cut_model(self.model, cuts, self.free)
-            self.sessions[key] = simulation_session(model), fed, NoisyRuns(model, self.free)
+            self.sessions[key] = simulation_session(model), fed, NoisyRuns(model, list(self.free))
         return self.sessions[key]
 
 
@@ -180,7 +180,7 @@ def _compare_activations(
     cuts = find_cuts(model)
     for cut in cuts:
         tallies.setdefault(cut.site, Tally(cut.kind))
-    free = free_outputs(model, {cut.read for cut in cuts}) if reference is not None else []
+    free = free_outputs(model, {cut.read for cut in cuts}) if reference is not None else {}
     teacher, noise = _Teacher(model, cuts, free), Noise()
     whole = simulation_session(model) if reference is not None else None
     names = [value.name for value in model.graph.output]
@@ -234,10 +234,16 @@ def _compare_taught(
         if cut.site in forced.codes:
             known = forced.computed if cut.computed else encodings
             _compare(cut, forced.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
-    found = {name: verdict(value, np.asarray(wanted[name]), ()) for name, value in forced.free.items()}
+
+    def judge(noisy: Mapping[str, Sequence[Array]]) -> dict[str, Verdict]:
+        return {
+            name: verdict(value, np.asarray(wanted[name]), noisy.get(name, ()), teacher.free[name])
+            for name, value in forced.free.items()
+        }
+
+    found = judge({})
     if any(not judged.passed for judged in found.values()):
-        noisy = teacher.noisy(batch, forced)
-        found = {name: verdict(value, np.asarray(wanted[name]), noisy[name]) for name, value in forced.free.items()}
+        found = judge(teacher.noisy(batch, forced))
     for name, judged in found.items():
         tally = tallies.setdefault(f"{name}:output", Tally("output"))
         tally.add(judged.steps)

@@ -43,7 +43,7 @@ def pair_type(dtype: str, encoding: Encoding, dialect: Dialect) -> str:
         encoding: of the site.
         dialect: ONNX Runtime has no pairs of bfloat16.
     """
-    if dtype not in _PAIRS[dialect] or not encoding.dtype.is_integer or encoding.dtype.narrows_container:
+    if dtype not in _PAIRS.get(dialect, ()) or not encoding.dtype.is_integer or encoding.dtype.narrows_container:
         return FLOAT32
     with np.errstate(over="ignore"):
         narrow = encoding.scale.astype(array_type(dtype)).astype(np.float32)
