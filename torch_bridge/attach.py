@@ -11,10 +11,9 @@ from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import owner_of, port_of, without_calls
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.torch_values.parameters import PREFIX
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import drop_quantizers
-
-PREFIX = "qsdk_"  # prefix of the buffers that hold encodings
 
 
 def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.attach import PREFIX
-from torch_bridge.torch_values.parameters import STATE
+from torch_bridge.torch_values.parameters import PREFIX, STATE
 from torch_bridge.tracing.weights_by_name import LARGE
 from torch_bridge.wrapping.wrapped_state import is_wrapped
 

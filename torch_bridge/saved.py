@@ -33,7 +33,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     """
     own = _encoding_keys(sim.model)
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
-    given = sim.example
+    given = sim.current_example
     example = {"args": given.args, "kwargs": dict(given.kwargs), "dynamic_shapes": given.dynamic_shapes}
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):

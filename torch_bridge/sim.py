@@ -32,7 +32,7 @@ from torch_bridge.quantizers.compiled_kernels import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.torch_values.parameters import find_stored, main_dtype, stored_tensor, to_numpy
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.batch_norm_training import (
@@ -61,7 +61,8 @@ class QuantSim(StatefulSim):
         graph: the graph read from its trace.
         config: the config in force.
         plan: the decision for every site.
-        example: the arguments it was traced with.
+        example: the arguments it was quantized with.
+        dtype_when_quantized: the float dtype that most of the model's values had then.
         quantized_with: the config that decided which BatchNorms were folded.
         fold_batch_norm: whether any were folded.
         not_exercised: sites that exist only in the traced graph.
@@ -84,6 +85,7 @@ class QuantSim(StatefulSim):
         self.model: nn.Module = prepared.model
         self.graph, self.config, self.plan = graph, config, plan
         self.example: Example = prepared.example
+        self.dtype_when_quantized = main_dtype(self.model)
         self.quantized_with, self.fold_batch_norm = config, fold_batch_norm
         self.not_exercised = tuple(not_exercised)
         self.notes = {**prepared.notes, **traced.notes}
@@ -104,6 +106,11 @@ class QuantSim(StatefulSim):
     def quantizers(self) -> Mapping[str, Quantizer]:
         """Return site -> quantizer, for every site that does not keep float32."""
         return {site: quantizer for site, quantizer in self.runtime.quantizers.items() if quantizer is not None}
+
+    @property
+    def current_example(self) -> Example:
+        """Return the example in the model's present dtype, which `sim.model.half()` may have changed."""
+        return self.example.converted(self.dtype_when_quantized, main_dtype(self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Simulate: the module's own outputs, without gradients."""
@@ -163,7 +170,7 @@ class QuantSim(StatefulSim):
         with temporarily_folded(self.model):
             if self._traced_as != fingerprint(self.model):
                 with eval_mode(self.model):
-                    self._trace = trace_marked(self.model, self.runtime, self.example)
+                    self._trace = trace_marked(self.model, self.runtime, self.current_example)
                 self._traced_as = fingerprint(self.model)
             stored = self._trace.stored.values_in(self.model)
             return self._trace.model, {name: x.copy() for name, x in stored.items()} if live else stored
@@ -367,7 +374,7 @@ class QuantSim(StatefulSim):
             quantizer = quantizers.get(site)
             result = x if quantizer is None else quantizer(x)
             if quantizer is not None and quantizer.decision.kind not in ("weight", "bias"):
-                captured[site] = result.detach().cpu().numpy().copy()
+                captured[site] = to_numpy(result).copy()
             return result
 
         with self.runtime.in_phase("visit", keep):

@@ -45,5 +45,5 @@ def constants_at(sim: QuantSim, sites: Iterable[str]) -> dict[str, Tensor]:
 
     if wanted:
         with eval_mode(sim.model), sim.runtime.in_phase("visit", visit), torch.no_grad():
-            run_example(sim.model, sim.example)
+            run_example(sim.model, sim.current_example)
     return result

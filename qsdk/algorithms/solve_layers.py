@@ -16,6 +16,7 @@ from qsdk.algorithms.checkpoint import Checkpoint
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
+from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.report import Report
 
 _ALL = GatherOptions()
@@ -67,7 +68,8 @@ def solve_layers(
     rows: dict[str, dict[str, Any]] = {}
     with tqdm(total=len(walk.layers), desc=title, disable=not progress, leave=False) as bar, torch.no_grad():
         for step in walk:
-            for layer, problem, solution, seconds in _solve_step(step, walk, solver, gathers, seed, store):
+            for layer, problem, solved, seconds in _solve_step(step, walk, solver, gathers, seed, store):
+                solution = _unless_codes_get_lost(layer, problem, solved)
                 _write(walk, layer, solution)
                 rows[layer.site] = _row(layer.site, solution, seconds)
                 if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
@@ -109,6 +111,14 @@ def _solve_step(
     if store is not None:
         store.keep(problems, [solution for _, _, solution, _ in result])
     return result
+
+
+def _unless_codes_get_lost(layer: Layer, problem: LayerProblem, solution: Solution) -> Solution:
+    """Return a solution, or why none is written: its rounded weight would become another one where it is stored."""
+    reason = "" if solution.weight is None else reason_codes_get_lost(layer.spec, layer.dtype)
+    if not reason:
+        return solution
+    return Solution(problem.encoding, None, solution.error_before, solution.error_before, reason)
 
 
 def _mean_shift(problem: LayerProblem, weight: Tensor) -> Any:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.torch_values.parameters import to_numpy
 from torch_bridge.torch_values.pytree import argument_leaves, name_leaves, tensors_of
 from torch_bridge.training.training import eval_mode
 
@@ -25,7 +25,7 @@ def captures(
     def note_inputs(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves = argument_leaves(module.forward, args, kwargs)
         given = name_leaves((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
-        seen.update({name: _array(tensor) for name, tensor in given.items()})
+        seen.update({name: to_numpy(tensor) for name, tensor in given.items()})
 
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:
@@ -33,10 +33,6 @@ def captures(
             seen.clear()
             with eval_mode(sim.model), sim.captured() as captured, torch.no_grad():
                 outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
-            yield {**seen, **captured}, [_array(tensor) for tensor in tensors_of(outputs)]
+            yield {**seen, **captured}, [to_numpy(tensor) for tensor in tensors_of(outputs)]
     finally:
         handle.remove()
-
-
-def _array(tensor: Tensor) -> Array:
-    return np.asarray(tensor.detach().cpu().numpy())

@@ -139,6 +139,15 @@ class TrainableBatchNorm:
         assert now is not None
         held.copy_(now)
 
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function that moves or converts the model to what is not in the model now, as `nn.Module._apply`."""
+        if not self.is_active:
+            self.norm._apply(fn)  # type: ignore[no-untyped-call]
+        self.own_bias = None if self.own_bias is None else fn(self.own_bias)
+        self.lost_weights = fn(self.lost_weights)
+        if self.bias_when_folded is not None:
+            self.bias_when_folded.data = fn(self.bias_when_folded.data)
+
     # --- back and forth -------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
 """Learned scales and zero points in checkpoints, which load into trained and untrained sims alike."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_bridge.quantizers.learned_scales import learned_scale, learned_zero_point
 from torch_bridge.quantizers.quantizer import Quantizer
+from torch_bridge.torch_values.parameters import RANGES
 
 
 def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
@@ -33,12 +36,27 @@ def adapt_learned_state(quantizer: Quantizer, state_dict: dict[str, Any], prefix
             state_dict[key] = torch.zeros_like(state_dict[base])
 
 
-def float32_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
-    """Return the tensors of a site that keep their dtype when their module changes its own, by name."""
-    owner = quantizer.owner
-    tensors = {name: owner._buffers.get(name) for name in quantizer.buffer_names}
-    tensors |= {name: owner._parameters[name] for name in quantizer.learned_names}
-    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+@contextmanager
+def keeping_float32(owner: nn.Module, quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """Keep the dtype and the digits of a module's encodings, learned values and observed ranges inside the block.
+
+    The block may move them to another device. Learned values keep their gradients too, so that an optimizer goes on
+    with them.
+    """
+    names = [name for quantizer in quantizers for name in (*quantizer.buffer_names, *quantizer.learned_names)]
+    before = {}
+    for name in (*names, RANGES):
+        tensor = owner._buffers.get(name, owner._parameters.get(name))
+        if tensor is not None:
+            before[name] = tensor.detach(), None if tensor.grad is None else tensor.grad.detach()
+    yield
+    for name, (value, gradient) in before.items():
+        moved = owner._buffers.get(name, owner._parameters.get(name))
+        assert moved is not None
+        if moved.dtype != value.dtype:
+            moved.grad = None  # torch checks a gradient against the dtype that its tensor has
+            moved.data = value.to(moved.device)
+            moved.grad = None if gradient is None else gradient.to(moved.device)
 
 
 def prepare_buffers(
@@ -60,4 +78,4 @@ def prepare_buffers(
             state_dict.pop(prefix + name)
         return
     for name in present:
-        module._buffers[name] = torch.empty_like(state_dict[prefix + name])
+        module._buffers[name] = torch.empty_like(state_dict[prefix + name], dtype=torch.float32)

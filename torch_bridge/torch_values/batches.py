@@ -1,14 +1,16 @@
 """Feeding data: tensors, tuples (positional) or mappings (keywords), with errors that show the remedy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from qsdk.core.errors import DataError, QsdkError
+from torch_bridge.torch_values.pytree import map_leaves
 
 Forward = Callable[[Any, Any], Any]
 
@@ -26,6 +28,16 @@ class Example:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any = None
+
+    def converted(self, old: torch.dtype | None, new: torch.dtype | None) -> "Example":
+        """Return the example with its tensors of one dtype converted to another."""
+        if old == new or old is None or new is None:
+            return self
+        args, kwargs = map_leaves(
+            (self.args, dict(self.kwargs)),
+            lambda _, leaf: leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf,
+        )
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def as_example(value: Any) -> Example:

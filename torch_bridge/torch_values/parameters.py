@@ -1,10 +1,17 @@
 """Stored tensors at sites: a parameter or buffer of a module, or the part of one that a single op reads."""
 
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from torch_bridge.torch_values.gate_order import is_recurrent, onnx_weight
 
+PREFIX = "qsdk_"  # prefix of the buffers that hold encodings, and of all other tensors that qsdk adds
 STATE = "_qsdk_state"  # key of a wrapped module's state in its __dict__
 STEPS = "qsdk_steps"  # a buffer of the root while the model is trained, so that checkpoints carry it
 RANGES = "qsdk_ranges"  # a buffer of the root while ranges are observed, so that checkpoints carry the averages
@@ -43,6 +50,26 @@ def find_stored(model: nn.Module, site: str) -> Tensor | None:
         packed = module._parameters.get(name)
         return None if packed is None or part not in _THIRDS else packed_rows(packed, part)
     return stored
+
+
+def main_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the float dtype of most of a model's values, those that qsdk adds not counted; None where it has none."""
+    counts: Counter[torch.dtype] = Counter()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not name.rpartition(".")[2].startswith(PREFIX):
+            counts[tensor.dtype] += tensor.numel()
+    return max(counts, key=counts.__getitem__, default=None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in graphs and files: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return the values of a tensor; those of bfloat16, which NumPy lacks, as float32."""
+    known = tensor.detach().cpu()
+    return np.asarray((known.float() if known.dtype == torch.bfloat16 else known).numpy())
 
 
 def packed_rows(packed: Tensor, part: str) -> Tensor:

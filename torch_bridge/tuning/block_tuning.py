@@ -20,10 +20,11 @@ from qsdk.core.errors import ModelError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import axis_of, block_size_of
+from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.torch_values.parameters import dtype_name, find_stored, stored_tensor
 from torch_bridge.tuning.block_calls import Piece, all_samples, arguments_with_samples, floats_of, split_held_back
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
@@ -322,11 +323,16 @@ def _learnable(run: BlockRun, options: BlockTuningOptions) -> tuple[list[Quantiz
         stored = decision.kind == "weight"
         if stored and (find_stored(run.sim.model, site) is None or _is_shared(site, modules, readers)):
             continue
-        if stored and options.rounding and decision.spec is not None and decision.spec.dtype.is_integer:
+        if stored and options.rounding and _can_learn_rounding(run.sim.model, quantizer):
             rounded.append(quantizer)
         if options.scales and quantizer.scales_are_free:
             scaled.append(quantizer)
     return rounded, scaled
+
+
+def _can_learn_rounding(model: nn.Module, quantizer: Quantizer) -> bool:
+    spec, stored = quantizer.decision.spec, stored_tensor(model, quantizer.site)
+    return spec is not None and spec.dtype.is_integer and not reason_codes_get_lost(spec, dtype_name(stored.dtype))
 
 
 def _is_shared(site: str, modules: dict[str, nn.Module], readers: Counter[int]) -> bool:

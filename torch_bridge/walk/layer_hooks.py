@@ -21,7 +21,7 @@ from torch_bridge.sites.call_scopes import Frame
 from torch_bridge.sites.functional import op_name
 from torch_bridge.sites.recurrent import hidden_weight_inputs, run_recurrent
 from torch_bridge.torch_values.gate_order import direction_suffixes, is_recurrent
-from torch_bridge.torch_values.parameters import find_stored, packed_rows
+from torch_bridge.torch_values.parameters import dtype_name, find_stored, packed_rows
 from torch_bridge.torch_values.relu6 import graph_as_it_runs
 from torch_bridge.walk.paused_forward import same_input
 from torch_bridge.wrapping.wrapped_state import state_of
@@ -122,6 +122,9 @@ def find_hooked_layers(sim: QuantSim) -> HookedLayers:
     by_site, functions = {}, set()
     for graph_layer in layers:
         site = graph_layer.layer.site
+        stored = find_stored(sim.model, site)
+        if stored is not None:  # the graph has the dtype that the model had when it was traced
+            graph_layer = replace(graph_layer, layer=replace(graph_layer.layer, dtype=dtype_name(stored.dtype)))
         owner = modules.get("" if owner_of(site) == "self" else owner_of(site))
         if isinstance(owner, nn.RNNBase) and is_recurrent(owner):
             by_site[site] = HookedLayer(graph_layer.layer, None, len(graph_layer.ops) > 1, recurrent=True)

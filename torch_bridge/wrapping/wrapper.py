@@ -18,7 +18,7 @@ from qsdk.core.site import site_name
 from torch_bridge.folding.batch_norm import fold_norm_in_checkpoint
 from torch_bridge.folding.computed_weights import fold_computed_in_checkpoint
 from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_norm_from_checkpoint
-from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, float32_tensors, prepare_buffers
+from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keeping_float32, prepare_buffers
 from torch_bridge.sites.checkpointing import is_recording_gradients
 from torch_bridge.sites.fused_relu import relu_ceiling
 from torch_bridge.sites.loss_inputs import LossInputs
@@ -206,15 +206,11 @@ class _QuantizedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move encodings with the module, but keep their dtype: `half()` would break scales and zero points."""
-        before: dict[str, Tensor] = {}
-        for quantizer in state_of(self).quantizers:
-            before |= float32_tensors(quantizer)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            moved = self._buffers.get(name, self._parameters.get(name))
-            assert moved is not None
-            if moved.dtype != old.dtype:
-                moved.data, moved.grad = old.to(moved.device), None
+        state = state_of(self)
+        with keeping_float32(self, state.quantizers):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for trainable in state.trainable_norms if recurse else ():
+            trainable.convert(fn)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

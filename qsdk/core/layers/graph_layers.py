@@ -124,7 +124,7 @@ def _layer(
     linear = graph.ops[index].type not in (*_RECURRENT, "Gather")
     bias = _bias(graph, index, root) if once and linear else ""
     activation = activations.get(index) if once and linear else None
-    layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation)
+    layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation, graph.tensors[root].dtype)
     return GraphLayer(
         layer,
         tuple(index for index, _ in reading),

@@ -21,6 +21,7 @@ class Layer:
         geometry: of a convolution, None for a linear layer.
         bias: site of the bias that is added to the product, `""` where there is none.
         activation: the function right behind the layer, if there is one and it is known.
+        dtype: the float dtype in which the weight is stored.
     """
 
     site: str
@@ -29,6 +30,7 @@ class Layer:
     geometry: PatchGeometry | None = None
     bias: str = ""
     activation: Activation | None = None
+    dtype: str = "float32"
 
 
 class WalkStep(Protocol):

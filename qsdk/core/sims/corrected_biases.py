@@ -75,6 +75,7 @@ def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
     shifted = {site: sim.original_biases[site][1] for site in exact}
     before = sim.snapshot()
     sim.store_floats(exact)
+    stored = {site: values.copy() for site, values in sim.stored_floats(list(exact)).items()}  # as its dtype rounds it
     try:
         yield
     except BaseException:
@@ -83,7 +84,9 @@ def without_shifts(sim: HasBiases, *, rounds: bool = True) -> Iterator[None]:
     after, now = sim.snapshot(), sim.stored_floats(list(exact))
     weights = {result.layer.bias: result.layer.site for result in graph_layers(sim.graph, sim.plan, frozen=())[0]}
     same = {site for site, weight in weights.items() if _is_unchanged(before, after, weight, rounds)}
-    sim.store_floats({site: shifted[site] for site in exact if site in same and np.array_equal(now[site], exact[site])})
+    sim.store_floats(
+        {site: shifted[site] for site in exact if site in same and np.array_equal(now[site], stored[site])}
+    )
 
 
 @contextmanager

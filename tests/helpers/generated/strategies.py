@@ -168,19 +168,27 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
 
 
-def to_float32(exact: Fraction) -> float:
-    """The float32 nearest to an exact rational, half to even, by integer arithmetic alone; too large is infinite."""
+def nearest_float(exact: Fraction, digits: int, least_exponent: int, limit: int) -> float:
+    """The float nearest to an exact rational, half to even, by integer arithmetic alone; too large is infinite.
+
+    The floats have `digits` significant binary digits, are multiples of 2**least_exponent, and less than 2**limit.
+    """
     if exact == 0:
         return 0.0
     magnitude = abs(exact)
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     if Fraction(2) ** exponent > magnitude:
         exponent -= 1
-    quantum = Fraction(2) ** max(exponent - 23, -149)
+    quantum = Fraction(2) ** max(exponent - digits + 1, least_exponent)
     rounded = round(exact / quantum) * quantum
-    if abs(rounded) >= Fraction(2) ** 128:
+    if abs(rounded) >= Fraction(2) ** limit:
         return float("inf") if exact > 0 else float("-inf")
     return float(rounded)
+
+
+def to_float32(exact: Fraction) -> float:
+    """The float32 nearest to an exact rational."""
+    return nearest_float(exact, 24, -149, 128)
 
 
 def exact_quantize(x: float, scale: float, zero_point: int, lo: int, hi: int) -> int:

@@ -100,12 +100,16 @@ def test_the_type_of_a_model_changes_and_its_encodings_stay_float32(dtype: torch
         one_step(sim, model)
         before = {name: tensor.clone() for name, tensor in scales(model).items()}
         learned = {id(p) for n, p in model.named_parameters() if "qsdk_" in n}
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if "qsdk_" in n}
         model.to(dtype)
         assert model.conv1.weight.dtype == dtype
         assert {id(p) for n, p in model.named_parameters() if "qsdk_" in n} == learned, "the optimizer lost them"
         for name, tensor in scales(model).items():
             assert tensor.dtype == torch.float32, name
             assert torch.equal(tensor, before[name]), name
+        for name, gradient in gradients.items():
+            assert torch.equal(dict(model.named_parameters())[name].grad, gradient), name
+        assert any(gradient.any() for gradient in gradients.values())
         loss = loss_of(model(X.to(dtype)).float())
         loss.backward()
         assert all(p.grad.dtype == p.dtype for p in model.parameters())
