@@ -1,92 +1,31 @@
 """Checkpoints of a training: the loss curve goes on bit for bit, and a checkpoint fits a sim in any state."""
 
 import copy
-import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import resumed_training
 import torch
-from torch import Tensor, nn
+from resumed_training import (
+    KINDS,
+    STEPS,
+    batch,
+    block,
+    network,
+    optimizer_of,
+    resumed,
+    run,
+    same_model,
+    saved,
+    sim_of,
+    whole,
+)
 
 import qsdk
-
-STEPS = 8
-KINDS = ("adam", "momentum")
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten())
-    return nn.Sequential(*layers, nn.Linear(16, 3)).eval()
-
-
-def batch(seed: int) -> Tensor:
-    return torch.randn(6, 2, 6, 6, generator=torch.Generator().manual_seed(seed)) * (1 + seed % 3)
-
-
-@functools.cache
-def made() -> Any:
-    return qsdk.quantize(network(), batch(0), qsdk.w4a8())
-
-
-def sim_of(*, calibrated: bool = True) -> Any:
-    sim = copy.deepcopy(made())
-    if calibrated:
-        qsdk.calibrate(sim, [batch(100)], progress=False)
-    return sim
-
-
-def block(sim: Any) -> Any:
-    schedules = [qsdk.observe_ranges(2), qsdk.anneal_bits({0: 8, 3: 6, 5: 4}), qsdk.freeze_ranges(6, "weights")]
-    return sim.training(learn_scales=True, learn_zero_points=True, schedules=schedules)
-
-
-def optimizer_of(sim: Any, kind: str) -> torch.optim.Optimizer:
-    groups = sim.parameter_groups(lr=0.01, scale_lr=0.02)
-    return torch.optim.Adam(groups) if kind == "adam" else torch.optim.SGD(groups, momentum=0.9, weight_decay=1e-3)
-
-
-def run(sim: Any, optimizer: torch.optim.Optimizer, start: int, end: int) -> list[float]:
-    losses = []
-    for number in range(start, end):
-        optimizer.zero_grad()
-        loss = sim.model(batch(number)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def saved(sim: Any, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    torch.save({"model": sim.model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-
-
-def resumed(sim: Any, kind: str, path: Path, start: int) -> list[float]:
-    """Losses of the rest; the encodings at the end stand in the sim."""
-    with block(sim):
-        optimizer = optimizer_of(sim, kind)
-        found = torch.load(path)
-        sim.model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        return run(sim, optimizer, start, STEPS)
-
-
-@functools.cache
-def whole(kind: str) -> tuple[list[float], Any]:
-    sim = sim_of()
-    with block(sim):
-        losses = run(sim, optimizer_of(sim, kind), 0, STEPS)
-    return losses, sim
-
-
-def same_model(one: Any, other: Any) -> bool:
-    first, second = one.model.state_dict(), other.model.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 7])
@@ -176,19 +115,6 @@ def test_save_and_load_after_the_block(tmp_path: Path):
     assert found[0] == found[1]
 
 
-SCRIPT = """
-import sys, json
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_resume as t
-import torch
-torch.set_num_threads(1)
-sim = t.sim_of(calibrated=False)
-losses = t.resumed(sim, "adam", Path(sys.argv[2]), 3)
-print(json.dumps([losses, {site: [e.scale.tolist(), e.zero_point.tolist()] for site, e in sim.encodings.items()}]))
-"""
-
-
 @pytest.mark.nightly
 def test_a_training_is_resumed_in_a_new_process(tmp_path: Path):
     threads = torch.get_num_threads()
@@ -202,7 +128,7 @@ def test_a_training_is_resumed_in_a_new_process(tmp_path: Path):
             losses = run(sim, optimizer, 3, STEPS)
     finally:
         torch.set_num_threads(threads)
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(path)]
+    command = [sys.executable, str(Path(resumed_training.__file__)), str(path), "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, encodings = json.loads(done.stdout.splitlines()[-1])
