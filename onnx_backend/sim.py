@@ -48,7 +48,7 @@ from qsdk.core.planning.coverage import coverage_report
 from qsdk.core.planning.from_encodings import owned_encodings
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import PERCENTILE
-from qsdk.core.ranges.statistics import Gather, alone
+from qsdk.core.ranges.statistics import Gather, single_process
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes, with_reasons
 from qsdk.core.sims.calibration import calibrate_sites
@@ -141,7 +141,7 @@ class OnnxSim(StatefulSim):
         weight_method: str | None = None,
         percentile: float = PERCENTILE,
         progress: bool = True,
-        gather: Gather = alone,
+        gather: Gather = single_process,
     ) -> Report:
         """Find an encoding for every site: weights at once, activations in one streamed float pass.
 

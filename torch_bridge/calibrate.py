@@ -11,7 +11,7 @@ from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import PERCENTILE, estimator
-from qsdk.core.ranges.statistics import Gather, Statistics, alone
+from qsdk.core.ranges.statistics import Gather, Statistics, single_process
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.calibration import calibrate_sites, make_room_for_biases, weight_encodings
@@ -33,7 +33,7 @@ def calibrate(
     percentile: float = PERCENTILE,
     forward: Forward | None = None,
     progress: bool = True,
-    gather: Gather = alone,
+    gather: Gather = single_process,
 ) -> Report:
     """Find an encoding for every site of the sim in one float pass over the data.
 

@@ -20,7 +20,7 @@ from qsdk.core.ranges.ranges import Range, encoding_from_range
 Gather = Callable[[Any], list[Any]]
 
 
-def alone(value: Any) -> list[Any]:
+def single_process(value: Any) -> list[Any]:
     """Return the value in a list: the `Gather` of a single process."""
     return [value]
 

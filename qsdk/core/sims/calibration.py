@@ -17,9 +17,9 @@ from qsdk.core.ranges.statistics import (
     Gather,
     Statistics,
     activation_encodings,
-    alone,
     merge_over_ranks,
     observed_sites,
+    single_process,
 )
 from qsdk.core.report import Report
 from qsdk.core.sims.state import owns_encoding
@@ -54,7 +54,7 @@ def calibrate_sites(
     method: str = "min_max",
     weight_method: str | None = None,
     percentile: float = PERCENTILE,
-    gather: Gather = alone,
+    gather: Gather = single_process,
 ) -> Calibration:
     """Find an encoding for every site that has one of its own: stored tensors at once, activations in one float pass.
 

@@ -16,7 +16,7 @@ from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.ranges.estimators import METHODS, estimator
 from qsdk.core.ranges.histogram import sample_step
-from qsdk.core.ranges.statistics import Statistics, alone, merge_over_ranks
+from qsdk.core.ranges.statistics import Statistics, merge_over_ranks, single_process
 
 EXACT = sorted(set(METHODS.values()) - {"moving_average"})
 SPEC = Spec(uint8, symmetric=False)
@@ -74,7 +74,7 @@ def test_a_failure_on_another_rank_is_named_and_one_on_this_rank_is_sent():
     with pytest.raises(DataError, match=r"^rank 1: no data$"):
         merge_over_ranks(lambda: statistics("min_max", batches(1)), lambda value: [value, *told])
     own = statistics("min_max", batches(1))
-    assert merge_over_ranks(lambda: own, alone) is own
+    assert merge_over_ranks(lambda: own, single_process) is own
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
