@@ -294,10 +294,6 @@ class OnnxSim(StatefulSim):
         """Return the float model with a mark at every site; it is to be read only."""
         return TracedModel(self._marked, {}, self.graph)
 
-    def marked(self) -> ModelProto:
-        """Return a copy of the float model with a mark at every site."""
-        return load(self._marked)
-
     def qdq_model(self, dialect: Dialect = "onnxruntime") -> ModelProto:
         """Return the model with Q/DQ, as it would be exported.
 

@@ -75,7 +75,7 @@ def require_reasons(rows: list[dict[str, Any]]) -> None:
 
 def require_same_floats(sim: Any, original: ort.InferenceSession, batch: dict[str, Any]) -> None:
     """Unquantized, the opened model gives what the file gives."""
-    opened = float_session(insert(sim.marked(), Plan({}), {})[0])
+    opened = float_session(insert(sim.traced().model, Plan({}), {})[0])
     for left, right in zip(opened.run(None, batch), original.run(None, batch), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-4 * max(1.0, float(np.abs(right).max())))
 

@@ -25,9 +25,9 @@ def change(sim, factor=1.5):
             sim.model.fc2.bias.add_(factor)
             sim.model.bn1.running_mean.add_(factor)
         return
-    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in sim.marked().graph.initializer}
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in sim.traced().model.graph.initializer}
     names = sim.stored_names()
-    norm = next(node for node in sim.marked().graph.node if node.op_type == "BatchNormalization")
+    norm = next(node for node in sim.traced().model.graph.node if node.op_type == "BatchNormalization")
     weight, bias, mean = names["conv1:weight"], names["fc2:bias"], norm.input[3]
     sim.change_stored({weight: stored[weight] * factor, bias: stored[bias] + factor, mean: stored[mean] + factor})
 

@@ -149,7 +149,7 @@ def bits(tensor: Tensor | None) -> Any:
 
 
 def of_model(sim: OnnxSim) -> dict[str, bytes]:
-    return {tensor.name: tensor.SerializeToString() for tensor in sim.marked().graph.initializer}
+    return {tensor.name: tensor.SerializeToString() for tensor in sim.traced().model.graph.initializer}
 
 
 def arrays(result: Any) -> list[np.ndarray]:

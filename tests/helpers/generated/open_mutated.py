@@ -38,7 +38,7 @@ def verdict(path: str) -> str:
 def compared(path: str, sim) -> str:
     """Whether the opened model gives what the runtime gives for the file itself."""
     original, refusal = session(path)
-    opened, ours = session(insert(sim.marked(), Plan({}), {})[0].SerializeToString())
+    opened, ours = session(insert(sim.traced().model, Plan({}), {})[0].SerializeToString())
     if original is None:
         return f"accepted, the runtime refuses: {refusal} | {ours or 'it loads ours'}"
     if opened is None:

@@ -58,7 +58,7 @@ def adopted(model, tmp_path):
     wanted = simulation_session(model).run(None, x)
     for got, want in zip(sim.run(x), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    assert not any(item.op_type in ("QuantizeLinear", "DequantizeLinear") for item in sim.marked().graph.node)
+    assert not any(item.op_type in ("QuantizeLinear", "DequantizeLinear") for item in sim.traced().model.graph.node)
     export(sim, tmp_path / "first.onnx")
     again = quantize(tmp_path / "first.onnx", None, None)
     assert again.encodings == sim.encodings

@@ -24,7 +24,7 @@ def run(model, x=X):
 
 
 def unquantized(opened_or_sim):
-    return insert(opened_or_sim.marked(), Plan({}), {})[0]
+    return insert(opened_or_sim.traced().model, Plan({}), {})[0]
 
 
 def branch(name, nodes, output, stored=()):

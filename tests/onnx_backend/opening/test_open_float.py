@@ -23,7 +23,7 @@ def run(model, **feeds):
 
 
 def unquantized(model, **more):
-    return insert(qsdk.quantize(model, None, w8a8(), **more).marked(), Plan({}), {})[0]
+    return insert(qsdk.quantize(model, None, w8a8(), **more).traced().model, Plan({}), {})[0]
 
 
 def test_constant_nodes_and_initializers_are_one():
@@ -133,7 +133,7 @@ def test_outputs_that_are_inputs_constants_or_listed_twice_stay_what_they_are():
     model = make_model(nodes, {"x": [3, 4]}, {"y": [3, 4], "x": [3, 4], "w": [4]}, weights(w=(4,)), 13, 7)
     model.graph.output.append(model.graph.output[0])
     sim = qsdk.quantize(model, None, w8a8())
-    assert [v.name for v in sim.marked().graph.output] == ["y", "x", "w", "y"]
+    assert [v.name for v in sim.traced().model.graph.output] == ["y", "x", "w", "y"]
     qsdk.calibrate(sim, [X], progress=False)
     got = sim.run(X)
     for left, right in zip(got, run(model), strict=True):

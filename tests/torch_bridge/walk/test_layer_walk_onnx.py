@@ -418,7 +418,7 @@ def test_wrong_use_of_a_walk_is_an_error() -> None:
             walk.write("MatMul_g:weight", bias_shift=np.zeros(6, np.float32))
         with pytest.raises(ValueError, match="has the shape"):
             walk.write("MatMul_g:weight", weight=np.zeros((5, 6), np.float32))
-    fresh = quantize(sim.marked(), None, w4a8()) if False else OnnxSim(sim.marked(), sim.graph, sim.plan, sim.config)
+    fresh = OnnxSim(sim.traced().model, sim.graph, sim.plan, sim.config)
     with pytest.raises(CalibrationError, match="no encoding"), walk_layers(fresh, data, progress=False):
         pass
 
