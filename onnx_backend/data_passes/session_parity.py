@@ -44,6 +44,7 @@ class _SiteDifference:
     elements: int = 0
 
     def add(self, left: Array, right: Array) -> None:
+        """Add the differences of a batch, in steps of the codes' dtype."""
         steps = lsb(left.astype(self.codes), right.astype(self.codes))
         self.largest = max(self.largest, float(steps.max(initial=0)))
         self.total += float(steps.sum())
@@ -61,6 +62,7 @@ class _OutputDifference:
     invented: int = 0  # values that are not finite where the wanted ones are
 
     def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
+        """Add the outputs of a batch."""
         for left, right in zip(got, wanted, strict=True):
             exact = np.asarray(right, np.float64)
             off = np.asarray(left, np.float64) - exact
@@ -72,6 +74,7 @@ class _OutputDifference:
 
     @property
     def decibels(self) -> float:
+        """Return the ratio of signal to difference; infinite where nothing differs."""
         if self.difference == 0:
             return float("inf")
         return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")

@@ -43,6 +43,7 @@ class _Stripped:
     alias: dict[str, str] = field(default_factory=dict)  # a mark's output -> the tensor it marks
 
     def name(self, tensor: str) -> str:
+        """Return the name of the tensor that a mark stands for, or the name itself."""
         return self.alias.get(tensor, tensor)
 
 

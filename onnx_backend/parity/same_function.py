@@ -70,6 +70,7 @@ class _NumberTable:
         self.known: dict[Key, int] = {}
 
     def of(self, key: Key) -> int:
+        """Return the number of a value; a key that is new gets the next one."""
         return self.known.setdefault(key, len(self.known))
 
 

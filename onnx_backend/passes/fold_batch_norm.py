@@ -66,6 +66,7 @@ class _LinearLayer:
 
     @property
     def last(self) -> NodeProto:
+        """Return the node whose output is the layer's."""
         return self.add or self.node
 
 

@@ -59,6 +59,7 @@ class _BarrierInserter:
         self.unsized = of_data_dependent_size(model.graph)
 
     def insert(self) -> None:
+        """Insert the barriers, node by node."""
         nodes: list[NodeProto] = []
         for node in self.graph.node:
             drops = node.op_type == "QuantizeLinear" and self._drops_op_before(node)

@@ -186,14 +186,17 @@ class _LearnedSites:
 
     @property
     def layers(self) -> list[_LearnedSite]:
+        """Return the sites that own an encoding, each with its spec."""
         owning = [q for q in self.sim.quantizers.values() if q.owns_encoding]
         return [_LearnedSite(q.site, q.decision.spec) for q in owning if q.decision.spec is not None]
 
     def weight(self, site: str) -> Tensor:
+        """Return the stored tensor at a site; an empty one for an activation."""
         stored = find_stored(self.sim.model, site)
         return torch.empty(0) if stored is None else stored.detach().float()
 
     def encoding(self, site: str) -> Encoding:
+        """Return the encoding of a site."""
         return self.sim.quantizers[site].encoding()
 
 

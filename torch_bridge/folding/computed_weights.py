@@ -60,6 +60,7 @@ class _HookedTensor(nn.Module):
         self.eval()
 
     def forward(self) -> Tensor:
+        """Return the tensor that the hook computes."""
         self.hook(self, ())
         result = self.__dict__.pop(self.name)
         assert isinstance(result, Tensor)

@@ -93,6 +93,7 @@ class _TensorsOnly(nn.Module):
         self.training = model.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors among the model's outputs, with these in place of the example's."""
         rest = iter(tensors)
         args, kwargs = map_leaves(self.given, lambda _, leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
         outputs = leaves_of(self.model(*args, **kwargs))

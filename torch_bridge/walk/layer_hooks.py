@@ -200,10 +200,12 @@ class _ReadCounts:
         self._last: LayerInput | None = None
 
     def by_module(self, site: str, x: Tensor) -> None:
+        """Count a read of a layer's weight by its own module."""
         self.modules[site] += 1
         self._group(LayerInput.to(site, x))
 
     def by_function(self, site: str, x: Tensor) -> None:
+        """Count a read by a linear function of torch, which may be that of the module just counted."""
         self.functions[site] += 1
         if not self.modules[site]:
             self._group(LayerInput.to(site, x))

@@ -138,6 +138,7 @@ class _TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages that are still alive."""
         self._prune()
         storages = (torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self._storages)
         return [storage for storage in storages if storage is not None]

@@ -216,6 +216,7 @@ class _Matching:
     found: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> Mapping[int, int]:
+        """Match op by op, then the views, and return tensor of the left graph -> tensor of the right one."""
         left, right = self.left.graph, self.right.graph
         self.found.update(zip(left.inputs, right.inputs, strict=False))
         waiting: dict[tuple[object, ...], list[int]] = {}
@@ -289,6 +290,7 @@ class _Comparison:
     mapping: Mapping[int, int]
 
     def run(self) -> list[PlanDifference]:
+        """Return the differences of the matched tensors, then those of tensors that only one graph has."""
         mine, theirs = _by_tensor(self.left, self.left_plan), _by_tensor(self.right, self.right_plan)
         result = []
         for left_id, decision in mine.items():

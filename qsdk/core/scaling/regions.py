@@ -167,6 +167,7 @@ class _Growing:
         self.reason = ""
 
     def grow(self, seed: int, axes: Sequence[int]) -> Region:
+        """Return the region that grows from a tensor, whose channels lie along these axes."""
         shape = self.graph.tensors[seed].shape or ()
         along = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}
         sizes = [size if axis in along else 1 for axis, size in enumerate(shape)]
@@ -182,6 +183,7 @@ class _Growing:
         return self.region()
 
     def new(self, shape: tuple[int, ...]) -> Ids:
+        """Return ids that no tensor has yet, in an array of this shape."""
         count = int(np.prod(shape))
         start = len(self.same)
         self.same.extend(range(start, start + count))
@@ -206,18 +208,21 @@ class _Growing:
             self.unite(self.members[tensor].ids, ids)
 
     def unite(self, one: Ids, other: Ids) -> None:
+        """Make the ids of two arrays, broadcast against each other, the same channels."""
         a, b = np.broadcast_arrays(one, other)
         for i, j in {(int(i), int(j)) for i, j in zip(a.ravel(), b.ravel(), strict=True) if i != j}:
             first, second = self.root(i), self.root(j)
             self.same[max(first, second)] = min(first, second)
 
     def root(self, i: int) -> int:
+        """Return the smallest id of the same channel."""
         while self.same[i] != i:
             self.same[i] = self.same[self.same[i]]
             i = self.same[i]
         return i
 
     def block(self, reason: str) -> None:
+        """Note why the region cannot be scaled; the first reason holds."""
         self.reason = self.reason or reason
 
     def up(self, tensor: int) -> None:
@@ -285,9 +290,11 @@ class _Growing:
         return Propagation({at.made if at.forward else data: at.ids})
 
     def label(self, op_id: int) -> str:
+        """Return the name of an op for messages: the site of its output, else its own name."""
         return self.graph.tensors[self.graph.ops[op_id].outputs[0]].site or self.graph.ops[op_id].name
 
     def region(self) -> Region:
+        """Return what was found, with the channels numbered from 0 on."""
         if self.reason:
             return Region(0, self.members, tuple(self.ends.values()), blocked=self.reason)
         roots = np.array([self.root(i) for i in range(len(self.same))], np.int64)
