@@ -13,7 +13,6 @@ from onnx_backend import saved as saved_onnx
 from onnx_backend.opening.read_graph import read_graph
 from onnx_backend.opening.stored_encodings import float_facts, stored_encodings
 from onnx_backend.proto import model_io
-from onnx_backend.sim import OnnxSim
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings import qsdk_format
@@ -24,7 +23,7 @@ from qsdk.core.encodings.qsdk_format import StoredEncodings
 from qsdk.core.encodings.tensor_facts import TensorFacts, counterparts, in_layout_of, tensor_facts
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.core.graph.graph import Graph
-from qsdk.core.layers.folded_norms import norms_to_json, read_norms
+from qsdk.core.layers.folded_norms import read_norms
 from qsdk.core.planning.plan import casts_of
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.read_files import read_text
@@ -35,15 +34,15 @@ from qsdk.core.sims.load_encodings import with_loaded
 from qsdk.core.sims.methods import methods_to_json, read_methods
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
-from qsdk.core.sims.sim_file import SimFile, read_sim, write_sim
+from qsdk.core.sims.sim_file import SimFile, read_sim
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
-from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.relu6 import remove_bounds, unbounded_paths
+from torch_bridge.torch_values.relu6 import remove_bounds
 
 
 def save_encodings(
@@ -235,22 +234,13 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
-    require_sim(sim)
-    state, both = (
-        sim.snapshot(),
-        {
-            "biases": biases_to_json(sim),
-            "methods": methods_to_json(sim.methods),
-            "frozen_values": sorted(sim.frozen_values),
-        },
-    )
-    if isinstance(sim, OnnxSim):
-        parts = {**saved_onnx.parts_of(sim), **onnx_given.parts_of(sim)}
-        write_sim(path, "onnx", state, {**saved_onnx.facts_of(sim), **both}, parts)
-        return
-    facts = {**both, "quantized_with": sim.quantized_with.to_dict(), "fold_batch_norm": sim.fold_batch_norm}
-    facts |= {"norms": norms_to_json(sim.folded_norms), "relu6_as_relu": unbounded_paths(sim.model)}
-    write_sim(path, "torch", state, facts, saved_torch.parts_of(sim))
+    door = door_of(sim)
+    facts = {
+        "biases": biases_to_json(sim),
+        "methods": methods_to_json(sim.methods),
+        "frozen_values": sorted(sim.frozen_values),
+    }
+    door.save(path, facts)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:

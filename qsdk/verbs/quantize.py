@@ -1,7 +1,7 @@
 """The verbs from `quantize` to `to_integer`."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from onnx import ModelProto
@@ -11,11 +11,9 @@ from onnx_backend.export import without_uncalibrated, write_model
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
-from onnx_backend.opening.from_trace import TracedModel, open_traced
+from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
-from onnx_backend.parity import parity
-from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
@@ -23,24 +21,20 @@ from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.algorithms.ranks import all_gather
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.encodings.provenance import provenance_of
-from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
-from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
-from qsdk.verbs.doors.onnx_door import require_no_forward
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from torch_bridge.attach import compare_sites
-from torch_bridge.data_passes.captures import captures
 from torch_bridge.numbering import trace_and_number
 from torch_bridge.prepare import PreparedModel, prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.stored_values import stored_values
 
 
 @overload
@@ -207,10 +201,10 @@ def export(
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or torch cannot trace the model.
     """
-    require_sim(sim)
+    door = door_of(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
-    traced = _traced(sim) if isinstance(sim, QuantSim) else sim.traced()
+    traced = door.traced()
     provenance = provenance_of(sim.config, sim.graph)
     report = write_model(
         traced.model,
@@ -223,25 +217,9 @@ def export(
         tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
         external_data=external_data,
         weights=traced.weights,
-        in_use=sim.files_read() if isinstance(sim, OnnxSim) else (),
+        in_use=door.files_read(),
     )
     return with_notes(report, sim.bias_remarks())
-
-
-def _traced(sim: QuantSim) -> TracedModel:
-    """Return the trace of the sim's model as it is now, after comparing its sites with the plan's."""
-    opened = open_traced(*sim.traced())
-    different = sorted(set(opened.graph.sites).symmetric_difference(sim.plan.decisions))
-    if not different and [op.type for op in opened.graph.ops] != [op.type for op in sim.graph.ops]:
-        different = [
-            "its ops"
-        ]  # the sites may agree although an op has changed: the plan would not be the changed model's
-    if different:
-        raise ExportError(
-            f"the model has changed since it was quantized: {', '.join(different[:5])} differ; quantize the changed "
-            "model instead"
-        )
-    return opened
 
 
 def check_parity(
@@ -258,25 +236,8 @@ def check_parity(
         FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
         DataError: data that the model does not take.
     """
-    require_sim(sim)
-    opened = opened_qdq(model)
-    if isinstance(sim, OnnxSim):
-        require_no_forward(forward)
-        return sim.check_parity(opened, data, progress=progress)
-    outputs: list[list[Any]] = []
-
-    def values() -> Iterator[dict[str, Any]]:
-        for found, result in captures(sim, data, forward=forward, progress=progress):
-            outputs.append(result)
-            yield found
-
-    def reference() -> Iterator[list[Any]]:
-        while outputs:
-            yield outputs.pop(0)
-
-    encodings = sim.encodings
-    expected = expected_model(_traced(sim), sim.plan, encodings, opened)
-    return parity.check(opened, values(), stored_values(sim), encodings, reference(), expected)
+    door = door_of(sim)
+    return door.check_parity(opened_qdq(model), data, forward, progress)
 
 
 def to_integer(

@@ -1,12 +1,16 @@
 """The operations on a sim that verbs need, the same for an nn.Module and an ONNX model."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from onnx import ModelProto
 
+from onnx_backend.opening.from_trace import TracedModel
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.ranges.channel_statistics import Together
@@ -106,4 +110,24 @@ class Door(Protocol):
         Returns:
             One row per BatchNorm, and the seconds that the data takes in float.
         """
+        ...
+
+    def traced(self) -> TracedModel:
+        """Return the float model as it is now, with a mark at every site; it is to be read only.
+
+        Raises:
+            ExportError: the module cannot be traced, or has changed since it was quantized.
+        """
+        ...
+
+    def files_read(self) -> Collection[Path]:
+        """Return the files that hold weights of the sim; they must not be written over."""
+        ...
+
+    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+        """Compare an opened Q/DQ model with the sim, site by site."""
+        ...
+
+    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        """Write the whole sim to one file, with the facts that sims of both sides have."""
         ...

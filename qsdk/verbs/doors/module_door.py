@@ -1,23 +1,32 @@
 """The door of a sim of an nn.Module."""
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from onnx import ModelProto
 
+from onnx_backend.opening.from_trace import TracedModel, open_traced
+from onnx_backend.parity import parity
+from onnx_backend.parity.expected_model import expected_model
 from qsdk.algorithms import ranks
+from qsdk.core.errors import ExportError
 from qsdk.core.graph.graph import Graph
+from qsdk.core.layers.folded_norms import norms_to_json
 from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
 from qsdk.verbs.doors.door import Forward, Visit
-from torch_bridge import calibrate, given_weights
-from torch_bridge.data_passes import outputs, stored_by_name, visit_sites
+from torch_bridge import calibrate, given_weights, saved, stored_values
+from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import relu6
 from torch_bridge.walk import batch_norm_statistics, layer_walk
@@ -98,3 +107,45 @@ class ModuleDoor:
             found = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
             ranks.require_same_layers([])
             return found
+
+    def traced(self) -> TracedModel:
+        """Trace the model as it is now, and compare its sites with the plan's."""
+        opened = open_traced(*self.sim.traced())
+        different = sorted(set(opened.graph.sites).symmetric_difference(self.sim.plan.decisions))
+        if not different and [op.type for op in opened.graph.ops] != [op.type for op in self.sim.graph.ops]:
+            # the sites may agree although an op has changed: the plan would not be the changed model's
+            different = ["its ops"]
+        if different:
+            raise ExportError(
+                f"the model has changed since it was quantized: {', '.join(different[:5])} differ; quantize the "
+                "changed model instead"
+            )
+        return opened
+
+    def files_read(self) -> Collection[Path]:
+        """Return none: a module holds its weights itself."""
+        return ()
+
+    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+        """Compare in one forward pass per batch, whose outputs wait until the sites are compared."""
+        results: list[list[Any]] = []
+
+        def values() -> Iterator[dict[str, Any]]:
+            for site_values, result in captures.captures(self.sim, data, forward=forward, progress=progress):
+                results.append(result)
+                yield site_values
+
+        def reference() -> Iterator[list[Any]]:
+            while results:
+                yield results.pop(0)
+
+        encodings = self.sim.encodings
+        expected = expected_model(self.traced(), self.sim.plan, encodings, model)
+        stored = stored_values.stored_values(self.sim)
+        return parity.check(model, values(), stored, encodings, reference(), expected)
+
+    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        """Write the state_dict and the example that the model was traced with."""
+        own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
+        own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
+        write_sim(path, "torch", self.sim.snapshot(), {**facts, **own}, saved.parts_of(self.sim))

@@ -1,15 +1,19 @@
 """The door of a sim of an ONNX model."""
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from onnx import ModelProto
 
-from onnx_backend import given_weights
+from onnx_backend import given_weights, saved
 from onnx_backend.data_passes import outputs, relu6, stored_by_name, visit_sites
+from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
@@ -20,6 +24,7 @@ from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.scaling.relu6 import clips_at_six
 from qsdk.core.sims.corrected_biases import noting_shifts
+from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.doors.door import Forward, Visit
 
@@ -101,6 +106,24 @@ class OnnxDoor:
             found = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
             ranks.require_same_layers([])
             return found
+
+    def traced(self) -> TracedModel:
+        """Return the model that the sim marked when it was made."""
+        return self.sim.traced()
+
+    def files_read(self) -> Collection[Path]:
+        """Return the files of large weights, which are read on demand."""
+        return self.sim.files_read()
+
+    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+        """Compare in a session of the sim per batch."""
+        require_no_forward(forward)
+        return self.sim.check_parity(model, data, progress=progress)
+
+    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        """Write the model, and those initializers of the user that verbs have replaced."""
+        parts = {**saved.parts_of(self.sim), **given_weights.parts_of(self.sim)}
+        write_sim(path, "onnx", self.sim.snapshot(), {**saved.facts_of(self.sim), **facts}, parts)
 
 
 def require_no_forward(forward: Forward | None) -> None:

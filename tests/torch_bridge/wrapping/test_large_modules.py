@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qsdk
-from qsdk.verbs.quantize import _traced
+from qsdk.verbs.doors.choose import door_of
 
 
 class Attending(nn.Module):
@@ -68,7 +68,7 @@ def test_the_exported_weights_are_those_of_the_sim(name, tmp_path):
 def test_weights_are_handed_over_without_a_copy():
     module = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)).eval()
     sim = qsdk.quantize(module, torch.randn(2, 100), qsdk.w8a8(), in_place=True)
-    traced = _traced(sim)
+    traced = door_of(sim).traced()
     assert list(traced.weights) == ["0.weight"]
     assert np.shares_memory(traced.weights["0.weight"], module[0].weight.detach().numpy())
     assert len(traced.model.SerializeToString()) < 10_000
