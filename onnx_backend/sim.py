@@ -1,6 +1,5 @@
 """The sim of an ONNX model: graph, plan and encodings. It simulates by running the Q/DQ model it would export."""
 
-import os
 import shutil
 import tempfile
 import weakref
@@ -16,18 +15,16 @@ from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend.calibration.observe import SessionCache, observe
 from onnx_backend.calibration.stored_tensors import stored_names, stored_tensors
-from onnx_backend.opening.from_float import Notes, Source, open_float, with_reasons_of_file
+from onnx_backend.opening.from_float import Notes, OpenedFloat, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
-from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, note_replaced_encodings
 from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
-from onnx_backend.proto.external_data import array, files_read, require_no_external_data
+from onnx_backend.proto.external_data import array, files_read
 from onnx_backend.proto.lazy_tensors import fake_quantize, with_large
-from onnx_backend.proto.model_io import load
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import WeightEdits
 from onnx_backend.proto.write_file import spool_large_tensors
@@ -36,7 +33,6 @@ from onnx_backend.qdq.marks import mark, open_qdq
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.validation.validate import require_valid
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
@@ -95,22 +91,22 @@ class OnnxSim(StatefulSim):
         cls, source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
     ) -> "OnnxSim":
         """Plan the quantization of a float ONNX model; see `open_float` for the arguments and what it raises."""
-        opened = open_float(source, config, example, fold_batch_norm=fold_batch_norm)
+        return cls.from_opened_float(open_float(source, config, example, fold_batch_norm=fold_batch_norm), config)
+
+    @classmethod
+    def from_opened_float(cls, opened: OpenedFloat, config: QuantConfig) -> "OnnxSim":
+        """Return the sim of an opened float model and the config it was planned with; the sim keeps the model."""
         sim = cls(mark(opened.model, opened.graph, in_place=True), opened.graph, opened.plan, config)
         sim.notes, sim._norms = opened.notes, dict(opened.notes.norms)
         return sim
 
     @classmethod
-    def from_qdq(cls, source: Source) -> "OnnxSim":
-        """Open an exported Q/DQ model: its encodings come back by value, and it simulates as the file does.
+    def from_qdq(cls, model: ModelProto) -> "OnnxSim":
+        """Return the sim of a Q/DQ model with its own encodings, which simulates as the model does.
 
-        Raises:
-            FileFormatError: the file cannot be read or is invalid; names the node.
+        Args:
+            model: valid, and in normal form (see `normalize_qdq`); the sim keeps it.
         """
-        model = load(source)
-        require_no_external_data(model)
-        require_valid(model, "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source))
-        model = normalize_qdq(model)
         opened = open_qdq(at_opset(inline_functions(model)))
         graph = read_graph(opened.model)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))

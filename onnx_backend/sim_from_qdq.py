@@ -8,13 +8,13 @@ from typing import Any
 from onnx import ModelProto
 
 from onnx_backend.export import require_companion
-from onnx_backend.opening.from_float import QuantizedAlreadyError, open_unplanned, with_reasons_of_file
+from onnx_backend.opening.from_float import QuantizedAlreadyError, open_loaded, open_unplanned, with_reasons_of_file
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.proto.graph_queries import initializers, input_names
-from onnx_backend.proto.model_io import load
+from onnx_backend.proto.model_io import name_of
 from onnx_backend.proto.nodes import attributes, is_mark
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
@@ -33,6 +33,7 @@ from qsdk.core.sims.state import SimState
 
 
 def open_with_config(
+    model: ModelProto,
     source: str | os.PathLike[str] | ModelProto,
     config: QuantConfig,
     example: Any = None,
@@ -42,7 +43,8 @@ def open_with_config(
     """Open a float ONNX model, or one that holds Q/DQ already, for a config.
 
     Args:
-        source: a path or a model.
+        model: as loaded from the source; it is changed.
+        source: the path of the file, which may have an encodings file beside it, or a model.
         config: the user's config; in a Q/DQ model it applies to the tensors that are float in it.
         example: see `open_float`.
         fold_batch_norm: see `open_float`; in a Q/DQ model none is folded.
@@ -53,13 +55,13 @@ def open_with_config(
         ConfigError: a rule matches nothing.
     """
     try:
-        return OnnxSim.from_float(source, config, example, fold_batch_norm=fold_batch_norm)
+        opened = open_loaded(model, name_of(source), config, example, fold_batch_norm=fold_batch_norm)
     except QuantizedAlreadyError:
-        model = load(source)
-    if not isinstance(source, ModelProto):
-        require_companion(model, source)
-    require_valid(model, "the model" if isinstance(source, ModelProto) else os.fspath(source))
-    return open_adopted(model, config, example)
+        if not isinstance(source, ModelProto):
+            require_companion(model, source)
+        require_valid(model, name_of(source))
+        return open_adopted(model, config, example)
+    return OnnxSim.from_opened_float(opened, config)
 
 
 def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -> OnnxSim:

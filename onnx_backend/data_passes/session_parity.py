@@ -14,6 +14,7 @@ from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
 from onnx_backend.parity.tally import lsb
 from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.session_input import session_of
@@ -117,8 +118,8 @@ def check_session(
         ModelError: the runtime cannot load the model in such a session.
         DataError: no data, or data the model does not take.
     """
-    sim = OnnxSim.from_qdq(model)
     sites_in = normalize_qdq(model)
+    sim = OnnxSim.from_qdq(load(sites_in))
     cuts = _cuttable(sites_in)
     whole = _session(model, level, entries)
     original = None if float_model is None else _session(float_model, "all", None)

@@ -17,7 +17,7 @@ from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.external_data import array, require_no_external_data
 from onnx_backend.proto.inputs import note_example
-from onnx_backend.proto.model_io import load
+from onnx_backend.proto.model_io import load, name_of
 from onnx_backend.proto.nodes import lift_constants
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
@@ -98,7 +98,22 @@ def open_float(
         ModelError: the model is quantized already, is float16 throughout, or cannot be raised.
         ConfigError: a rule matches nothing.
     """
-    model, graph, notes = open_unplanned(source, config, example, fold_batch_norm=fold_batch_norm)
+    return open_loaded(load(source), name_of(source), config, example, fold_batch_norm=fold_batch_norm)
+
+
+def open_loaded(
+    model: ModelProto, where: str, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
+) -> OpenedFloat:
+    """Open a model, as `open_float` does, that was loaded for this: it is changed, unless it is quantized already.
+
+    Args:
+        model: as loaded.
+        where: its name in messages.
+        config: see `open_float`.
+        example: see `open_float`.
+        fold_batch_norm: see `open_float`.
+    """
+    model, graph, notes = _open_unplanned(model, where, config, example, fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
     return OpenedFloat(model, graph, with_reasons_of_file(plan, graph, notes), notes)
 
@@ -107,8 +122,12 @@ def open_unplanned(
     source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> tuple[ModelProto, Graph, Notes]:
     """Open a float model as `open_float` does, without a plan; the config only names the BatchNorms that stay."""
-    model = load(source)
-    where = "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
+    return _open_unplanned(load(source), name_of(source), config, example, fold_batch_norm)
+
+
+def _open_unplanned(
+    model: ModelProto, where: str, config: QuantConfig, example: Any, fold_batch_norm: bool
+) -> tuple[ModelProto, Graph, Notes]:
     try:
         return _opened(model, where, config, example, fold_batch_norm)
     except QsdkError:

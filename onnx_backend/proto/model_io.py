@@ -57,6 +57,11 @@ def load(
     return model
 
 
+def name_of(source: str | os.PathLike[str] | bytes | ModelProto) -> str:
+    """Return the name of a model in messages: its path, if it has one."""
+    return "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
+
+
 def path_of(source: Any) -> Path:
     """Return the path that a user gave for a model.
 

@@ -11,14 +11,14 @@ from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError, ModelError
-from qsdk.verbs.qdq_files import opened_qdq
+from qsdk.verbs.qdq_files import checked_qdq, opened_qdq
 from qsdk.verbs.quantize import check_parity
 
 
 def run(options: Namespace) -> int:
     """Compare a Q/DQ file in a session with its simulation, or with another file's; return 1 where they differ."""
-    opened_qdq(options.model)  # raises an error for an invalid file, or the encodings file of another
     model = load(options.model)
+    checked_qdq(load(model), options.model)  # raises an error for an invalid file, or the encodings file of another
     _require_comparable(options)
     if not is_anything_quantized(model):
         raise ModelError(f"{options.model}: {NOTHING_QUANTIZED}")

@@ -19,15 +19,16 @@ from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import w8a8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
-from qsdk.verbs.qdq_files import opened_qdq
+from qsdk.verbs.qdq_files import checked_qdq
 
 
 def run(options: Namespace) -> int:
     """Print the report of a model, or write it as a page."""
     if options.out:
         require_output(options.out)
-    opened_qdq(options.model)  # raises an error for an invalid file, or the encodings file of another
-    coverage, model = coverage_of(options.model), load(options.model)
+    model = load(options.model)
+    checked_qdq(load(model), options.model)  # raises an error for an invalid file, or the encodings file of another
+    coverage = coverage_of(load(model), options.model)
     size, findings = sizes(model), validate(model)
     if options.out:
         facts = _facts(model, options.model)
@@ -42,12 +43,16 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def coverage_of(path: str | os.PathLike[str]) -> Report:
+def coverage_of(model: ModelProto, path: str | os.PathLike[str]) -> Report:
     """Return the coverage of a Q/DQ file, with the ends of each range and the smallest and largest scale.
 
     The file is opened with a config that keeps all other tensors float, so that these are listed too.
+
+    Args:
+        model: as loaded from the file; it is changed.
+        path: of the file.
     """
-    sim = open_with_config(path, w8a8().skip("*", optional=True))
+    sim = open_with_config(model, path, w8a8().skip("*", optional=True))
     report, encodings = sim.coverage(), sim.encodings_where_ready()
     rows = []
     for row in report.rows:

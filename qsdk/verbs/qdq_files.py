@@ -51,11 +51,19 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
     Raises:
         FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
     """
-    opened = model_io.load(source)
-    require_no_external_data(opened)
-    where = "the model" if isinstance(source, ModelProto) else os.fspath(source)
+    return checked_qdq(model_io.load(source), source)
+
+
+def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
+    """Return a Q/DQ model in normal form after the checks of `opened_qdq`.
+
+    Args:
+        model: as loaded from the source; it is changed.
+        source: the path of the file, which may have an encodings file beside it, or a model.
+    """
+    require_no_external_data(model)
     if not isinstance(source, ModelProto):
-        require_companion(opened, source)
-    densify(opened.graph)
-    validation.require_valid(opened, where)
-    return normalize_qdq(opened)
+        require_companion(model, source)
+    densify(model.graph)
+    validation.require_valid(model, model_io.name_of(source))
+    return normalize_qdq(model)

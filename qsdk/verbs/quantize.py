@@ -30,7 +30,7 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
-from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
+from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
 from torch_bridge.attach import compare_sites
 from torch_bridge.numbering import trace_and_number
 from torch_bridge.prepare import PreparedModel, prepare
@@ -95,18 +95,13 @@ def quantize(
         >>> sim.plan.decisions["self:weight"].spec.dtype
         int8
     """
-    if config is None and not isinstance(model, nn.Module) and graph_queries.is_quantized(model_io.load(model)):
-        _require_no_dynamic_shapes(dynamic_shapes)
-        _require_no_inputs(inputs, "the file has encodings of its own already")
-        return OnnxSim.from_qdq(opened_qdq(model))
-    config = w8a8() if config is None else config
-    if not isinstance(config, QuantConfig):
+    if not isinstance(config, QuantConfig | None):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
-    if isinstance(model, str | os.PathLike | ModelProto):
-        _require_no_dynamic_shapes(dynamic_shapes)
-        if inputs:
-            model = with_fixed_inputs(model_io.load(model), inputs)
-        return open_with_config(model, config, example, fold_batch_norm=fold_batch_norm)
+    if isinstance(model, str | os.PathLike | ModelProto) or (config is None and not isinstance(model, nn.Module)):
+        if dynamic_shapes is not None:
+            raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
+        return _open_onnx(model, example, config, fold_batch_norm=fold_batch_norm, inputs=inputs)
+    config = w8a8() if config is None else config
     _require_no_inputs(inputs, "a module is traced with its example, which holds them")
     prepared = prepare(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
@@ -118,9 +113,22 @@ def quantize(
         raise
 
 
-def _require_no_dynamic_shapes(dynamic_shapes: Any) -> None:
-    if dynamic_shapes is not None:
-        raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
+def _open_onnx(
+    source: OnnxSource,
+    example: Any,
+    config: QuantConfig | None,
+    *,
+    fold_batch_norm: bool,
+    inputs: Mapping[str, Any] | None,
+) -> OnnxSim:
+    """Return the sim of an ONNX model, which is loaded once."""
+    model = model_io.load(source)
+    if config is None and graph_queries.is_quantized(model):
+        _require_no_inputs(inputs, "the file has encodings of its own already")
+        return OnnxSim.from_qdq(checked_qdq(model, source))
+    if inputs:
+        model = with_fixed_inputs(model, inputs)
+    return open_with_config(model, source, config or w8a8(), example, fold_batch_norm=fold_batch_norm)
 
 
 def _require_no_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:

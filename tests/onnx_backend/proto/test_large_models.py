@@ -21,7 +21,6 @@ from onnx_backend.proto.lazy_tensors import LargeTensor, quantize_tensor, with_l
 from onnx_backend.proto.model_io import load, serialize
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.insert import lower
-from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import ExportError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
@@ -196,7 +195,7 @@ def test_a_full_disk_leaves_the_old_model_and_nothing_else(sim, exported, float_
 
 
 def test_an_export_over_the_file_that_the_sim_reads(sim, exported):
-    again = OnnxSim.from_qdq(load(exported, inline=1000))
+    again = qsdk.quantize(load(exported, inline=1000))
     assert again.files_read() == {data_of(exported)}
     wanted = again.run(X[0])[0]
     qsdk.export(again, exported, external_data=True)  # the same data: whoever reads it goes on
@@ -206,7 +205,7 @@ def test_an_export_over_the_file_that_the_sim_reads(sim, exported):
     assert again.files_read() == set()  # it simulates anew from its own weights
     qsdk.export(again, exported, external_data=True)
     assert data_of(exported) != old
-    other = OnnxSim.from_qdq(load(exported, inline=1000))
+    other = qsdk.quantize(load(exported, inline=1000))
     qsdk.export(sim, exported, external_data=True)
     with pytest.raises(FileFormatError, match="was replaced or removed after the model was opened; open the model"):
         other.run(X[0])

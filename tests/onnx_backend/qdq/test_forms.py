@@ -16,7 +16,6 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.insert import insert, lower
 from onnx_backend.qdq.read import qdq_pairs, read
 from onnx_backend.runtime.session import simulation_session
-from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig, w4a16, w8a16, weight_only
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.dtypes import float32, int4, int8
@@ -105,7 +104,7 @@ def test_two_bit_weights_are_right_at_the_default_level(dtype: str, channels: in
     (got,) = run(model, {"x": x})
     assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()  # int8 activations inside MatMulNBits
     assert optimized(model, tmp_path).count("MatMulNBits") == (2 if channels % 4 == 0 else 1)
-    assert OnnxSim.from_qdq(model).encodings == encodings
+    assert qsdk.quantize(model).encodings == encodings
 
 
 @pytest.mark.parametrize("block", [None, 32])
@@ -119,7 +118,7 @@ def test_activations_of_sixteen_bits_are_not_rounded_to_eight_at_the_default_lev
     (got,) = run(model, {"x": x})
     assert np.abs(got - expected).max() <= 1.01 * encodings["second:output"].scale.max()
     assert "MatMulNBits" not in optimized(model, tmp_path)
-    assert OnnxSim.from_qdq(model).encodings == encodings
+    assert qsdk.quantize(model).encodings == encodings
 
 
 def test_four_bit_blocks_have_no_zero_points():

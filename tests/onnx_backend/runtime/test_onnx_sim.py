@@ -17,6 +17,7 @@ from qsdk.core.errors import CalibrationError, ConfigError, DataError, FileForma
 from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
+from qsdk.verbs.quantize import quantize
 
 node = helper.make_node
 RNG = np.random.default_rng(11)
@@ -203,7 +204,7 @@ def test_an_encoding_can_be_set_and_is_simulated():
 def test_an_exported_file_opens_again(tmp_path, config):
     sim = calibrated(config, convnet(), IMAGES)
     save(sim.qdq_model(), tmp_path / "m.onnx")
-    back = OnnxSim.from_qdq(tmp_path / "m.onnx")
+    back = quantize(tmp_path / "m.onnx")
     assert back.encodings == sim.encodings
     for left, right in zip(back.run(IMAGES[0]), sim.run(IMAGES[0]), strict=True):
         np.testing.assert_array_equal(left, right)
@@ -217,7 +218,7 @@ def test_an_exported_file_opens_again(tmp_path, config):
 
 def test_an_opened_file_can_be_calibrated_again():
     sim = calibrated()
-    back = OnnxSim.from_qdq(sim.qdq_model())
+    back = quantize(sim.qdq_model())
     back.calibrate([batch * 2 for batch in BATCHES], progress=False)
     np.testing.assert_allclose(back.encodings["x:input"].scale, 2 * sim.encodings["x:input"].scale, rtol=1e-5)
     product = back.encodings["x:input"].scale * back.encodings["mm1:weight"].scale
@@ -233,7 +234,7 @@ def test_a_foreign_qdq_file_opens():
     ]
     stored = {"s": np.float32(0.5), "z": np.array(-3, np.int8), "ws": np.float32([1, 2, 3])}
     model = make_model(nodes, {"x": ["n", 4]}, {"y": ["n", 3]}, stored | {"w": np.ones((4, 3), np.int8)}, 13, 7)
-    sim = OnnxSim.from_qdq(model)
+    sim = quantize(model)
     assert set(sim.encodings) == {"x:input", "mm:weight"}  # the names that the float model has
     x = RNG.normal(size=(2, 4)).astype(np.float32)
     np.testing.assert_array_equal(sim.run(x)[0], run(model, {"x": x})[0])

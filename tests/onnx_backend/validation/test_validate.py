@@ -8,10 +8,10 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import convnet, make_model, mlp, prepared
 
 from onnx_backend.qdq.insert import insert
-from onnx_backend.sim import OnnxSim
 from onnx_backend.validation.validate import require_valid, validate
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
 from qsdk.core.errors import FileFormatError
+from qsdk.verbs.quantize import quantize
 
 node = helper.make_node
 U8, I8 = np.zeros((), np.uint8), np.zeros((), np.int8)
@@ -99,7 +99,7 @@ def test_a_conflict_of_output_dtype_and_zero_point_names_the_node():
     model = pair(**CONFLICT)
     onnx.checker.check_model(model)  # the usual check misses it
     with pytest.raises(FileFormatError, match=r"node 'the_q': output_dtype INT8 contradicts the zero point.*UINT8"):
-        OnnxSim.from_qdq(model)
+        quantize(model)
     with pytest.raises(FileFormatError, match="node 'the_q': output_dtype INT8"):
         require_valid(model, "model.onnx")
 

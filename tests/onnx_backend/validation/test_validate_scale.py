@@ -123,7 +123,6 @@ ENTRIES = {
     "quantize": lambda path, out: qsdk.quantize(path, None, None),
     "quantize a model": lambda path, out: qsdk.quantize(onnx.load(path), None, None),
     "quantize with a config": lambda path, out: qsdk.quantize(path, None, qsdk.w8a8()),
-    "from_qdq": lambda path, out: OnnxSim.from_qdq(path),
     "load_encodings": lambda path, out: qsdk.load_encodings(calibrated(), path),
     "check_parity": lambda path, out: qsdk.check_parity(calibrated(), path, [X], progress=False),
     "to_integer": lambda path, out: qsdk.to_integer(path, out),
