@@ -8,8 +8,9 @@ from functools import partial
 from io import BytesIO
 from typing import IO, Any
 
+import ml_dtypes
 import numpy as np
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
@@ -52,7 +53,10 @@ def take(sim: OnnxSim, names: Any, parts: Mapping[str, bytes], where: str) -> No
 
 
 def _write(stream: IO[bytes], tensor: TensorProto) -> None:
-    np.lib.format.write_array(stream, np.asarray(array(tensor)), allow_pickle=False)
+    values = array(tensor)
+    if values.dtype == ml_dtypes.bfloat16:  # which NumPy's format does not know
+        values = values.astype(np.float32)
+    np.lib.format.write_array(stream, values, allow_pickle=False)
 
 
 def _read(data: bytes, stored: TensorProto | None, where: str) -> TensorProto:
@@ -60,6 +64,7 @@ def _read(data: bytes, stored: TensorProto | None, where: str) -> TensorProto:
         values: Any = np.lib.format.read_array(BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise FileFormatError(f"{where} is damaged ({error}); write it again with qsdk.save(sim, path)") from error
-    if stored is None or math.prod(stored.dims) != values.size or values.dtype != np.float32:
+    if stored is None or math.prod(stored.dims) != values.size or values.dtype.kind != "f":
         raise FileFormatError(f"{where} is no tensor of the model beside it; write it again with qsdk.save(sim, path)")
-    return numpy_helper.from_array(values, stored.name)
+    dtype = helper.tensor_dtype_to_np_dtype(stored.data_type)
+    return numpy_helper.from_array(values.astype(dtype), stored.name)

@@ -23,7 +23,7 @@ from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
-from onnx_backend.proto.external_data import array, files_read
+from onnx_backend.proto.external_data import files_read, float_array
 from onnx_backend.proto.lazy_tensors import fake_quantize, with_large
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import WeightEdits
@@ -205,8 +205,8 @@ class OnnxSim(StatefulSim):
         self.change_stored({names[site]: value for site, value in values.items()})
 
     def stored_by_name(self, name: str) -> Array | None:
-        """Return the stored tensor of this name, None if there is none."""
-        return next((array(tensor) for tensor in self._marked.graph.initializer if tensor.name == name), None)
+        """Return the stored tensor of this name, a float one in float32; None if there is none."""
+        return next((float_array(tensor) for tensor in self._marked.graph.initializer if tensor.name == name), None)
 
     def stored_names(self) -> dict[str, str]:
         """Return site -> name of the stored tensor there, for `change_stored`."""
@@ -247,7 +247,7 @@ class OnnxSim(StatefulSim):
         stored, methods = self.stored_floats, self.methods
         before = self.snapshot()
         state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
-        return replace(state, plan=with_reasons_of_file(state.plan, self.graph, self.notes))
+        return replace(state, plan=with_reasons_of_file(state.plan, self.notes))
 
     @property
     def folded_norms(self) -> dict[str, FoldedNorm]:

@@ -86,7 +86,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     encodings = {site: replace(encoding, frozen=True) for site, encoding in found.items()}
     casts = {site: dtype_named(name) for site, name in opened.casts.items()}
     _require_all_placed(graph, tensors, encodings, casts)
-    plan = with_reasons_of_file(make_plan(graph, config), graph, notes)
+    plan = with_reasons_of_file(make_plan(graph, config), notes)
     encodings = {site: encoding for site, encoding in encodings.items() if site in plan.decisions}
     casts = {site: dtype for site, dtype in casts.items() if site in plan.decisions}
     plan = plan_with_given(graph, plan, encodings, casts)

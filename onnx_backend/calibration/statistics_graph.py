@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
@@ -89,7 +89,7 @@ class _StatisticsGraphBuilder:
         self.seen: set[str] = set()
         # integers are finite, and so are tensors that were checked
         self.finite = {name for name, tensor in self.stored.items() if _is_finite(tensor)}
-        self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type != TensorProto.FLOAT}
+        self.finite |= {v.name for v in self.graph.input if v.type.tensor_type.elem_type not in FLOATS}
         self.constants: dict[str, str] = {}
 
     def add(self, node: NodeProto, wanted: Mapping[str, Decision]) -> None:
@@ -110,7 +110,7 @@ class _StatisticsGraphBuilder:
             self.finite.add(tensor)
 
     def _watch(self, mark: NodeProto, decision: Decision, known: bool) -> None:
-        site, tensor = decision.site, mark.output[0]
+        site, tensor = decision.site, self._in_float32(mark)
         channels = channel_axis(decision)
         if channels is not None:
             self._watch_channels(site, tensor, channels, decision, known)
@@ -119,7 +119,7 @@ class _StatisticsGraphBuilder:
         maker = self.makers.get(mark.input[0])
         positive = maker is not None and self._not_negative(maker)
         pooled = tensor
-        if positive and not sampled and self._in_blocked_layout(maker, decision):
+        if positive and not sampled and tensor == mark.output[0] and self._in_blocked_layout(maker, decision):
             # reduces each channel without leaving the layout
             pooled = self._node("GlobalMaxPool", [tensor], f"{site}/channels")
         high = self._output(self._node("ReduceMax", [pooled], f"{site}/high", keepdims=0))
@@ -129,6 +129,12 @@ class _StatisticsGraphBuilder:
         if sampled:
             sample, size = self._sample(site, tensor)
         self.watched.append(SiteStatistics(site, high, low, check, sample, size))
+
+    def _in_float32(self, mark: NodeProto) -> str:
+        """Return the values of a marked tensor in float32, in which statistics are computed."""
+        if "dtype" not in attributes(mark):
+            return str(mark.output[0])
+        return self._node("Cast", [mark.output[0]], f"{mark.output[0]}/in_float32", to=TensorProto.FLOAT)
 
     def _watch_channels(self, site: str, tensor: str, axis: int, decision: Decision, known: bool) -> None:
         others = np.array([other for other in range(len(decision.shape or ())) if other != axis], np.int64)
@@ -141,7 +147,7 @@ class _StatisticsGraphBuilder:
 
     def _not_negative(self, maker: NodeProto) -> bool:
         if maker.op_type == "Clip" and len(maker.input) > 1 and maker.input[1] in self.stored:
-            return bool(array(self.stored[maker.input[1]]).min(initial=np.inf) >= 0)
+            return bool(float_array(self.stored[maker.input[1]]).min(initial=np.inf) >= 0)
         return maker.op_type in _NOT_NEGATIVE
 
     def _in_blocked_layout(self, maker: NodeProto | None, decision: Decision) -> bool:
@@ -190,5 +196,5 @@ class _StatisticsGraphBuilder:
 
 
 def _is_finite(tensor: TensorProto) -> bool:
-    values = array(tensor)
+    values = float_array(tensor)
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())

@@ -2,7 +2,7 @@
 
 from onnx import ModelProto
 
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.nodes import attributes, is_mark
 from qsdk.core.lazy_arrays import LazyArrays
@@ -10,9 +10,9 @@ from qsdk.core.planning.plan import Plan
 
 
 def stored_tensors(marked: ModelProto, plan: Plan) -> LazyArrays:
-    """Return site -> float value of every marked stored tensor."""
+    """Return site -> float32 value of every marked stored tensor."""
     stored, found = initializers(marked.graph), stored_names(marked, plan)
-    return LazyArrays(found, lambda site: array(stored[found[site]]))
+    return LazyArrays(found, lambda site: float_array(stored[found[site]]))
 
 
 def stored_names(marked: ModelProto, plan: Plan) -> dict[str, str]:

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import MARK_DOMAIN, attributes, is_mark, replace_nodes
+from onnx_backend.qdq.float_types import type_of_mark
+from onnx_backend.qdq.read import FLOAT_CODES
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.sim import OnnxSim
@@ -22,7 +25,7 @@ def visit_sites(
     sites: Collection[str] | None = None,
     progress: bool = True,
 ) -> None:
-    """Run the float model and call `each(site, values)`, batch by batch.
+    """Run the float model and call `each(site, values)`, batch by batch, with float32 values.
 
     Args:
         sim: is left as it is.
@@ -42,7 +45,7 @@ def visit_sites(
         where = f"batch {number}"
         values = run_session(session, as_feeds(batch, session.get_inputs(), where), where)
         for name, value in zip(names, values, strict=True):
-            each(tensors[name], value)
+            each(tensors[name], np.asarray(value, np.float32))
 
 
 def with_sites_as_outputs(marked: ModelProto, sites: Container[str] | None = None) -> tuple[ModelProto, dict[str, str]]:
@@ -50,6 +53,7 @@ def with_sites_as_outputs(marked: ModelProto, sites: Container[str] | None = Non
     model = load(marked)
     stored = {tensor.name for tensor in model.graph.initializer}
     tensors: dict[str, str] = {}
+    types: dict[str, int] = {}
     nodes = []
     for node in model.graph.node:
         if not is_mark(node):
@@ -60,9 +64,10 @@ def with_sites_as_outputs(marked: ModelProto, sites: Container[str] | None = Non
             stored.add(node.output[0])
         elif sites is None or attributes(node)["key"] in sites:
             tensors[node.output[0]] = str(attributes(node)["key"])
+            types[node.output[0]] = FLOAT_CODES[type_of_mark(node)]
     replace_nodes(model.graph, nodes)
     del model.graph.output[:]
-    model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in tensors)
+    model.graph.output.extend(helper.make_tensor_value_info(name, types[name], None) for name in tensors)
     kept = [entry for entry in model.opset_import if entry.domain != MARK_DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(kept)

@@ -2,12 +2,12 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend.opening.read_graph import inline_functions, read_graph
 from onnx_backend.passes.canonicalize import canonicalize, node_label
@@ -25,10 +25,8 @@ from onnx_backend.runtime.compare_runs import float_session, unloadable_message
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import FileFormatError, ModelError, QsdkError
-from qsdk.core.graph.graph import Graph, Tensor
+from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
-from qsdk.core.numerics.dtypes import DTYPES
-from qsdk.core.numerics.spec import float_spec
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Decision, Plan
 
@@ -38,7 +36,6 @@ _QUANTIZED_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv",
     "DynamicQuantizeLinear",
 }
 _BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
-_FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
 class QuantizedAlreadyError(ModelError):
@@ -95,7 +92,7 @@ def open_float(
 
     Raises:
         FileFormatError: the file cannot be read, or the runtime refuses it.
-        ModelError: the model is quantized already, is float16 throughout, or cannot be raised.
+        ModelError: the model is quantized already, or cannot be raised.
         ConfigError: a rule matches nothing.
     """
     return open_loaded(load(source), name_of(source), config, example, fold_batch_norm=fold_batch_norm)
@@ -115,7 +112,7 @@ def open_loaded(
     """
     model, graph, notes = _open_unplanned(model, where, config, example, fold_batch_norm)
     plan = make_plan(graph, config, extra_owners=(*notes.folded, *notes.unfolded))
-    return OpenedFloat(model, graph, with_reasons_of_file(plan, graph, notes), notes)
+    return OpenedFloat(model, graph, with_reasons_of_file(plan, notes), notes)
 
 
 def open_unplanned(
@@ -153,7 +150,6 @@ def _opened(
     note_example(model, feeds)
     model = simplify(model, types_of(model, trust_declared=False))
     types = types_of(model, trust_declared=False)
-    _require_float32(model, types)
     folds = fold_batch_norms(model, types, config) if fold_batch_norm else Folds()
     if folds.folded:
         types = types_of(model, trust_declared=False)
@@ -165,17 +161,12 @@ def _opened(
     return model, graph, notes
 
 
-def with_reasons_of_file(plan: Plan, graph: Graph, notes: Notes) -> Plan:
+def with_reasons_of_file(plan: Plan, notes: Notes) -> Plan:
     """Return the plan with the reasons that only the file knows, and with the tensors inside bodies."""
-    facts = {f"({tensor.name})": tensor for tensor in graph.tensors if tensor.name in notes.reasons}
+    reasons = {f"({name})": reason for name, reason in notes.reasons.items()}
 
     def with_reason(decision: Decision) -> Decision:
-        tensor = facts.get(decision.site)
-        if tensor is None:
-            return decision
-        narrow = DTYPES.get(tensor.dtype)
-        spec = None if narrow is None else float_spec(narrow)
-        return replace(decision, reason=notes.reasons[tensor.name], spec=spec)
+        return replace(decision, reason=reasons[decision.site]) if decision.site in reasons else decision
 
     return Plan(plan.decisions, (*(with_reason(decision) for decision in plan.inside), *notes.inside))
 
@@ -183,21 +174,8 @@ def with_reasons_of_file(plan: Plan, graph: Graph, notes: Notes) -> Plan:
 def _reasons(model: ModelProto, graph: Graph) -> dict[str, str]:
     """Return why tensors have no site although they are float."""
     bodies_read = read_only_in_bodies(model.graph.node)
-    found = {}
-    for tensor in graph.tensors:
-        if tensor.site is None and tensor.is_float:
-            reason = _reason(tensor, bodies_read)
-            if reason:
-                found[tensor.name] = reason
-    return found
-
-
-def _reason(tensor: Tensor, bodies_read: Mapping[str, str]) -> str:
-    if tensor.dtype != "float32":
-        return f"{tensor.dtype} in the file: only float32 tensors are quantized"
-    if tensor.constant and tensor.name in bodies_read:
-        return f"read only inside the {bodies_read[tensor.name]}"
-    return ""
+    unsited = (tensor for tensor in graph.tensors if tensor.site is None and tensor.is_float and tensor.constant)
+    return {t.name: f"read only inside the {bodies_read[t.name]}" for t in unsited if t.name in bodies_read}
 
 
 def _feeds(model: ModelProto, example: Any) -> Mapping[str, npt.NDArray[Any]] | None:
@@ -213,29 +191,6 @@ def _require_float(model: ModelProto) -> None:
                 f"the model is quantized already (node {node_label(node)!r} is {node.op_type}); pass config=None to "
                 "adopt its encodings, or quantize the float model it came from"
             )
-
-
-def _require_float32(model: ModelProto, types: Types) -> None:
-    """Refuse a model that computes in float16 or double throughout: none of it could be quantized."""
-    dtypes = _dtypes(model.graph.node, types)
-    if "float32" in dtypes or not dtypes:
-        return
-    kinds = " and ".join(sorted(dtypes))
-    raise ModelError(
-        f"the model computes in {kinds} throughout (for example the tensor {next(iter(dtypes.values()))!r}), and only "
-        "float32 tensors can be quantized; export it in float32, then choose float16 where you want it with "
-        "config.skip(pattern, dtype=qsdk.float16)"
-    )
-
-
-def _dtypes(nodes: Iterable[NodeProto], types: Types) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for node in nodes:
-        for name in node.output:
-            dtype = types.get(name, ("", None))[0]
-            if dtype in _FLOATS:
-                found.setdefault(dtype, name)
-    return found
 
 
 def _require_whole(model: ModelProto) -> None:

@@ -24,6 +24,7 @@ from onnx_backend.proto.nodes import (
 )
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies, reads
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
+from onnx_backend.qdq.read import FLOAT_CODES
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op, Tensor
 from qsdk.core.planning.operands import is_scalar, operands_of
@@ -173,8 +174,8 @@ def _build(
         for name in node.output:
             if name:
                 dtype, shape = types.get(name, ("", None))
-                if not dtype and any(t is not None and tensors[t].is_float for t in read):
-                    dtype = "float32"  # an op without inference (another domain): better a site than a silent float
+                if not dtype:  # an op without inference (another domain): better a site than a silent float
+                    dtype = next((tensors[t].dtype for t in read if t is not None and tensors[t].is_float), "")
                 outputs.append(add(name, Tensor(name, dtype, shape, stripped.sites.get(name))))
         facts = {name: value for name, value in attributes(node).items() if not isinstance(value, GraphProto)}
         ops.append(Op(node.op_type, read, tuple(outputs), facts, node.name, node.domain))
@@ -193,7 +194,7 @@ def _constant(stored: TensorProto, site: str | None, weights: Mapping[str, npt.N
 
 def _is_mask(value: npt.NDArray[Any]) -> bool:
     """Return True if a stored tensor is an attention mask, that is, holds the lowest number or minus infinity."""
-    return value.dtype == np.float32 and value.size > 0 and bool(value.min() <= np.finfo(np.float16).min)
+    return value.dtype.name in FLOAT_CODES and value.size > 0 and bool(value.min() <= np.finfo(np.float16).min)
 
 
 def with_sites(graph: Graph) -> Graph:
@@ -202,14 +203,14 @@ def with_sites(graph: Graph) -> Graph:
     taken: set[str] = set()
     for index in graph.inputs:
         taken.add(tensors[index].name)
-        if tensors[index].dtype == "float32" and graph.reads_values(index):
+        if tensors[index].is_float and graph.reads_values(index):
             tensors[index] = replace(tensors[index], site=site_name(tensors[index].name, "input"))
     owners = []
     for op in graph.ops:
         owner = unique(op.name or tensors[op.outputs[0]].name, taken)
         owners.append(owner)
         for position, index in enumerate(op.outputs):
-            plain = tensors[index].dtype == "float32" and graph.constant_root(index) is None
+            plain = tensors[index].is_float and graph.constant_root(index) is None
             if plain and graph.reads_values(index):
                 port = f"output{position}" if position else "output"
                 tensors[index] = replace(tensors[index], site=site_name(owner, port))
@@ -222,7 +223,7 @@ def _site_operands(graph: Graph, op_id: int, owner: str, tensors: list[Tensor]) 
     ports: set[str] = set()
     for operand in operands_of(graph, op_id):
         facts = tensors[operand.root]
-        plain = facts.dtype == "float32" and not is_scalar(graph, op_id, operand)
+        plain = facts.is_float and not is_scalar(graph, op_id, operand)
         if operand.role == "statistic" or facts.site is not None or not plain:
             continue
         port = unique(operand.role, ports)

@@ -6,7 +6,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper
 
 from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.subgraphs import bodies, captured_tensors, reads
-from onnx_backend.proto.weightless import Types, dtype_name, types_of
+from onnx_backend.proto.weightless import Shape, Types, dtype_name, types_of
 from qsdk.core.errors import ModelError
 from qsdk.core.planning.plan import Decision
 
@@ -49,19 +49,21 @@ def _inside(model: ModelProto, nodes: Iterable[NodeProto], types: Types, prefix:
             known = {**types, **_types_inside(model, graph, types)}
             for tensor in graph.initializer:
                 if dtype_name(tensor.data_type) in _FLOATS:
-                    yield _decision(f"{where}/{tensor.name}", "Constant", reason, tuple(tensor.dims))
+                    facts = dtype_name(tensor.data_type), tuple(tensor.dims)
+                    yield _decision(f"{where}/{tensor.name}", "Constant", reason, *facts)
             for inner in graph.node:
                 for name in inner.output:
                     dtype, shape = known.get(name, ("", None))
-                    if not dtype and any(known.get(n, ("", None))[0] in _FLOATS for n in reads(inner)):
-                        dtype = "float32"  # an op without inference: better named than forgotten
+                    if not dtype:  # an op without inference: better named than forgotten
+                        read = (known.get(source, ("", None))[0] for source in reads(inner))
+                        dtype = next((kind for kind in read if kind in _FLOATS), "")
                     if name and dtype in _FLOATS:
-                        yield _decision(f"{where}/{name}", inner.op_type, reason, shape)
+                        yield _decision(f"{where}/{name}", inner.op_type, reason, dtype, shape)
             yield from _inside(model, graph.node, known, f"{where}/")
 
 
-def _decision(name: str, op_type: str, reason: str, shape: tuple[int | str | None, ...] | None) -> Decision:
-    return Decision(f"({name})", op_type, "activation", None, reason, shape=shape)
+def _decision(name: str, op_type: str, reason: str, dtype: str, shape: Shape | None) -> Decision:
+    return Decision(f"({name})", op_type, "activation", None, reason, shape=shape, tensor_type=dtype)
 
 
 def _types_inside(model: ModelProto, graph: GraphProto, types: Types) -> Types:

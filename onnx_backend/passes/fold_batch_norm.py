@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.passes.canonicalize import node_label
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.weightless import Types
@@ -22,6 +22,7 @@ from qsdk.core.layers.folded_norms import FoldedNorm
 
 Array = npt.NDArray[Any]
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_TOO_LARGE = "folded, a weight or bias of {} would be too large for its type"
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,14 @@ class _Folding:
         before = self._layer_before(norm)
         reason = "no linear layer stands directly before or after it"
         if before is not None:
-            reason = self._obstacle(before, norm, factor)
+            reason = self._obstacle(before, norm, factor) or self._into_before(before, norm, factor, shift)
             if not reason:
-                self._into_before(before, norm, factor, shift)
                 self.norms[node_label(before.node)] = _folded_norm(bias, abs(scale))
                 return ""
         after = self._layer_after(norm)
         if after is not None:
-            reason = self._obstacle_after(after, norm, factor)
+            reason = self._obstacle_after(after, norm, factor) or self._into_after(after, norm, factor, shift)
             if not reason:
-                self._into_after(after, norm, factor, shift)
                 self.norms[node_label(after.node)] = _folded_norm(mean, np.sqrt(var), before=True)
                 return ""
         return reason
@@ -169,8 +168,8 @@ class _Folding:
         if self._read_elsewhere(weight):
             others = [node_label(reader) for reader in self.readers.get(weight, []) if reader is not node]
             return f"{node_label(node)} shares its weight with {others[0] if others else 'an output'}"
-        if any(dtype != TensorProto.FLOAT for dtype in (self.stored[name].data_type for name in parameters)):
-            return f"the weight of {node_label(node)} is not float32"
+        if any(self.stored[name].data_type not in FLOATS for name in parameters):
+            return f"the weight of {node_label(node)} is not float"
         shape = list(self.stored[weight].dims)
         if node.op_type in ("Gemm", "MatMul"):
             known = self.types.get(between, ("", None))[1]
@@ -188,12 +187,16 @@ class _Folding:
 
     # --- the fold itself --------------------------------------------------------------------------------------
 
-    def _into_before(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> None:
+    def _into_before(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> str:
+        """Fold a BatchNorm into the layer before it; return why that cannot be, or ""."""
         node = layer.node
         weight = array(self.stored[node.input[1]]).astype(np.float64)
         # the bias is added after alpha, so that alpha stays as it is
         bias = self._bias(layer, factor.size) * factor + shift
-        self._replace_weight(node, weight * _factor_view(node, weight.shape, factor), bias, layer)
+        folded = weight * _factor_view(node, weight.shape, factor)
+        if not self._holds(node, folded, bias):
+            return _TOO_LARGE.format(node_label(node))
+        self._replace_weight(node, folded, bias, layer)
         last = layer.last
         old = last.output[0]
         last.name = last.name or old  # it keeps its owner
@@ -201,8 +204,10 @@ class _Folding:
         self.makers[last.output[0]] = last
         self.makers.pop(old, None)
         self._drop(norm, keep_output=True)
+        return ""
 
-    def _into_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> None:
+    def _into_after(self, layer: _LinearLayer, norm: NodeProto, factor: Array, shift: Array) -> str:
+        """Fold a BatchNorm into the layer behind it; return why that cannot be, or ""."""
         node = layer.node
         facts = attributes(node)
         weight = array(self.stored[node.input[1]]).astype(np.float64)
@@ -211,10 +216,19 @@ class _Folding:
         alpha = float(facts.get("alpha", 1.0)) if node.op_type == "Gemm" else 1.0
         added = (weight * moved).sum(axis=axes) * alpha
         bias = self._bias(layer, _channels(node, weight.shape, inputs=False)) + added.reshape(-1)
+        if not self._holds(node, weight * scaled, bias):
+            return _TOO_LARGE.format(node_label(node))
         self._replace_weight(node, weight * scaled, bias, layer)
         node.input[0] = norm.input[0]
         self.readers[norm.input[0]] = [node if r is norm else r for r in self.readers[norm.input[0]]]
         self._drop(norm, keep_output=False)
+        return ""
+
+    def _holds(self, node: NodeProto, *values: Array) -> bool:
+        """Return True if the type of a layer's weight holds values without an infinity."""
+        dtype = helper.tensor_dtype_to_np_dtype(self.stored[node.input[1]].data_type)
+        with np.errstate(over="ignore"):
+            return all(bool(np.isfinite(value.astype(dtype)).all()) for value in values)
 
     def _bias(self, layer: _LinearLayer, channels: int) -> Array:
         name = next((n for n in layer.add.input if n in self.stored), "") if layer.add is not None else ""
@@ -223,22 +237,24 @@ class _Folding:
         return array(self.stored[name]).astype(np.float64) if name else np.zeros(channels)
 
     def _replace_weight(self, node: NodeProto, weight: Array, bias: Array, layer: _LinearLayer) -> None:
-        node.input[1] = self._store(weight, node.input[1], node)
+        data_type = self.stored[node.input[1]].data_type
+        node.input[1] = self._store(weight, node.input[1], node, data_type)
         if layer.add is not None:
             position = next(i for i, n in enumerate(layer.add.input) if n in self.stored)
-            layer.add.input[position] = self._store(bias, layer.add.input[position], layer.add)
+            layer.add.input[position] = self._store(bias, layer.add.input[position], layer.add, data_type)
         elif node.op_type == "MatMul":
             node.op_type = "Gemm"
-            node.input.append(self._store(bias, f"{node_label(node)}.bias", node))
+            node.input.append(self._store(bias, f"{node_label(node)}.bias", node, data_type))
         else:
             name = node.input[2] if len(node.input) > 2 and node.input[2] else f"{node_label(node)}.bias"
             del node.input[2:]
-            node.input.append(self._store(bias, name, node))
+            node.input.append(self._store(bias, name, node, data_type))
 
-    def _store(self, value: Array, name: str, reader: NodeProto) -> str:
-        """Store a folded tensor under a name of its own, since the old one may have other readers."""
+    def _store(self, value: Array, name: str, reader: NodeProto, data_type: int) -> str:
+        """Store a folded tensor under a name of its own, since the old one may have other readers; rounded once."""
         fresh = unique(f"{name}_folded", self.taken)
-        self.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), fresh))
+        typed = np.ascontiguousarray(value).astype(helper.tensor_dtype_to_np_dtype(data_type))
+        self.graph.initializer.append(numpy_helper.from_array(typed, fresh))
         self.stored[fresh] = self.graph.initializer[-1]
         self.readers[fresh] = [reader]
         return fresh

@@ -25,6 +25,8 @@ BITS: Mapping[int, int] = {
     **dict.fromkeys((TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1), 4),
     **dict.fromkeys((TensorProto.INT2, TensorProto.UINT2), 2),
 }
+#: the float types of tensors
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 _STAMP = "qsdk.stamp"
 _PROCESS = secrets.token_hex(16)  # so that no file can forge a stamp of this process
 
@@ -97,6 +99,11 @@ def array(tensor: TensorProto) -> npt.NDArray[Any]:
     if tensor.data_location == TensorProto.EXTERNAL:
         return external_array(tensor)
     return np.asarray(numpy_helper.to_array(tensor))
+
+
+def float_array(tensor: TensorProto) -> npt.NDArray[Any]:
+    """Return the value of a stored tensor, that of a float one of any type in float32."""
+    return array(tensor).astype(np.float32, copy=False) if tensor.data_type in FLOATS else array(tensor)
 
 
 def external_array(tensor: TensorProto) -> npt.NDArray[Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnx_backend.proto.external_data import is_reference, reference
+from onnx_backend.proto.external_data import FLOATS, is_reference, reference
 from onnx_backend.proto.graph_queries import initializers
 from qsdk.core.errors import ModelError
 
@@ -35,7 +35,7 @@ class WeightEdits:
         return snapshot
 
     def write(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Replace stored float tensors, by name, by other values of the same shape.
+        """Replace stored float tensors, by name, by other values of the same shape, rounded to their type.
 
         Raises:
             ModelError: no stored float tensor has this name, or it has another shape; nothing is changed then.
@@ -73,8 +73,10 @@ class WeightEdits:
 
 
 def _tensor(name: str, value: npt.NDArray[Any], current: TensorProto | None) -> TensorProto:
-    if current is None or current.data_type != TensorProto.FLOAT:
-        raise ModelError(f"the model stores no float32 tensor of the name {name!r}; only those can be changed")
+    if current is None or current.data_type not in FLOATS:
+        raise ModelError(f"the model stores no float tensor of the name {name!r}; only those can be changed")
     if tuple(current.dims) != value.shape:
         raise ModelError(f"{name} has the shape {tuple(current.dims)}, not {value.shape}")
-    return numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name)
+    with np.errstate(over="ignore"):  # too large for a narrower type: infinite
+        typed = np.ascontiguousarray(value).astype(helper.tensor_dtype_to_np_dtype(current.data_type))
+    return numpy_helper.from_array(typed, name)

@@ -4,6 +4,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from onnx_backend.proto.graph_queries import input_names, names_in, unique
 from onnx_backend.proto.nodes import rename_inputs, replace_nodes
+from onnx_backend.proto.weightless import types_of
 
 
 def cast_bfloat16_edges(model: ModelProto) -> None:
@@ -12,6 +13,7 @@ def cast_bfloat16_edges(model: ModelProto) -> None:
     Values of bfloat16 pass these Casts unchanged; other values are rounded, as a Cast in front of the model would.
     """
     graph, taken = model.graph, names_in(model.graph)
+    _declare_outputs(model)
     outputs = _outputs(graph, taken)
     inputs = _inputs(graph, taken)
     replace_nodes(graph, [*inputs, *graph.node, *outputs])
@@ -19,6 +21,16 @@ def cast_bfloat16_edges(model: ModelProto) -> None:
     kept = [value for value in graph.value_info if value.name not in edges]
     del graph.value_info[:]
     graph.value_info.extend(kept)
+
+
+def _declare_outputs(model: ModelProto) -> None:
+    """Declare the type of outputs that have none, as parts of a model may."""
+    bare = [value for value in model.graph.output if not value.type.WhichOneof("value")]
+    if bare:
+        types = types_of(model)
+        for value in bare:
+            if types.get(value.name, ("", None))[0] == "bfloat16":
+                value.type.tensor_type.elem_type = TensorProto.BFLOAT16
 
 
 def _inputs(graph: GraphProto, taken: set[str]) -> list[NodeProto]:

@@ -20,7 +20,8 @@ RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "Ra
 }
 #: sizes tried for dimensions that the model leaves open, the batch excepted
 _SIZES = (8, 1, 32, 64, 224, 576)
-_TOLERANCE = 1e-4  # of an output's largest value
+_TOLERANCE = 1e-4  # of an output's largest value; of a narrow type, in which ops round, a few units of that
+_NARROW_TOLERANCE: Mapping[int, float] = {TensorProto.FLOAT16: 2.0**-8, TensorProto.BFLOAT16: 2.0**-5}
 _MOST_ELEMENTS = 2**24  # of a random input
 _ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into one message
 
@@ -101,7 +102,8 @@ def _first_different_output(model: ModelProto, wanted: list[Any], got: list[Any]
     masks = {node.output[1] for node in model.graph.node if node.op_type == "Dropout" and len(node.output) > 1}
     for value, left, right in zip(model.graph.output, wanted, got, strict=True):
         # the mask of a Dropout at inference was not defined before opset 12
-        if value.name not in masks and not _equal(left, right):
+        tolerance = _NARROW_TOLERANCE.get(value.type.tensor_type.elem_type, _TOLERANCE)
+        if value.name not in masks and not _equal(left, right, tolerance):
             return str(value.name)
     return ""
 
@@ -135,9 +137,9 @@ def _with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
     return exposed
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(left: Any, right: Any, tolerance: float = _TOLERANCE) -> bool:
     if isinstance(left, list):
-        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+        return len(left) == len(right) and all(_equal(a, b, tolerance) for a, b in zip(left, right, strict=True))
     if left is None or isinstance(left, dict | str):
         return bool(left == right)
     left, right = np.asarray(left), np.asarray(right)
@@ -147,7 +149,7 @@ def _equal(left: Any, right: Any) -> bool:
         return bool((left == right).all())
     finite = np.abs(left[np.isfinite(left)].astype(np.float64))
     scale = float(finite.max(initial=0.0))
-    return bool(np.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True))
+    return bool(np.allclose(left, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
 
 
 def random_feeds(model: ModelProto) -> Iterator[dict[str, Array]]:

@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.passes.canonicalize import node_label
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.lazy_tensors import LargeTensor, from_source
+from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow
 from onnx_backend.proto.nodes import attributes
 from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
 from onnx_backend.sim import OnnxSim
-from onnx_backend.walk.sections import Section, Stream
+from onnx_backend.walk.sections import Section, Stream, bfloat16_in
 from qsdk.core.errors import DataError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.channel_statistics import ChannelStatistics, Together, deviation, merge
@@ -46,6 +47,7 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
         DataError: no data, data the model does not take, or values that are not finite.
     """
     model = sim.qdq_model()
+    remove_kernel_casts(model)  # a statistic behind a Cast is a stored one
     stored = initializers(model.graph)
     rows: Rows = []
     nodes: list[NodeProto] = []
@@ -58,8 +60,10 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
             rows.append(_row(node, note=reason))
             continue
         nodes.append(node)
-        statistics |= {name: array(stored[name]).astype(np.float32) for name in node.input[3:5]}
-    stream = Stream(model, {}, {name: partial(_current_value, statistics, name) for name in statistics})
+        statistics |= {name: float_array(stored[name]) for name in node.input[3:5]}
+    types = {name: stored[name].data_type for name in statistics}
+    current = {name: partial(_current_value, statistics, name, types[name]) for name in statistics}
+    stream = Stream(model, {}, current, bfloat16_in(model))
     run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory)
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
@@ -69,7 +73,9 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
         mean_name, variance_name = node.input[3:5]
         old = statistics[variance_name].astype(np.float64) + float(attributes(node).get("epsilon", 1e-5))
         error = deviation(found, statistics[mean_name].astype(np.float64), old)
-        statistics[mean_name], statistics[variance_name] = found.mean.astype(np.float32), variance.astype(np.float32)
+        for name, value in ((mean_name, found.mean), (variance_name, variance)):
+            rounded = value.astype(helper.tensor_dtype_to_np_dtype(types[name]))
+            statistics[name] = rounded.astype(np.float32)
         rows.append(_row(node, error, time.perf_counter() - start))
     sim.change_stored(statistics)
     return rows, float_seconds
@@ -104,7 +110,11 @@ class _TargetRun:
         computed = sorted(self._stream.made_in(section) & (needed | {target}))
         if computed:
             model, large = self._stream.model(
-                Section(section.nodes, section.inputs, computed), [self._info(name) for name in section.inputs]
+                Section(section.nodes, section.inputs, computed),
+                [
+                    self._stream.info(name, [(live[name].dtype, live[name].shape) for live in self._live])
+                    for name in section.inputs
+                ],
             )
             session = bounded_session(model, large, self._in_memory)
             for number, live in enumerate(self._live):
@@ -114,21 +124,9 @@ class _TargetRun:
         self._live = [{name: live[name] for name in needed if name in live} for live in self._live]
         return found
 
-    def _info(self, name: str) -> ValueInfoProto:
-        """Return type and shape of an input of a section; sizes are fixed where all batches agree."""
-        info: ValueInfoProto
-        if name in self._stream.given:
-            info = self._stream.given[name]
-            return info
-        values = [live[name] for live in self._live]
-        sizes = [set(column) for column in zip(*(value.shape for value in values), strict=True)]
-        code = helper.np_dtype_to_tensor_dtype(values[0].dtype)
-        info = helper.make_tensor_value_info(name, code, [min(s) if len(s) == 1 else None for s in sizes])
-        return info
 
-
-def _current_value(now: Mapping[str, Array], name: str) -> LargeTensor:
-    return from_source(partial(now.__getitem__, name), now[name].shape)
+def _current_value(now: Mapping[str, Array], name: str, data_type: int) -> LargeTensor:
+    return narrow(from_source(partial(now.__getitem__, name), now[name].shape), data_type)
 
 
 def _reason(node: NodeProto, stored: Mapping[str, TensorProto], taken: Collection[str]) -> str:
@@ -138,8 +136,8 @@ def _reason(node: NodeProto, stored: Mapping[str, TensorProto], taken: Collectio
     names = list(node.input[3:5])
     if len(names) < 2 or any(name not in stored for name in names):
         return "its statistics are computed"
-    if any(stored[name].data_type != TensorProto.FLOAT for name in names):
-        return "its statistics are not float32"
+    if any(stored[name].data_type not in FLOATS for name in names):
+        return "its statistics are not float"
     return "it shares its statistics with another one" if any(name in taken for name in names) else ""
 
 

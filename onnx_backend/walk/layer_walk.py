@@ -71,9 +71,9 @@ class OnnxStep:
         for batch in range(self.run.batches):
             for call in self.place.calls:
                 exact, rounded = (self._read(call, number, batch) for number in (FLOAT, QUANTIZED))
-                rows = call.reading.rows(*exact)
+                rows = _in_float32(call.reading.rows(*exact))
                 same = all(one is other for one, other in zip(exact, rounded, strict=True))
-                yield rows, rows if same else call.reading.rows(*rounded)
+                yield rows, rows if same else _in_float32(call.reading.rows(*rounded))
 
     def _read(self, call: LayerCall, number: int, batch: int) -> tuple[Array, Array | None]:
         stream, live = self.run.streams[number], self.run.live
@@ -83,6 +83,10 @@ class OnnxStep:
 
         first = call.first(stream)
         return value(call.value(stream)), value(first) if first else None
+
+
+def _in_float32(rows: Array) -> Array:
+    return rows if rows.dtype.kind in "iub" else rows.astype(np.float32, copy=False)  # an embedding reads indices
 
 
 class OnnxWalk:

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx.numpy_helper import from_array
 
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import FLOATS, array, float_array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow, on_grid, without_large
+from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, from_source, narrow, on_grid, without_large
 from onnx_backend.proto.nodes import drop_unused_initializers, is_mark, metadata, replace_nodes
 from onnx_backend.qdq.insert import lower
-from onnx_backend.walk.sections import TAG, Stream
+from onnx_backend.qdq.kernel_casts import remove_kernel_casts
+from onnx_backend.walk.sections import TAG, Stream, bfloat16_in
 from qsdk.core.lazy_arrays import LazyArrays
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
@@ -31,7 +32,8 @@ class WalkWeights:
     Attributes:
         own: site -> encoding, of the sites that have one of their own.
         names: site -> name of the stored tensor there.
-        before: name -> value in the float model.
+        before: name -> value in the float model; float tensors of any type in float32.
+        typed: name -> the same in the type of the tensor.
         other: name -> value in the float model, where the sim stores another one.
         changed: name -> value in the quantized model, where it is another one.
     """
@@ -48,10 +50,14 @@ class WalkWeights:
         stored = initializers(model.graph)
         self.plan, self.own, self.names = plan, dict(own), names
         self.other = {names[site]: value for site, value in floats.items()}
-        self.before: Mapping[str, Array] = LazyArrays(
-            stored, lambda name: self.other[name] if name in self.other else array(stored[name])
+        self._types = {name: tensor.data_type for name, tensor in stored.items()}
+        self.typed: Mapping[str, Array] = LazyArrays(
+            stored, lambda name: self._rounded(name, self.other[name]) if name in self.other else array(stored[name])
         )
-        self.changed: dict[str, Array] = {name: array(stored[name]) for name in self.other}
+        self.before: Mapping[str, Array] = LazyArrays(
+            stored, lambda name: self.other[name] if name in self.other else float_array(stored[name])
+        )
+        self.changed: dict[str, Array] = {name: float_array(stored[name]) for name in self.other}
         self._dims = {name: tuple(tensor.dims) for name, tensor in stored.items()}
 
     def now(self, name: str) -> Array:
@@ -67,24 +73,35 @@ class WalkWeights:
             self.own[site] = replace(self.own[site], frozen=True)
 
     def put(self, name: str, value: Array) -> None:
-        """Change the value of a stored tensor.
+        """Change the value of a stored tensor; it is rounded to the tensor's type.
 
         Raises:
             ValueError: it has another shape.
         """
         if tuple(value.shape) != self._dims[name]:
             raise ValueError(f"{name} has the shape {self._dims[name]}, not {value.shape}")
-        self.changed[name] = np.ascontiguousarray(value, np.float32)
+        self.changed[name] = np.ascontiguousarray(self._rounded(name, value), np.float32)
 
-    def source(self, name: str) -> LargeTensor:
-        """Return a stored float tensor whose current value is read on demand."""
-        return from_source(partial(self.now, name), self._dims[name])
+    def _rounded(self, name: str, value: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return value.astype(helper.tensor_dtype_to_np_dtype(self._types[name]))
 
-    def fake_quantized(self, site: str, permutation: list[int] | None) -> LargeTensor:
-        """Return the values that the simulation reads at a stored site."""
+    def source(self, name: str, data_type: int | None = None) -> LargeTensor:
+        """Return a stored float tensor whose current value is read on demand, in its own type or in another one."""
+        values = from_source(partial(self.now, name), self._dims[name])
+        return _in_type(values, self._types[name] if data_type is None else data_type)
+
+    def fake_quantized(self, site: str, permutation: list[int] | None, data_type: int) -> LargeTensor:
+        """Return the values that the simulation reads at a stored site, in the type of its scales."""
         encoding = encoding_of(self.plan.decisions[site], self.own)
         assert encoding is not None
-        return on_grid(encoding, self.source(self.names[site]), permutation)
+        values = from_source(partial(self.now, self.names[site]), self._dims[self.names[site]])
+        return _in_type(on_grid(encoding, values, permutation), data_type)
+
+
+def _in_type(values: LargeTensor, data_type: int) -> LargeTensor:
+    """Return float32 values in another float type."""
+    return values if data_type == TensorProto.FLOAT else narrow(values, data_type)
 
 
 def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str, Encoding]) -> tuple[Stream, Stream]:
@@ -102,15 +119,24 @@ def streams_of(marked: ModelProto, weights: WalkWeights, encodings: Mapping[str,
     stored = initializers(light.graph)
     for name, value in weights.other.items():
         stored[name].CopyFrom(from_array(value.astype(array(stored[name]).dtype), name))
-    exact = lower(light, Plan({}, ()), {}, weights=weights.before)
+    exact = _lowered(light, Plan({}, ()), {}, weights)
     computed: dict[str, Callable[[], LargeTensor]] = {}
-    rounded = lower(light, weights.plan, encodings, weights=weights.before)
-    graph = rounded.model.graph
+    rounded = _lowered(light, weights.plan, encodings, weights)
+    graph, bfloat16 = rounded.model.graph, bfloat16_in(rounded.model)
     stored = initializers(graph)
     computed |= {name: partial(weights.source, name) for name in weights.names.values() if name in stored}
     replace_nodes(graph, [node for node in graph.node if not _replaces_node(node, stored, weights, computed)])
     drop_unused_initializers(graph)
-    return Stream(exact.model, exact.large, {}), Stream(rounded.model, rounded.large, computed)
+    return (
+        Stream(exact.model, exact.large, {}, bfloat16_in(exact.model)),
+        Stream(rounded.model, rounded.large, computed, bfloat16),
+    )
+
+
+def _lowered(light: ModelProto, plan: Plan, encodings: Mapping[str, Encoding], weights: WalkWeights) -> LoweredModel:
+    found = lower(light, plan, encodings, weights=weights.typed)
+    remove_kernel_casts(found.model)  # sessions insert them again; without them, layers read the tensors of the graph
+    return found
 
 
 def tags_of(marked: ModelProto) -> dict[str, str]:
@@ -137,8 +163,10 @@ def _replaces_node(
         return False
     if node.op_type == "DequantizeLinear":
         permutation = [int(axis) for axis in facts["qsdk.perm"].split(",")] if "qsdk.perm" in facts else None
-        computed[node.output[0]] = partial(weights.fake_quantized, site, permutation)
+        scale = stored.get(node.input[1])  # block scales of two levels are computed, in float32
+        data_type = scale.data_type if scale is not None and scale.data_type in FLOATS else TensorProto.FLOAT
+        computed[node.output[0]] = partial(weights.fake_quantized, site, permutation, data_type)
         return True
     if node.op_type == "Cast":
-        computed[node.input[0]] = partial(narrow, weights.source(weights.names[site]), _NARROW[facts["qsdk.dtype"]])
+        computed[node.input[0]] = partial(weights.source, weights.names[site], _NARROW[facts["qsdk.dtype"]])
     return False

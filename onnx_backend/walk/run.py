@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ValueInfoProto, helper
 
 from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
@@ -152,22 +151,13 @@ class PairedRun:
         """Return a session for a section, in the settings of the simulation; None where there is nothing to run."""
         if not section.wanted:
             return None
-        model, large = self.streams[number].model(section, [self._info(number, name) for name in section.inputs])
+        stream, batches = self.streams[number], range(self.batches)
+        infos = [
+            stream.info(name, [self.live.facts((number, batch, name)) for batch in batches if name not in stream.given])
+            for name in section.inputs
+        ]
+        model, large = stream.model(section, infos)
         return bounded_session(model, large, self._in_memory, shares_memory=True)
-
-    def _info(self, number: int, name: str) -> ValueInfoProto:
-        """Return type and shape of an input of a section; sizes are fixed where all batches agree."""
-        given = self.streams[number].given
-        if name in given:
-            found: ValueInfoProto = given[name]
-            return found
-        facts = [self.live.facts((number, batch, name)) for batch in range(self.batches)]
-        code = helper.np_dtype_to_tensor_dtype(facts[0][0])
-        sizes = [set(column) for column in zip(*(shape for _, shape in facts), strict=True)]
-        info: ValueInfoProto = helper.make_tensor_value_info(
-            name, code, [min(s) if len(s) == 1 else None for s in sizes]
-        )
-        return info
 
 
 def _writable(value: Array) -> Array:

@@ -1,19 +1,20 @@
 """Run a graph section by section: the nodes that lead to the tensors wanted next, and the model of these nodes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, input_names
 from onnx_backend.proto.lazy_tensors import LargeTensor, is_stub
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
-from onnx_backend.proto.weightless import is_large
+from onnx_backend.proto.weightless import is_large, types_of
+from onnx_backend.qdq.kernel_casts import has_other_floats
 from onnx_backend.walk.readings import RECURRENT
 
 #: metadata that matches the nodes of two versions of a graph
@@ -55,11 +56,16 @@ class Stream:
         given: name -> an input that the caller feeds.
         at: tag -> index of a node.
         outputs: of the graph.
+        bfloat16: the tensors of that type: between two sections they are float32 arrays.
         done: indices of the nodes that have been run.
     """
 
     def __init__(
-        self, model: ModelProto, large: Mapping[str, LargeTensor], computed: Mapping[str, Callable[[], LargeTensor]]
+        self,
+        model: ModelProto,
+        large: Mapping[str, LargeTensor],
+        computed: Mapping[str, Callable[[], LargeTensor]],
+        bfloat16: Collection[str] = (),
     ) -> None:
         """Read a model.
 
@@ -67,9 +73,10 @@ class Stream:
             model: may have stubs in the places of stored tensors.
             large: the tensors that the stubs stand for.
             computed: stored tensors that are computed anew for every section, by name; they replace the model's own.
+            bfloat16: see `bfloat16_in`.
         """
         self._model, self._large, self._computed = model, large, computed
-        self._stored = initializers(model.graph)
+        self._stored, self.bfloat16 = initializers(model.graph), frozenset(bfloat16)
         self.nodes: list[NodeProto] = list(model.graph.node)
         self._reads = [reads(node) for node in self.nodes]
         for index, node in enumerate(self.nodes):
@@ -83,6 +90,17 @@ class Stream:
         self.done: set[int] = set()
         no_tensors = {index for index, node in enumerate(self.nodes) if node.op_type in _NO_TENSORS}
         self._again = self._made_of_stored() | no_tensors
+
+    def info(self, name: str, facts: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> ValueInfoProto:
+        """Declare a tensor from the types and shapes of its arrays; sizes are fixed where all batches agree."""
+        if name in self.given:
+            given: ValueInfoProto = self.given[name]
+            return given
+        code = TensorProto.BFLOAT16 if name in self.bfloat16 else helper.np_dtype_to_tensor_dtype(facts[0][0])
+        sizes = [set(column) for column in zip(*(shape for _, shape in facts), strict=True)]
+        shape = [min(s) if len(s) == 1 else None for s in sizes]
+        info: ValueInfoProto = helper.make_tensor_value_info(name, code, shape)
+        return info
 
     def depths(self, steps: Mapping[int, int]) -> Mapping[str, int]:
         """Return tensor -> the last step that it depends on, if any; `steps` maps a node to its step."""
@@ -168,6 +186,13 @@ class Stream:
                 found.add(index)
                 known.update(node.output)
         return frozenset(found)
+
+
+def bfloat16_in(model: ModelProto) -> frozenset[str]:
+    """Return the names of a model's bfloat16 tensors."""
+    if not has_other_floats(model):
+        return frozenset()
+    return frozenset(name for name, (dtype, _) in types_of(model).items() if dtype == "bfloat16")
 
 
 def _add(model: ModelProto, name: str, values: LargeTensor, large: dict[str, LargeTensor]) -> None:

@@ -131,27 +131,37 @@ def _fixed_range(wanted: QuantConfig, op_type: str) -> tuple[float, float] | Non
 
 def _tie(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
     """Return the decisions with every member of a tie class pointing to the first site of the class."""
-    loose = {t: replace(d.spec, fixed_range=None) for t, d in activations.items() if d.quantized and d.spec}
+    loose = {t: _comparable(d.spec, d.tensor_type) for t, d in activations.items() if d.quantized and d.spec}
     untied = {index for index in _movers(context) if _ties(context, index) is False}
     classes = find_ties(context.graph, loose, untied | context.groups.keys())
     through = {tensor for tensor in loose if _passes_through(context, tensor, classes)}
     ranges: dict[int, set[tuple[float, float] | None]] = {}
+    digits: dict[int, set[int]] = {}
     for tensor in loose:
         spec = activations[tensor].spec
         if tensor not in through and spec is not None:
             ranges.setdefault(classes.find(tensor), set()).add(spec.fixed_range)
+        if spec is not None and spec.scale_bits is not None:
+            digits.setdefault(classes.find(tensor), set()).add(spec.scale_bits)
     result = _tie_dynamic(context, activations)
     for tensor in loose:
         first = classes.find(tensor)
         home, fixed = activations[first], ranges.get(first, {None})
         # a fixed range holds for a class only if all that enters it lives there
-        shared = replace(loose[first], fixed_range=next(iter(fixed)) if len(fixed) == 1 else None)
+        bound = next(iter(fixed)) if len(fixed) == 1 else None
+        shared = replace(loose[first], fixed_range=bound, scale_bits=min(digits.get(first, ()), default=None))
         result[tensor] = replace(activations[tensor], spec=shared)
         if first != tensor:
             reason = f"shares the encoding of {home.site}"
             passes = tensor in through
             result[tensor] = replace(result[tensor], tied_to=home.site, passes_through=passes, reason=reason)
     return result
+
+
+def _comparable(spec: Spec, tensor_type: str) -> Spec:
+    """Return what must be equal in the specs of tensors that are tied; a Cast may stand between them."""
+    of_its_type = spec.scale_bits == scale_digits(None, tensor_type)
+    return replace(spec, fixed_range=None, scale_bits=None if of_its_type else spec.scale_bits)
 
 
 def _tie_dynamic(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:

@@ -123,7 +123,7 @@ def keeps_grid(graph: Graph, op: Op) -> bool:
     """Return whether an op's outputs hold only values of its data inputs (all of Concat's, else the first), or 0."""
     if op.type == "Pad":
         return _pads_inside(graph, op)
-    return op.type in PASS_THROUGH or op.type == "Concat" or _resizes_nearest(op)
+    return op.type in PASS_THROUGH or op.type == "Concat" or _resizes_nearest(op) or _casts_floats(graph, op)
 
 
 def _pairs(graph: Graph, op: Op, sites: Collection[int]) -> list[tuple[int, int]]:
@@ -146,6 +146,11 @@ def _pads_inside(graph: Graph, op: Op) -> bool:
         return True
     absent = len(op.inputs) < 3 or op.inputs[2] is None
     return absent or graph.scalar(op.inputs[2]) == 0.0
+
+
+def _casts_floats(graph: Graph, op: Op) -> bool:
+    """Return whether an op turns one float type into another: the codes of its values stay the same."""
+    return op.type == "Cast" and all(t is not None and graph.tensors[t].is_float for t in (*op.inputs, *op.outputs))
 
 
 def _resizes_nearest(op: Op) -> bool:

@@ -211,7 +211,7 @@ def _no_new(shape: tuple[int, ...]) -> Ids:
 def _if_exclusive(graph: Graph, tensor: int, edit: Edit) -> Edit | str:
     """Return an edit, or why the tensor cannot be changed: something else reads it as well."""
     name, current = graph.tensors[edit.root].name, edit.root
-    if graph.tensors[edit.root].dtype != "float32":
+    if not graph.tensors[edit.root].is_float:
         return f"{name} is stored as {graph.tensors[edit.root].dtype}"
     while True:
         readers = graph.consumers[current]

@@ -193,7 +193,7 @@ class _Growing:
         """Add a tensor to the region."""
         facts = self.graph.tensors[tensor]
         shape = facts.shape
-        if facts.dtype != "float32" or shape is None or len(shape) != ids.ndim:
+        if not facts.is_float or shape is None or len(shape) != ids.ndim:
             self.block("the type or the rank of a tensor in between is not known")
         elif any(n not in (1, size) for n, size in zip(ids.shape, shape, strict=True)):
             self.block("the channels of a tensor in between cannot be told")

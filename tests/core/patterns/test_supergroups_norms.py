@@ -60,7 +60,7 @@ SPELLINGS = {
     "no epsilon": (Norm(epsilon="none"), ALL),
     "vectors": (Norm(vectors=True), ALL),
     "vectors and Pow": (Norm(vectors=True, divide="Pow -0.5"), ALL),
-    "Cast in and out": (Norm(casts="in out"), {"x", "y"}),
+    "Cast in and out": (Norm(casts="in out"), ALL),
     "Cast in and between": (Norm(casts="in between"), ALL),
 }
 

@@ -174,26 +174,30 @@ def mixed():
     return make_model(nodes, {"x": [3, 4]}, {"y": [3, 4]}, {"k": np.full(4, 3, np.float16)})
 
 
-def test_other_float_types_stay_and_say_so(tmp_path):
+def test_tensors_of_every_float_type_are_quantized_and_a_cast_keeps_the_encoding(tmp_path):
     sim = qsdk.quantize(mixed(), None, w8a8())
-    rows = {row["site"]: row for row in sim.coverage().rows}
-    for tensor, dtype in {"h": "float16", "m": "float16", "k": "float16", "d": "float64"}.items():
-        assert rows[f"({tensor})"]["reason"] == f"{dtype} in the file: only float32 tensors are quantized"
-        assert rows[f"({tensor})"]["state"] == "float"
-    assert rows["(h)"]["dtype"] == "float16"
+    states = {row["site"]: (row["state"], row["dtype"]) for row in sim.coverage().rows}
+    assert {site: states[site] for site in ("half:constant", "half:output", "add:output", "relu:output")} == {
+        "half:constant": ("quantized", "int8"),
+        "half:output": ("quantized", "uint8"),
+        "add:output": ("quantized", "uint8"),
+        "relu:output": ("quantized", "uint8"),
+    }
+    tied = {site: decision.tied_to for site, decision in sim.plan.decisions.items() if decision.tied_to}
+    casts = {"down:output": "relu:output", "wide:output": "relu:output", "narrow:output": "relu:output"}
+    assert tied == {**casts, "up:output": "half:output"}
+    types = {site: decision.tensor_type for site, decision in sim.plan.decisions.items()}
+    assert [types[site] for site in ("down:output", "half:constant", "wide:output")] == [
+        "float16",
+        "float16",
+        "float64",
+    ]
+    # both ends of a Cast to float16 hold the scale
+    assert sim.plan.decisions["relu:output"].spec.scale_bits == 11
+    assert sim.plan.decisions["add:output"].spec.scale_bits is None
     qsdk.calibrate(sim, [X], progress=False)
     qsdk.export(sim, tmp_path / "m.onnx")
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False).summary["passed"]
-
-
-def test_a_float16_model_is_refused_with_the_remedy():
-    model = make_model([node("Relu", ["x"], ["y"])], {"x": [2]}, {"y": [2]}, {})
-    for declared in (model.graph.input[0], model.graph.output[0]):
-        declared.type.tensor_type.elem_type = TensorProto.FLOAT16
-    with pytest.raises(
-        ModelError, match=r"float16 throughout.*export it in float32.*skip\(pattern, dtype=qsdk.float16\)"
-    ):
-        qsdk.quantize(model, None, w8a8())
 
 
 def test_inputs_and_outputs_keep_their_names_and_order_in_simulation_and_export(tmp_path):
