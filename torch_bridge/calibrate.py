@@ -20,7 +20,7 @@ from torch_bridge.quantizers.observers import Observers
 from torch_bridge.sim import QuantSim
 from torch_bridge.stored_values import constants_at
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
-from torch_bridge.torch_values.parameters import stored_tensor
+from torch_bridge.torch_values.parameters import stored_tensor, to_float32
 from torch_bridge.training.training import eval_mode
 
 
@@ -55,7 +55,8 @@ def calibrate(
         percentile=percentile,
         gather=gather,
     )
-    for site, encoding in found.encodings.items():
+    while found.encodings:  # each is dropped once it is copied: those of small blocks are not small
+        site, encoding = found.encodings.popitem()
         quantizers[site].set_encoding(encoding)
     sim.methods = Methods(method, weight_method, percentile)
     return with_notes(sim.leave_coarse_float(found.report, found.ranges), sim.bias_remarks())
@@ -109,7 +110,6 @@ def _stored(sim: QuantSim) -> LazyArrays:
 
     def value(site: str) -> npt.NDArray[np.float32]:
         raw = constants[site] if site in constants else stored_tensor(sim.model, site)
-        found: npt.NDArray[np.float32] = raw.detach().float().cpu().numpy()
-        return found
+        return to_float32(raw)
 
     return LazyArrays(sites, value)

@@ -32,7 +32,7 @@ from torch_bridge.quantizers.compiled_kernels import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.parameters import find_stored, main_dtype, stored_tensor, to_numpy
+from torch_bridge.torch_values.parameters import find_stored, main_dtype, stored_tensor, to_float32, to_numpy
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.batch_norm_training import (
@@ -262,7 +262,7 @@ class QuantSim(StatefulSim):
     def stored_floats(self, sites: Collection[str]) -> dict[str, npt.NDArray[Any]]:
         """Return site -> float values of the stored tensors at these sites, as far as they are stored."""
         tensors = {site: find_stored(self.model, site) for site in sites}
-        return {site: x.detach().float().cpu().numpy() for site, x in tensors.items() if x is not None}
+        return {site: to_float32(x) for site, x in tensors.items() if x is not None}
 
     @torch.no_grad()
     def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.prepare import run_example
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.parameters import find_stored, stored_tensor
+from torch_bridge.torch_values.parameters import find_stored, stored_tensor, to_float32
 from torch_bridge.training.training import eval_mode
 
 
@@ -22,8 +22,7 @@ def stored_values(sim: QuantSim) -> LazyArrays:
     def value(site: str) -> npt.NDArray[np.float32]:
         raw = constants[site] if site in constants else stored_tensor(sim.model, site).detach()
         with torch.no_grad():
-            result: npt.NDArray[np.float32] = sim.quantizers[site](raw).float().cpu().numpy()
-        return result
+            return to_float32(sim.quantizers[site](raw))
 
     named = [site for site in of_kind if site in constants or find_stored(sim.model, site) is not None]
     return LazyArrays(named, value)

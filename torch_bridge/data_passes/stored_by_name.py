@@ -10,13 +10,14 @@ from torch import Tensor
 
 from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.parameters import to_float32
 from torch_bridge.training.batch_norm_training import require_folded
 
 
 def stored_by_name(sim: QuantSim) -> LazyArrays:
     """Return the float32 value of each float parameter and buffer by its name in the graph, where it has only one."""
     tensors = _tensors(sim)
-    return LazyArrays(tensors, lambda name: tensors[name].detach().float().cpu().numpy())
+    return LazyArrays(tensors, lambda name: to_float32(tensors[name]))
 
 
 @torch.no_grad()

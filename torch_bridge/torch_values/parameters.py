@@ -1,5 +1,6 @@
 """Stored tensors at sites: a parameter or buffer of a module, or the part of one that a single op reads."""
 
+import mmap
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ PREFIX = "qsdk_"  # prefix of the buffers that hold encodings, and of all other 
 STATE = "_qsdk_state"  # key of a wrapped module's state in its __dict__
 STEPS = "qsdk_steps"  # a buffer of the root while the model is trained, so that checkpoints carry it
 RANGES = "qsdk_ranges"  # a buffer of the root while ranges are observed, so that checkpoints carry the averages
+_MAPPED_FROM = 1 << 20  # bytes
 # Thirds of a packed projection: the first, and the one after the last.
 _THIRDS = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3)}
 
@@ -70,6 +72,21 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """Return the values of a tensor; those of bfloat16, which NumPy lacks, as float32."""
     known = tensor.detach().cpu()
     return np.asarray((known.float() if known.dtype == torch.bfloat16 else known).numpy())
+
+
+def to_float32(tensor: Tensor) -> npt.NDArray[np.float32]:
+    """Return the values of a tensor as a float32 array; it shares the memory of a float32 tensor on the CPU.
+
+    A large copy has a mapping of its own, which goes back to the system as soon as it is dropped. Among smaller arrays
+    on the heap, the room of one layer's copy would be split before the next layer needs it, and in the end a model in
+    half precision would hold all of its weights in float32.
+    """
+    known = tensor.detach()
+    if known.dtype == torch.float32 or known.numel() * 4 < _MAPPED_FROM:
+        return np.asarray(known.float().cpu().numpy())
+    result = np.frombuffer(mmap.mmap(-1, known.numel() * 4), np.float32).reshape(tuple(known.shape))
+    torch.from_numpy(result).copy_(known)
+    return result
 
 
 def packed_rows(packed: Tensor, part: str) -> Tensor:

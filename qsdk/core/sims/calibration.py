@@ -10,6 +10,7 @@ import numpy.typing as npt
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
@@ -99,11 +100,16 @@ def weight_encodings(
         decision = decisions[site]
         if decision.spec is None or decision.kind == "bias" or not owns_encoding(decision) or site in frozen:
             continue
-        values = stored[site]
-        if not np.isfinite(values).all():
-            raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite")
-        found[site] = encoding_from_range(range_of_stored(values, decision.spec, chosen), decision.spec)
+        found[site] = _weight_encoding(site, stored, decision.spec, chosen)
     return found
+
+
+def _weight_encoding(site: str, stored: Stored, spec: Spec, chosen: Estimator) -> Encoding:
+    """Return the encoding of one stored tensor, whose value is dropped before the next one is read."""
+    values = stored[site]
+    if values.size and not np.isfinite([values.min(), values.max()]).all():
+        raise DataError(f"NaN or inf in the stored tensor at {site}; load weights that are finite")
+    return encoding_from_range(range_of_stored(values, spec, chosen), spec)
 
 
 def make_room_for_biases(

@@ -112,6 +112,8 @@ class StatefulSim(ABC):
 
     def bias_remarks(self) -> dict[str, str]:
         """Return what int32 does to biases beyond rounding, by site: clipped, rounded to 0, or room made for them."""
+        if all(decision.bias_of is None for decision in self.plan.decisions.values()):
+            return {}
         return bias_remarks(self.snapshot(), self.stored_floats)
 
     def explain(self, site: str) -> str:
