@@ -16,10 +16,11 @@ from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.parameters import STEPS
+from torch_bridge.torch_values.parameters import STEPS, dtype_name, main_dtype
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import FOLDED
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS, EXAMPLE, GIVEN = "weights.pt", "example.pt", "given.pt"
 
 
@@ -50,6 +51,27 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
 
     kept = sim.given.originals(sim.model)
     return {WEIGHTS: write_weights, EXAMPLE: write_example, **({GIVEN: write_given} if kept else {})}
+
+
+def dtype_facts(sim: QuantSim) -> dict[str, str]:
+    """Return the dtype that the model was quantized in, which its plan is for, where it was converted afterwards."""
+    then = sim.dtype_when_quantized
+    return {} if then is None or then == main_dtype(sim.model) else {"quantized_in": dtype_name(then)}
+
+
+def read_dtype(facts: Mapping[str, Any], where: str) -> torch.dtype | None:
+    """Return the dtype that `dtype_facts` wrote, or None.
+
+    Raises:
+        FileFormatError: it is none.
+    """
+    name = facts.get("quantized_in")
+    if name is None:
+        return None
+    for dtype in _FLOATS:
+        if dtype_name(dtype) == name:
+            return dtype
+    raise FileFormatError(f"{where} was quantized in {name!r}, which is no float dtype; write it again with qsdk.save")
 
 
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:

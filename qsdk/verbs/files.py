@@ -1,5 +1,6 @@
 """The verbs on files of encodings and of whole sims. It knows both sides."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.parameters import main_dtype
 from torch_bridge.torch_values.relu6 import remove_bounds
 
 
@@ -276,9 +278,14 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
     """Quantize the module like the saved one, compare the plans, and load everything."""
     first, fold = _quantize_options(file, where)
     given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
+    now, then = main_dtype(model), saved_torch.read_dtype(file.facts, where)
+    if then is not None:
+        model, given = copy.deepcopy(model).to(then), given.converted(now, then)
     example, shapes = given.kwargs or given.args, given.dynamic_shapes
     sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
+    if then is not None:
+        sim.model.to(now)
     planned = sim.planned(require_config(file.state.config), coarse=left_float(file.state.plan))
     different = different_sites(file.state.plan, planned.plan)
     if different:

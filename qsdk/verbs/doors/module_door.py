@@ -148,4 +148,5 @@ class ModuleDoor:
         """Write the state_dict and the example that the model was traced with."""
         own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
         own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
+        own |= saved.dtype_facts(self.sim)
         write_sim(path, "torch", self.sim.snapshot(), {**facts, **own}, saved.parts_of(self.sim))
