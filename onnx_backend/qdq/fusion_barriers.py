@@ -120,11 +120,12 @@ class _BarrierInserter:
         if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
             return []
         dtype, form = self._type(quantize), self._form(quantize)
-        tensor = dequantize.output[0]
+        tensor, scale = dequantize.output[0], self.stored.get(dequantize.input[1])
+        float16 = scale is not None and scale.data_type == TensorProto.FLOAT16
         return [
             node
             for node in self.readers.get(tensor, [])
-            if is_wrong(self._label(node, tensor), dtype, form)
+            if is_wrong(self._label(node, tensor), dtype, form, float16=float16)
             or self._is_stack(node)
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)

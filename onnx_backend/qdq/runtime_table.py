@@ -80,12 +80,26 @@ WRONG: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
 )
 
 
-def is_wrong(reader: str, dtype: str, form: Form) -> bool:
+#: the same for pairs whose scales and floats are float16, beyond WRONG: its QLinearConcat takes float32 scales only
+WRONG_FLOAT16: Mapping[tuple[str, Form], frozenset[str]] = MappingProxyType(
+    _each(("uint8",), ("output_dtype", "zero_point", "both"), _words("Concat"))
+)
+
+
+def is_wrong(reader: str, dtype: str, form: Form, *, float16: bool = False) -> bool:
     """Return True if the runtime must be kept from fusing a reader with the DequantizeLinear of an activation.
 
     Types other than 8 and 16 bits always get a barrier: combinations that were not probed are more likely wrong.
+
+    Args:
+        reader: as in the table.
+        dtype: of the activation.
+        form: of its QuantizeLinear.
+        float16: True if its scale is float16.
     """
     found = WRONG.get((dtype, form), frozenset())
+    if float16:
+        found |= WRONG_FLOAT16.get((dtype, form), frozenset())
     return dtype in NARROW or EVERYTHING in found or reader in found
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
+from half_files import in_type
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.qdq.fusion_barriers import insert_barriers
@@ -88,6 +89,7 @@ class Probe:
     dtype: str
     form: Form
     same: bool = True  # the two pairs have the same scale
+    tensor_type: str = "float32"  # of the activations, the weights and the scales
 
     def model(self, *, separated: bool) -> ModelProto:
         """The model, as it would be exported or (not `separated`) without what keeps ops apart."""
@@ -115,6 +117,7 @@ class Probe:
         )
         opset, ir = (25, 13) if two_bits else (21, 10)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
+        model = in_type(model, self.tensor_type)
         if separated:
             insert_barriers(model)
         return model
@@ -140,7 +143,7 @@ class Probe:
         """Whether the default level is `right` (to one LSB), `wrong`, or `fails`; "none" where no level runs it."""
         model = self.model(separated=separated)
         shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
-        x = (np.random.default_rng(3).normal(size=shape) * 2).astype(np.float32)
+        x = (np.random.default_rng(3).normal(size=shape) * 2).astype(self.tensor_type)
         try:
             wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
         except Exception:
@@ -152,6 +155,9 @@ class Probe:
         step = 1.01 * self.last_scale
         if not dtype_named(self.dtype).is_integer:
             step = np.maximum(0.26 * np.abs(wanted), step / 64)  # one ulp of float8e5m2
+        if self.tensor_type == "float16":
+            got, wanted = got.astype(np.float32), wanted.astype(np.float32)
+            step = step + 2.0**-10 * np.abs(wanted)
         return "right" if (np.abs(got - wanted) <= step).all() else "wrong"
 
 

@@ -7,7 +7,7 @@ import pytest
 from runtime_probes import LABELS, Probe
 
 from onnx_backend.integer.exact_products import products_saturate
-from onnx_backend.qdq.runtime_table import EVERYTHING, NARROW, WRONG, form_of, is_wrong
+from onnx_backend.qdq.runtime_table import EVERYTHING, NARROW, WRONG, WRONG_FLOAT16, form_of, is_wrong
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import dtype_named
 
@@ -31,10 +31,10 @@ def slow_where_narrow(keys):
     return [pytest.param(*key, marks=pytest.mark.nightly) if key[0] in NARROW else key for key in keys]
 
 
-def wrong_readers(dtype, form, *, separated=False, labels=LABELS):
+def wrong_readers(dtype, form, *, separated=False, labels=LABELS, tensor_type="float32"):
     found = set()
     for label, same in itertools.product(labels, (True, False)):
-        verdict = Probe(label, dtype, form, same).verdict(separated=separated)
+        verdict = Probe(label, dtype, form, same, tensor_type).verdict(separated=separated)
         assert verdict != "none", label
         if verdict != "right":
             found.add(label.removesuffix(" at 0").removesuffix(" linear"))
@@ -57,6 +57,15 @@ def test_the_table_is_what_the_installed_runtime_does(dtype, form):
 @pytest.mark.parametrize(("dtype", "form"), slow_where_narrow(WRITTEN))
 def test_what_is_kept_apart_is_right_at_the_default_level(dtype, form):
     assert wrong_readers(dtype, form, separated=True) - SATURATING == set()
+
+
+@pytest.mark.parametrize(("dtype", "form"), [("uint8", "both"), ("int8", "zero_point"), ("uint16", "output_dtype")])
+def test_pairs_with_float16_scales_are_wrong_where_the_table_says_so(dtype, form):
+    labels = [label for label in LABELS if label != "Cast"]
+    found = wrong_readers(dtype, form, labels=labels, tensor_type="float16")
+    more = WRONG_FLOAT16.get((dtype, form), frozenset())
+    assert more <= found <= WRONG[dtype, form] | more
+    assert wrong_readers(dtype, form, separated=True, labels=labels, tensor_type="float16") == set()
 
 
 def test_only_what_is_wrong_is_kept_apart():
