@@ -15,7 +15,7 @@ from onnx_backend.parity.parity import require_values
 from onnx_backend.parity.tally import lsb
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
-from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.feeds import as_declared, as_feeds, batches_of, run_session
 from onnx_backend.runtime.session import simulation_session
 from onnx_backend.runtime.session_input import session_of
 from onnx_backend.sim import OnnxSim
@@ -191,7 +191,7 @@ def _captured_feeds(captured: Mapping[str, Array], fed: Mapping[str, str]) -> di
 
 def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
     known = {value.name for value in session.get_inputs()}  # an input that only cut-off nodes read may be gone
-    return run_session(session, {name: value for name, value in feeds.items() if name in known}, where)
+    return run_session(session, {n: as_declared(value, known[n]) for n, value in feeds.items() if n in known}, where)
 
 
 def _session(model: ModelProto, level: Level, entries: Mapping[str, str] | None) -> ort.InferenceSession:

@@ -17,7 +17,7 @@ from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, lsb
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.read import qdq_pairs
-from onnx_backend.runtime.feeds import run_session
+from onnx_backend.runtime.feeds import as_declared, run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.dtypes import uint8
@@ -122,8 +122,8 @@ class _Teacher:
         session, fed, _ = self._opened(cuts)
         feeds = {**raw_inputs(batch, self.inputs), **{name: batch[site] for site, name in fed.items()}}
         # a graph input that only cut-off nodes read may be gone
-        known = {value.name for value in session.get_inputs()}
-        feeds = {name: value for name, value in feeds.items() if name in known}
+        types = {value.name: value.type for value in session.get_inputs()}
+        feeds = {name: as_declared(value, types[name]) for name, value in feeds.items() if name in types}
         values = iter(run_session(session, feeds, "what the simulation gives"))
         codes = {cut.site: next(values) for cut in cuts}
         computed = {cut.site: Encoding(uint8, next(values), next(values)) for cut in cuts if cut.computed}

@@ -43,7 +43,13 @@ class Tally:
 
 def lsb(left: Array, right: Array) -> Array:
     """Return the distance of two arrays of codes in steps of their grid."""
-    return np.asarray(np.abs(_ordered(left) - _ordered(right)))
+    ordered, other = _ordered(left), _ordered(right)
+    if left.dtype.itemsize < 8:
+        return np.asarray(np.abs(ordered - other))
+    # float64 has as many values as int64: those of different signs are further apart than an int64 can say
+    apart = np.abs(ordered.astype(np.float64)) + np.abs(other.astype(np.float64))
+    with np.errstate(over="ignore"):
+        return np.where((ordered < 0) == (other < 0), np.abs(ordered - other), apart)
 
 
 def float_lsb(left: Array, right: Array) -> Array:
@@ -66,9 +72,9 @@ def _ordered(codes: Array) -> npt.NDArray[np.int64]:
     """Return codes as integers whose difference counts representable values."""
     if np.issubdtype(codes.dtype, np.integer) or codes.dtype.name in ("int4", "uint4", "int2", "uint2"):
         return codes.astype(np.int64)
-    bits = codes.view(f"u{codes.dtype.itemsize}").astype(np.int64)
-    sign = 1 << (8 * codes.dtype.itemsize - 1)
-    return np.where(bits & sign, -(bits & (sign - 1)), bits)
+    bits = codes.view(f"i{codes.dtype.itemsize}").astype(np.int64)
+    magnitude = (1 << (8 * codes.dtype.itemsize - 1)) - 1
+    return np.where(bits < 0, -(bits & magnitude), bits)
 
 
 class Noise:

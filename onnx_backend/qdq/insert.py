@@ -14,6 +14,7 @@ from onnx_backend.proto.opsets import OPSET, at_opset
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
+from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.runtime_table import Dialect, form_of
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
@@ -93,6 +94,7 @@ def lower(
     lowering.finish()
     if dialect == "onnxruntime":
         insert_barriers(model, large)
+        insert_kernel_casts(model)
     return LoweredModel(model, large, lowering.rows)
 
 

@@ -23,6 +23,7 @@ from onnx_backend.proto.nodes import (
 from onnx_backend.qdq.dynamic import dynamic_pairs
 from onnx_backend.qdq.float_types import array_type
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
+from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, QdqPair, qdq_pairs, type_of_cast
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES
@@ -91,6 +92,7 @@ def open_qdq(model: ModelProto) -> UnpackedQdq:
         FileFormatError: an encoding cannot be read; names the node.
     """
     opened = load(model)
+    remove_kernel_casts(opened)
     lift_constants(opened)
     found = qdq_pairs(opened)
     taken = names_in(opened.graph)

@@ -69,13 +69,14 @@ def as_feeds(batch: Any, inputs: Sequence[Any], where: str) -> dict[str, npt.NDA
     if unknown or missing:
         problem = f"does not take {', '.join(unknown)}" if unknown else f"also needs {', '.join(missing)}"
         raise DataError(f"{where}: the model {problem}; its inputs are {', '.join(names)}")
-    feeds = {value.name: _typed(named[value.name], value.type) for value in inputs}
+    feeds = {value.name: as_declared(named[value.name], value.type) for value in inputs}
     for value in inputs:
         _require_fit(feeds[value.name], value, where)
     return feeds
 
 
-def _typed(value: Any, wanted: str) -> npt.NDArray[Any]:
+def as_declared(value: Any, wanted: str) -> npt.NDArray[Any]:
+    """Return a value as an array of the type of an input, in the runtime's words, if both are of one kind."""
     given = _array(value)
     dtype = np.dtype(_TYPES.get(wanted, given.dtype))
     with np.errstate(over="ignore"):  # too large for a narrower float: infinite, as a Cast makes it
