@@ -190,7 +190,7 @@ def _captured_feeds(captured: Mapping[str, Array], fed: Mapping[str, str]) -> di
 
 
 def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
-    known = {value.name for value in session.get_inputs()}  # an input that only cut-off nodes read may be gone
+    known = {value.name: value.type for value in session.get_inputs()}  # an input that only cut-off nodes read may be gone
     return run_session(session, {n: as_declared(value, known[n]) for n, value in feeds.items() if n in known}, where)
 
 
