@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
-from onnx_backend.parity.tally import lsb
+from onnx_backend.parity.tally import in_units, lsb
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import as_declared, as_feeds, batches_of, run_session
@@ -44,9 +44,12 @@ class _SiteDifference:
     total: float = 0.0
     elements: int = 0
 
-    def add(self, left: Array, right: Array) -> None:
-        """Add the differences of a batch, in steps of the codes' dtype."""
-        steps = lsb(left.astype(self.codes), right.astype(self.codes))
+    def steps(self, left: Array, right: Array) -> Array:
+        """Return the differences of a batch, in steps of the codes' dtype."""
+        return lsb(left.astype(self.codes), right.astype(self.codes))
+
+    def add(self, steps: Array) -> None:
+        """Add differences of some elements."""
         self.largest = max(self.largest, float(steps.max(initial=0)))
         self.total += float(steps.sum())
         self.elements += steps.size
@@ -126,7 +129,7 @@ def check_session(
     cut, fed = cut_at_codes(sites_in, cuts)
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
     sites = {cut.site: _SiteDifference(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
-    outputs, to_float = _OutputDifference(), _OutputDifference()
+    outputs, to_float, encodings = _OutputDifference(), _OutputDifference(), sim.encodings
     for number, batch in batches_of(data, "parity", progress, skip_empty=False):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
@@ -136,9 +139,11 @@ def check_session(
         if original is not None:
             to_float.add(got, run_session(original, feeds, where))
         if exact is not None and asked is not None:
-            site_feeds = {**feeds, **_captured_feeds(sim.capture(feeds), fed)}
-            for site, left, right in zip(sites, *(_run(s, site_feeds, where) for s in (asked, exact)), strict=True):
-                sites[site].add(left, right)
+            captured = sim.capture(feeds)
+            site_feeds = {**feeds, **_captured_feeds(captured, fed)}
+            for item, left, right in zip(cuts, *(_run(s, site_feeds, where) for s in (asked, exact)), strict=True):
+                steps = sites[item.site].steps(left, right)
+                sites[item.site].add(in_units(steps, captured[item.site], encodings[item.site], item.tensor_type))
     extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
     return _report(sites, outputs, [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)], level, extra)
 
@@ -190,7 +195,9 @@ def _captured_feeds(captured: Mapping[str, Array], fed: Mapping[str, str]) -> di
 
 
 def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
-    known = {value.name: value.type for value in session.get_inputs()}  # an input that only cut-off nodes read may be gone
+    known = {
+        value.name: value.type for value in session.get_inputs()
+    }  # an input that only cut-off nodes read may be gone
     return run_session(session, {n: as_declared(value, known[n]) for n, value in feeds.items() if n in known}, where)
 
 

@@ -11,6 +11,7 @@ from onnx import ModelProto
 
 from onnx_backend.integer.convert import IntegerResult, convert
 from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
+from onnx_backend.integer.decompose.in_float32 import in_float32
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
@@ -38,11 +39,13 @@ def write_integer(
 ) -> Report:
     """Convert a Q/DQ model, measure the result and write it with its certificate; `options` are those of `convert`.
 
+    Float tensors of other types count as float32, also at the edges and in the measurement.
+
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
         ConfigError: an option or shapes that do not exist.
     """
-    batches = None if data is None else _first(data)
+    batches, model = None if data is None else _first(data), in_float32(model)
     opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
     return _measured(opened, result, measured_inputs(opened, result.model, batches), out, firmware, fixed)
 

@@ -13,7 +13,7 @@ from onnx_backend.parity.cuts import Cut, cut_model, find_cuts
 from onnx_backend.parity.expected_model import ExpectedModel, compare_written
 from onnx_backend.parity.float_outputs import NoisyRuns, Verdict, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
-from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, lsb
+from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, in_units, lsb
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.read import qdq_pairs
@@ -295,4 +295,5 @@ def _compare(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Enco
             tally.add(float_lsb(got.astype(FLOATS[cut.dtype]), captured.astype(FLOATS[cut.dtype])))
     elif cut.site in encodings:
         wanted = encodings[cut.site].quantize(captured)
-        tally.add(lsb(got.astype(wanted.dtype), wanted))
+        steps = lsb(got.astype(wanted.dtype), wanted)
+        tally.add(in_units(steps, captured, encodings[cut.site], cut.tensor_type))

@@ -8,6 +8,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.numerics import affine
+from qsdk.core.numerics.encoding import Encoding
+
 Array = npt.NDArray[Any]
 _MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits
 #: the float dtypes of sites that are casts
@@ -75,6 +78,25 @@ def _ordered(codes: Array) -> npt.NDArray[np.int64]:
     bits = codes.view(f"i{codes.dtype.itemsize}").astype(np.int64)
     magnitude = (1 << (8 * codes.dtype.itemsize - 1)) - 1
     return np.where(bits < 0, -(bits & magnitude), bits)
+
+
+def in_units(steps: Array, values: Array, encoding: Encoding, tensor_type: str) -> Array:
+    """Return distances in steps of a grid, or in units in the last place of a narrow float where those are wider.
+
+    One rounding to bfloat16 that falls to the other side moves a value by a unit, which may be several steps.
+
+    Args:
+        steps: distances of codes.
+        values: of one of both sides, on the grid.
+        encoding: of the site.
+        tensor_type: float type of the tensor that is quantized.
+    """
+    if tensor_type not in FLOATS or not steps.any():
+        return steps
+    step = affine.align(encoding.scale, values.shape, encoding.axis, encoding.block_size)
+    exponent = np.frexp(np.abs(values) + steps * step)[1] - 1
+    unit = np.ldexp(1.0, exponent - _MANTISSA[tensor_type])
+    return np.asarray(steps / np.maximum(np.ceil(unit / step), 1))
 
 
 class Noise:
