@@ -13,6 +13,7 @@ from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.model_io import load
 from onnx_backend.proto.weightless import is_large
+from onnx_backend.qdq.kernel_casts import note_single_roundings
 from qsdk.core.graph.graph import Graph
 from qsdk.core.lazy_arrays import LazyArrays
 
@@ -52,6 +53,7 @@ def open_traced(data: bytes, weights: Mapping[str, Array]) -> TracedModel:
     by_name = LazyArrays(large, weights.__getitem__)
     values: ChainMap[str, Array] = ChainMap({}, by_name)  # type: ignore[arg-type]  # writes go to the first map
     simplified = simplify(model, weights=values)
+    note_single_roundings(simplified)
     return TracedModel(simplified, values, read_graph(simplified, weights=values))
 
 

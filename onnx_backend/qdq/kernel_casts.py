@@ -12,12 +12,13 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.proto.graph_queries import consumers, names_in, producers, unique
-from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes, set_metadata
+from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import all_nodes, bodies
 from onnx_backend.proto.weightless import dtype_name, inferred_skeleton
 
 _CAST, _ATTRIBUTES = "kernel_cast", "kernel_attributes"
+_ONE_ROUNDING = "one_rounding"  # metadata of a node whose result the module does not round on its own
 _CODES: Mapping[str, int] = {"bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
 _NAMES: Mapping[int, str] = {code: name for name, code in _CODES.items()}
 _STANDARD = ("", "ai.onnx")
@@ -97,6 +98,21 @@ def insert_kernel_casts(model: ModelProto) -> None:
         _Inserter(model).rewrite(model.graph, inferred_skeleton(model).graph, None)
 
 
+def note_single_roundings(model: ModelProto) -> None:
+    """Note on each node of a traced module, in place, if the module computes its result inside of one of its own ops.
+
+    Every op of the module ends in a mark. What it is exported as in several nodes, a Linear as MatMul and Add, it
+    computes in float32 and rounds once; so does the file, where `insert_kernel_casts` casts these nodes.
+    """
+    if not has_other_floats(model):
+        return
+    marked = {name for node in model.graph.node if is_mark(node) for name in node.input}
+    rounded = marked | {value.name for value in model.graph.output}
+    for node in model.graph.node:
+        if not is_mark(node) and node.op_type not in _MOVING and not rounded.intersection(node.output):
+            set_metadata(node, **{_ONE_ROUNDING: "1"})
+
+
 def has_other_floats(model: ModelProto) -> bool:
     """Return True if a bfloat16 or float64 tensor is declared, stored or made anywhere in a model."""
     return _declares(model.graph) or any(_makes(node) for node in all_nodes(model.graph.node))
@@ -127,6 +143,8 @@ class _Inserter:
     def __init__(self, model: ModelProto) -> None:
         self._opset = min(opset_of(model), onnx.defs.onnx_opset_version())
         self._taken = names_in(model.graph)
+        self._readers = consumers(model.graph.node)
+        self._outputs = {value.name for value in model.graph.output}
 
     def rewrite(self, graph: GraphProto, inferred: GraphProto, outer: _Scope | None) -> None:
         """Rewrite the nodes of a graph; `inferred` is the same graph with the types of its tensors."""
@@ -159,9 +177,22 @@ class _Inserter:
             _set_dtypes(node, dict.fromkeys(changed, TensorProto.FLOAT))
         scope.nodes.append(node)
         for at, name in enumerate(node.output):
-            if name and scope.types[name] in _CODES:
+            if name and self._stays_float32(node, name, scope):
+                scope.types[name] = "float32"
+            elif name and scope.types[name] in _CODES:
                 node.output[at] = unique(f"{name}/float32", self._taken)
                 scope.nodes.append(self._cast(node.output[at], name, _CODES[scope.types[name]]))
+
+    def _stays_float32(self, node: NodeProto, name: str, scope: _Scope) -> bool:
+        """Return True if a result is rounded only behind its readers, which all compute in float32."""
+        dtype = scope.types[name]
+        if dtype not in _CODES or scope.outer is not None or f"qsdk.{_ONE_ROUNDING}" not in metadata(node):
+            return False
+        readers = self._readers.get(name, [])
+        lacking = all(
+            reader.domain in _STANDARD and reader.op_type not in KERNELS[dtype] | _ANY_DTYPE for reader in readers
+        )
+        return bool(readers) and lacking and name not in self._outputs
 
     def _in_float32(self, name: str, scope: _Scope) -> str:
         """Return the float32 copy of a tensor, made just before its first reader in the graph that it belongs to."""
