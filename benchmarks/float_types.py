@@ -44,6 +44,12 @@ def inputs_in(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
+def graph_text(path: str) -> str:
+    """Return the nodes and stored numbers of a file as text."""
+    model = onnx.load(path)
+    return str(onnx.printer.to_text(model.graph))
+
+
 def steps(name: str, dtype: torch.dtype, config: Any, folder: str) -> Iterator[tuple[str, Any]]:
     """Yield the name of each step of the road that holds, with its report."""
     made = ARCHITECTURES[name]
@@ -75,8 +81,8 @@ def steps(name: str, dtype: torch.dtype, config: Any, folder: str) -> Iterator[t
     reopened = qsdk.quantize(path, None)
     again = os.path.join(folder, "again.onnx")
     qsdk.export(reopened, again)
-    if Path(path).read_bytes() != Path(again).read_bytes():
-        raise AssertionError("opened and exported again, the file is another one")
+    if graph_text(path) != graph_text(again):
+        raise AssertionError("opened and exported again, the file has other nodes or numbers")
     yield "reopen", None
     yield "to_integer", qsdk.to_integer(path, os.path.join(folder, "integer.onnx"))
 

@@ -21,7 +21,7 @@ from onnx_backend.runtime.session_input import session_of
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import ModelError, QsdkError
 from qsdk.core.numerics.dtypes import DTYPES
-from qsdk.core.numerics.encoding import storage_type
+from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.report import Report
 
 Array = npt.NDArray[Any]
@@ -129,23 +129,21 @@ def check_session(
     cut, fed = cut_at_codes(sites_in, cuts)
     exact, asked = (simulation_session(cut), _session(cut, level, entries)) if cuts else (None, None)
     sites = {cut.site: _SiteDifference(cut.kind, storage_type(DTYPES[cut.dtype])) for cut in cuts}
-    outputs, to_float, encodings = _OutputDifference(), _OutputDifference(), sim.encodings
+    encodings, outputs, to_float = sim.encodings, _OutputDifference(), _OutputDifference()
     for number, batch in batches_of(data, "parity", progress, skip_empty=False):
         where = f"batch {number}"
         feeds = as_feeds(batch, whole.get_inputs(), where)
         require_values(feeds, list(feeds), number)
-        got = run_session(whole, feeds, where)
-        outputs.add(got, sim.run(feeds))
+        outputs.add(got := run_session(whole, feeds, where), sim.run(feeds))
         if original is not None:
             to_float.add(got, run_session(original, feeds, where))
         if exact is not None and asked is not None:
             captured = sim.capture(feeds)
-            site_feeds = {**feeds, **_captured_feeds(captured, fed)}
-            for item, left, right in zip(cuts, *(_run(s, site_feeds, where) for s in (asked, exact)), strict=True):
-                steps = sites[item.site].steps(left, right)
-                sites[item.site].add(in_units(steps, captured[item.site], encodings[item.site], item.tensor_type))
-    extra = {} if original is None else {"float_sqnr_db": to_float.decibels}
-    return _report(sites, outputs, [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)], level, extra)
+            site_feeds = feeds | {name: captured[site] for site, name in fed.items()}
+            codes = _run(asked, site_feeds, where), _run(exact, site_feeds, where)
+            _compare_codes(cuts, codes, captured, encodings, sites)
+    gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
+    return _report(sites, outputs, gates, level, {} if original is None else {"float_sqnr_db": to_float.decibels})
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
@@ -190,8 +188,17 @@ def _report(
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
 
 
-def _captured_feeds(captured: Mapping[str, Array], fed: Mapping[str, str]) -> dict[str, Array]:
-    return {name: captured[site] for site, name in fed.items()}
+def _compare_codes(
+    cuts: Sequence[Cut],
+    codes: tuple[Sequence[Array], Sequence[Array]],
+    captured: Mapping[str, Array],
+    encodings: Mapping[str, Encoding],
+    sites: Mapping[str, _SiteDifference],
+) -> None:
+    """Add the differences between the codes of two sessions on one batch, at every cut."""
+    for cut, left, right in zip(cuts, *codes, strict=True):
+        steps = sites[cut.site].steps(left, right)
+        sites[cut.site].add(in_units(steps, captured[cut.site], encodings[cut.site], cut.tensor_type))
 
 
 def _run(session: ort.InferenceSession, feeds: Mapping[str, Array], where: str) -> list[Array]:
