@@ -7,10 +7,10 @@ from onnx import ModelProto, numpy_helper
 
 from onnx_backend.opening.from_float import open_unplanned
 from onnx_backend.opening.plan_of_qdq import without_origin
-from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import fake_quantize
+from onnx_backend.proto.nodes import node_label
 from onnx_backend.qdq.marks import mark
 from onnx_backend.sim import OnnxSim
 from qsdk.core.config.config import QuantConfig

@@ -24,6 +24,7 @@ from onnx_backend.evaluator.control_flow import CONTROL_FLOW, Body
 from onnx_backend.evaluator.kernels import KERNELS
 from onnx_backend.evaluator.one_node import Evaluate, by_reference, by_runtime
 from onnx_backend.proto.external_data import array
+from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes, bodies
 from qsdk.core.errors import ModelError, QsdkError
 
@@ -91,7 +92,7 @@ class Program:
 
 def label(node: NodeProto) -> str:
     """Return the name of a node for messages."""
-    return f"{node.op_type} {node.name or next(iter(node.output), '')!r}"
+    return f"{node.op_type} {node_label(node)!r}"
 
 
 def _run(step: BoundNode, values: Mapping[str, Any]) -> list[Any]:

@@ -12,10 +12,16 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnx_backend.opening.read_graph import read_graph, with_sites
-from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, names_in, nodes_reaching, producers, unique
-from onnx_backend.proto.nodes import drop_unused_initializers, metadata, rename_inputs, replace_nodes, set_metadata
+from onnx_backend.proto.nodes import (
+    drop_unused_initializers,
+    metadata,
+    node_label,
+    rename_inputs,
+    replace_nodes,
+    set_metadata,
+)
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from onnx_backend.qdq.marks import exact_floats, open_qdq
 from onnx_backend.qdq.read import LITERAL_KEY, SCALES_KEY, encoding_of_pair

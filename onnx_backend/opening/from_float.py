@@ -10,7 +10,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from onnx_backend.opening.read_graph import inline_functions, read_graph
-from onnx_backend.passes.canonicalize import canonicalize, node_label
+from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.control_flow_bodies import decisions_in_bodies, read_only_in_bodies
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
@@ -18,7 +18,7 @@ from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.external_data import array, require_no_external_data
 from onnx_backend.proto.inputs import note_example
 from onnx_backend.proto.model_io import load, name_of
-from onnx_backend.proto.nodes import lift_constants
+from onnx_backend.proto.nodes import lift_constants, node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
 from onnx_backend.runtime.compare_runs import float_session, unloadable_message

@@ -12,12 +12,12 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.opening.canonical_pairs import is_foreign, rewrite_foreign_pairs
 from onnx_backend.opening.read_graph import inline_functions
-from onnx_backend.passes.canonicalize import canonicalize, node_label
+from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, nodes_reaching, producers
 from onnx_backend.proto.model_io import load
-from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_constants, replace_nodes
+from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_constants, node_label, replace_nodes
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError

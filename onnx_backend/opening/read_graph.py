@@ -19,6 +19,7 @@ from onnx_backend.proto.nodes import (
     constant_tensor,
     is_constant,
     is_mark,
+    node_label,
     rename_inputs,
     replace_nodes,
 )
@@ -86,7 +87,7 @@ def _refuse_marked_bodies(model: ModelProto) -> None:
     for node in model.graph.node:
         if any(is_mark(inner) for _, body in bodies(node) for inner in all_nodes(body.node)):
             raise ModelError(
-                f"sites lie inside the {node.op_type} {node.name or node.output[0]!r}, and what is inside control flow "
+                f"sites lie inside the {node.op_type} {node_label(node)!r}, and what is inside control flow "
                 "cannot be quantized; take its body out of the model, or skip the modules it calls"
             )
 
@@ -167,8 +168,9 @@ def _build(
         captured = [name for name in reads(node) if name not in node.input] if has_bodies(node) else []
         unmade = [name for name in (*node.input, *captured) if name and name not in ids]
         if unmade:
-            named = node.name or node.output[0]
-            raise ModelError(f"the node {named!r} reads {unmade[0]!r}, which nothing before it makes; sort the nodes")
+            raise ModelError(
+                f"the node {node_label(node)!r} reads {unmade[0]!r}, which nothing before it makes; sort the nodes"
+            )
         read = tuple(ids[name] if name else None for name in (*node.input, *captured))
         outputs = []
         for name in node.output:

@@ -17,7 +17,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, is_stub
-from onnx_backend.proto.nodes import attributes, is_constant, metadata
+from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
@@ -269,7 +269,7 @@ def _describe_difference(
     node: NodeProto, output: str, theirs: _ValueNumbers, ours: _ValueNumbers, sites: Mapping[str, str]
 ) -> NodeDifference:
     site = metadata(node).get("qsdk.site") or next((sites[name] for name in node.output if name in sites), "")
-    name = node.name or node.output[0]
+    name = node_label(node)
     other = ours.makers.get(output)
     if other is None:
         return NodeDifference(name, site, "the simulation stores this tensor", altered=False)

@@ -8,7 +8,7 @@ from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import unique
-from onnx_backend.proto.nodes import replace_nodes
+from onnx_backend.proto.nodes import node_label, replace_nodes
 from onnx_backend.proto.subgraphs import bodies, reads
 from qsdk.core.errors import ModelError
 
@@ -32,11 +32,6 @@ def canonicalize(model: ModelProto) -> None:
         if value.name not in known:
             raise ModelError(f"the model's output {value.name!r} is made by no node; export the model again")
     _name_once(graph)
-
-
-def node_label(node: NodeProto) -> str:
-    """Return a node's name for messages, else its first output's, else its type."""
-    return node.name or next((name for name in node.output if name), node.op_type)
 
 
 def densify(graph: GraphProto) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper
 
-from onnx_backend.passes.canonicalize import node_label
+from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import bodies, captured_tensors, reads
 from onnx_backend.proto.weightless import Shape, Types, dtype_name, types_of
 from qsdk.core.errors import ModelError

@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, node_label, replace_nodes
 from onnx_backend.proto.opsets import LARGEST_OPSET, OPSET, opset_of, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
 from onnx_backend.proto.weightless import refill, skeleton
@@ -95,13 +95,12 @@ def _conversion_error(model: ModelProto, current: int, error: str) -> str:
     for node in all_nodes(model.graph.node):
         if node.domain not in ("", "ai.onnx") or has_bodies(node):
             continue
+        named = f"{node_label(node)!r} ({node.op_type})"
         try:
             schema = onnx.defs.get_schema(node.op_type, current)
         except onnx.defs.SchemaError:
-            named = f"{node.name or (node.output[0] if node.output else '')!r} ({node.op_type})"
             return f"the node {named} is no op of opset {current}, so the model cannot be raised; {remedy}"
         if schema.deprecated:
-            named = f"{node.name or node.output[0]!r} ({node.op_type})"
             return f"the node {named} is deprecated at opset {current}, so the model cannot be raised; {remedy}"
     return f"the model cannot be raised from opset {current} to {OPSET}: {error.strip()}; {remedy}"
 

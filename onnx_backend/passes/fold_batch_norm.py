@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
-from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
+from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_label, replace_nodes
 from onnx_backend.proto.weightless import Types
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.layers.folded_norms import FoldedNorm

@@ -12,7 +12,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx_backend.passes.fold_constants import LARGEST, fold
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import unique
-from onnx_backend.proto.nodes import constant_tensor, is_constant, replace_nodes
+from onnx_backend.proto.nodes import constant_tensor, is_constant, node_label, replace_nodes
 from onnx_backend.proto.subgraphs import bodies, rename_reads
 
 
@@ -68,7 +68,7 @@ def chosen_branch(node: NodeProto, condition: bool, taken: set[str]) -> tuple[li
             renamed[value.name] = name
         else:  # stored in the branch, from outside, or given twice
             copies.append((value.name, name))
-    owner = node.name or next((name for name in node.output if name), "if")
+    owner = node_label(node)
     for name in (*computed, *(tensor.name for tensor in branch.initializer)):
         if name not in renamed:
             renamed[name] = unique(f"{owner}/{name}", taken)

@@ -18,6 +18,11 @@ def is_mark(node: NodeProto) -> bool:
     return node.domain == MARK_DOMAIN and node.op_type == MARK_OP
 
 
+def node_label(node: NodeProto) -> str:
+    """Return a node's name for messages, else its first output's, else its type."""
+    return node.name or next((name for name in node.output if name), node.op_type)
+
+
 def attributes(node: NodeProto) -> dict[str, Any]:
     """Return a node's attributes as Python values; strings are str, tensors NumPy arrays."""
     return {attribute.name: _plain(helper.get_attribute_value(attribute)) for attribute in node.attribute}
@@ -51,7 +56,7 @@ def constant_tensor(node: NodeProto) -> TensorProto:
             return numpy_helper.from_array(np.asarray(value, np.float32), name)
         if attribute.name in ("value_int", "value_ints"):
             return numpy_helper.from_array(np.asarray(value, np.int64), name)
-    raise ModelError(f"the Constant node {node.name or name!r} holds no numeric tensor; store it as an initializer")
+    raise ModelError(f"the Constant node {node_label(node)!r} holds no numeric tensor; store it as an initializer")
 
 
 def is_constant(node: NodeProto) -> bool:

@@ -9,6 +9,7 @@ import onnx
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto
 from onnx.defs import OpSchema
 
+from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from qsdk.core.errors import FileFormatError
 
@@ -57,10 +58,9 @@ def _require_fit(node: NodeProto, function: FunctionProto | None, where: str) ->
         return
     for what, given, known in (("inputs", node.input, function.input), ("outputs", node.output, function.output)):
         if len(given) > len(known):
-            name = node.name or next(iter(node.output), "")
             raise FileFormatError(
-                f"{where}: the node {name!r} calls {_name(_key(function))} with {len(given)} {what}, it has "
-                f"{len(known)}; {_AGAIN}"
+                f"{where}: the node {node_label(node)!r} calls {_name(_key(function))} with {len(given)} {what}, it "
+                f"has {len(known)}; {_AGAIN}"
             )
 
 
@@ -123,7 +123,7 @@ def _require_given(
         for position, tensor in read.items():
             if not tensor:
                 raise FileFormatError(
-                    f"{where}: the node {node.name or next(iter(node.output), '')!r} ({node.op_type}) omits its input "
+                    f"{where}: the node {node_label(node)!r} ({node.op_type}) omits its input "
                     f"{position!r}, which {node.op_type} needs; {_AGAIN}"
                 )
         names.update(read.values())

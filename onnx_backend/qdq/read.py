@@ -10,7 +10,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
-from onnx_backend.proto.nodes import attributes, constant_tensor, metadata
+from onnx_backend.proto.nodes import attributes, constant_tensor, metadata, node_label
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
 from qsdk.core.errors import CalibrationError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, dtype_named
@@ -170,11 +170,6 @@ def stored_tensors(model: ModelProto) -> dict[str, TensorProto]:
     return found
 
 
-def node_name(node: NodeProto) -> str:
-    """Return a node's name for messages, else its first output's."""
-    return node.name or node.output[0]
-
-
 def quantized_code(quantize: NodeProto, stored: Mapping[str, TensorProto]) -> int:
     """Return the TensorProto type of a QuantizeLinear's result: its zero point's, else `output_dtype`, else UINT8."""
     if len(quantize.input) > 2 and quantize.input[2] in stored:
@@ -186,7 +181,7 @@ def _dtype(node: NodeProto, quantize: NodeProto | None, stored: Mapping[str, Ten
     code = int(stored[node.input[0]].data_type) if quantize is None else quantized_code(quantize, stored)
     if code not in _CODES:
         kind = helper.tensor_dtype_to_string(code) if code in helper.get_all_tensor_dtypes() else str(code)
-        raise FileFormatError(f"{node_name(node)} holds {kind}, which is no quantized dtype; quantize the model again")
+        raise FileFormatError(f"{node_label(node)} holds {kind}, which is no quantized dtype; quantize the model again")
     return _CODES[code]
 
 
@@ -196,7 +191,7 @@ def _parameters(
     found = block_scales(made_by.get(node.input[1]), stored)
     for name in node.input[1:3] if found is None else node.input[2:3]:
         if name and name not in stored:
-            raise FileFormatError(f"{node_name(node)} computes its parameter {name!r}; only stored ones can be read")
+            raise FileFormatError(f"{node_label(node)} computes its parameter {name!r}; only stored ones can be read")
     scale = array(stored[node.input[1]]).astype(np.float32) if found is None else found
     if len(node.input) > 2 and node.input[2]:
         return scale, array(stored[node.input[2]]).astype(np.float32).astype(np.int32)
@@ -240,7 +235,7 @@ def _encoding(
     try:
         return Encoding(dtype, scale.reshape(shape), zero_point.reshape(shape), axis, block_size)
     except (CalibrationError, ValueError) as error:
-        raise FileFormatError(f"{node_name(node)}: {error}; quantize the model again") from error
+        raise FileFormatError(f"{node_label(node)}: {error}; quantize the model again") from error
 
 
 def _narrowed(

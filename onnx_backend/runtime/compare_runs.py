@@ -9,6 +9,7 @@ import onnxruntime as ort
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, ModelError
@@ -125,7 +126,7 @@ def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[st
         if lost is None:
             break
         node = lost
-    where = f": it first differs behind the {node.op_type} {node.name or node.output[0]!r}" if node is not None else ""
+    where = f": it first differs behind the {node.op_type} {node_label(node)!r}" if node is not None else ""
     return f"{what}{where}; {remedy}"
 
 

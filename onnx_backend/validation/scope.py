@@ -9,7 +9,7 @@ import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from onnx_backend.proto.graph_queries import producers
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, node_label
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies, reads
 from onnx_backend.proto.weightless import skeleton
@@ -46,7 +46,7 @@ class Scope:
 
     def name(self, node: NodeProto) -> str:
         """Return a node's name with its path, else its first output's."""
-        return self.path + (node.name or next(filter(None, node.output), node.op_type))
+        return self.path + node_label(node)
 
     def input(self, node: NodeProto, position: int) -> str:
         """Return the name of an input, "" where it is absent."""

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.passes.canonicalize import node_label
 from onnx_backend.proto.external_data import FLOATS, float_array
 from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.lazy_tensors import LargeTensor, from_source, narrow
-from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.runtime.bounded_session import bounded_session

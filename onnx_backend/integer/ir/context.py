@@ -24,6 +24,7 @@ from onnx_backend.integer.ir.values import (
     dequantize_codes,
 )
 from onnx_backend.opening.stored_encodings import UNMARKED
+from onnx_backend.proto.nodes import node_label
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.
@@ -108,7 +109,7 @@ def attributes(node: NodeProto) -> dict[str, Any]:
 
 def label(node: NodeProto) -> str:
     """Return the name by which a node is reported: its own, else its first output's."""
-    return (node.name or (node.output[0] if node.output else node.op_type)).removesuffix(UNMARKED)
+    return node_label(node).removesuffix(UNMARKED)
 
 
 def integer_name(ctx: LoweringContext, value: Value | None) -> str:

@@ -54,6 +54,7 @@ from onnx_backend.integer.lowering.movement.resize import resize
 from onnx_backend.integer.lowering.nonlinear.selection import SELECTIONS
 from onnx_backend.integer.lowering.nonlinear.tables import NO_NUMBER, TABLES, table
 from onnx_backend.integer.lowering.qdq import dequantize, quantize
+from onnx_backend.proto.nodes import node_label
 
 #: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
 _NORM_ROUNDINGS = 8
@@ -109,10 +110,9 @@ def _sum(node: NodeProto, args: Args, sign: int) -> Value:
     if isinstance(left, Constant):
         return plus_constant(scaled(_summand(node, right), np.asarray(float(sign))), left)
     first, second = _summand(node, left), scaled(_summand(node, right), np.asarray(float(sign)))
-    source = node.name or node.output[0]
     addend = first.constant + second.constant
     error = first.error + second.error + one_sum(first.constant, second.constant)
-    return Linear((*first.terms, *second.terms), addend, source=source, error=error)
+    return Linear((*first.terms, *second.terms), addend, source=node_label(node), error=error)
 
 
 def total(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
@@ -137,7 +137,7 @@ def _negated(constant: Constant) -> Constant:
 
 
 def _summand(node: NodeProto, value: Value | None) -> Linear:
-    found = None if value is None else as_linear(value, node.name or node.output[0])
+    found = None if value is None else as_linear(value, node_label(node))
     if found is None:
         raise Refused("one of its inputs is not quantized", _BETWEEN)
     return found

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, checker, helper
 from onnx.shape_inference import InferenceError, infer_shapes
 
+from onnx_backend.proto.nodes import node_label
 from qsdk.core.errors import IntegerError
 
 _STANDARD = ("", "ai.onnx")
@@ -144,19 +145,19 @@ def _graph_findings(
     yield from _tensor_findings(graph, types, free, scales)
     for index, node in enumerate(graph.node):
         if node.domain not in _STANDARD and not (kernels == "onnxruntime" and node.op_type in _SCALES):
-            yield FloatUse("domain", _name(node), f"{node.op_type} is of domain {node.domain!r}")
+            yield FloatUse("domain", node_label(node), f"{node.op_type} is of domain {node.domain!r}")
         if index in at_edge or _in_island(node, islands):
             continue
         if node.op_type in _QDQ:
-            yield FloatUse("quantize node", _name(node), f"{node.op_type} stands between the edges")
+            yield FloatUse("quantize node", node_label(node), f"{node.op_type} stands between the edges")
         own = _scale_inputs(node, kernels)
         for name in node.input:
             if name in own and name in constants:
                 continue
             if name in free and node.op_type != "Shape":
-                yield FloatUse("float tensor", _name(node), f"{node.op_type} reads the float edge {name!r}")
+                yield FloatUse("float tensor", node_label(node), f"{node.op_type} reads the float edge {name!r}")
             if name in scales:
-                yield FloatUse("float tensor", _name(node), f"{node.op_type} reads the float scale {name!r}")
+                yield FloatUse("float tensor", node_label(node), f"{node.op_type} reads the float scale {name!r}")
         yield from _output_findings(node, types, free)
         yield from _attribute_findings(node)
 
@@ -180,7 +181,7 @@ def _output_findings(node: NodeProto, types: dict[str, TypeProto], free: set[str
     for name in filter(None, node.output):
         kind = types[name].tensor_type.elem_type if name in types else TensorProto.UNDEFINED
         if kind not in _INTEGER and name not in free:
-            yield FloatUse("float tensor", _name(node), f"{node.op_type} makes {name!r} of {_dtype(kind)}")
+            yield FloatUse("float tensor", node_label(node), f"{node.op_type} makes {name!r} of {_dtype(kind)}")
 
 
 def _attribute_findings(node: NodeProto) -> Iterator[FloatUse]:
@@ -190,16 +191,12 @@ def _attribute_findings(node: NodeProto) -> Iterator[FloatUse]:
             tensors = [value] if attribute.type == AttributeProto.TENSOR else value
             bad = [_dtype(t.data_type) for t in tensors if t.data_type not in _INTEGER]
             if bad:
-                yield FloatUse("float tensor", _name(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
+                yield FloatUse("float tensor", node_label(node), f"attribute {attribute.name!r} holds {', '.join(bad)}")
         elif node.op_type == "Constant" and attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
-            yield FloatUse("float tensor", _name(node), f"a Constant with {attribute.name!r}")
+            yield FloatUse("float tensor", node_label(node), f"a Constant with {attribute.name!r}")
         elif attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
             for graph in [value] if attribute.type == AttributeProto.GRAPH else value:
                 yield from _graph_findings(graph, set(), set(), "", frozenset())
-
-
-def _name(node: NodeProto) -> str:
-    return node.name or (node.output[0] if node.output else node.op_type)
 
 
 def _dtype(code: int) -> str:
