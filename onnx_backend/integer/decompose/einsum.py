@@ -7,7 +7,7 @@ from typing import Any
 from onnx import NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
-from onnx_backend.integer.ir.context import attributes
+from onnx_backend.proto.nodes import attributes
 
 Sizes = Mapping[str, tuple[int | None, ...]]
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from onnx import NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
-from onnx_backend.integer.ir.context import attributes
+from onnx_backend.proto.nodes import attributes
 
 #: Op type -> the functions before and behind the sum.
 REDUCTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(

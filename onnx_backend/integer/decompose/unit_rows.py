@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import attributes
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.nodes import attributes
 
 #: Op type of a norm -> its power.
 _POWERS: Mapping[str, int] = MappingProxyType({"ReduceL1": 1, "ReduceL2": 2})

@@ -55,7 +55,6 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, shape_inference
 
 from onnx_backend.integer.convert import IntegerResult
-from onnx_backend.integer.ir.context import attributes
 from onnx_backend.integer.ir.context import label as label_of
 from onnx_backend.integer.ir.operations import (
     Accumulation,
@@ -70,6 +69,7 @@ from onnx_backend.integer.ir.operations import (
 from onnx_backend.integer.ir.piecewise_linear import FRACTION
 from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.values import Array
+from onnx_backend.proto.nodes import attributes
 from qsdk.core.errors import ConfigError, IntegerError
 
 _NARROW: tuple[Any, ...] = (np.int8, np.int16, np.int32, np.int64)

@@ -9,7 +9,7 @@ from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import constant64, term
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
     Constant,
@@ -21,6 +21,7 @@ from onnx_backend.integer.ir.values import (
     Selected,
     Value,
 )
+from onnx_backend.proto.nodes import attributes
 
 _SMALL: Mapping[int, type] = MappingProxyType(
     {

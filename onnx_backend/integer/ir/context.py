@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.integer.ir.builder import Builder
@@ -24,7 +23,7 @@ from onnx_backend.integer.ir.values import (
     dequantize_codes,
 )
 from onnx_backend.opening.stored_encodings import UNMARKED
-from onnx_backend.proto.nodes import node_label
+from onnx_backend.proto.nodes import attributes, node_label
 
 Args = Sequence[Value | None]
 #: From a node of the Q/DQ model and the values of its inputs to those of its outputs; refuses nodes without a form.
@@ -99,12 +98,6 @@ def lowering_context(model: ModelProto, builder: Builder, edges: str, *, compose
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     return LoweringContext(builder, shapes, types, edges, opset, composes)
-
-
-def attributes(node: NodeProto) -> dict[str, Any]:
-    """Return a node's attributes as plain values (strings decoded)."""
-    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    return {key: value.decode() if isinstance(value, bytes) else value for key, value in values.items()}
 
 
 def label(node: NodeProto) -> str:

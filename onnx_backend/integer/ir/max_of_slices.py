@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.proto.nodes import attributes
 
 
 def max_pool(b: Builder, node: NodeProto) -> bool:
@@ -17,9 +18,9 @@ def max_pool(b: Builder, node: NodeProto) -> bool:
     sizes = b.shapes.get(node.input[0]) if node.op_type == "MaxPool" and len(node.output) == 1 else None
     if sizes is None:
         return False
-    attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    attrs = attributes(node)
     spatial = [size for size in sizes[2:] if size is not None]
-    if len(spatial) != len(sizes) - 2 or attrs.get("ceil_mode", 0) or attrs.get("auto_pad", b"NOTSET") != b"NOTSET":
+    if len(spatial) != len(sizes) - 2 or attrs.get("ceil_mode", 0) or attrs.get("auto_pad", "NOTSET") != "NOTSET":
         return False
     rank = len(spatial)
     kernel, pads = list(attrs["kernel_shape"]), list(attrs.get("pads", [0] * 2 * rank))

@@ -4,7 +4,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.fixed_point.sums import whole_steps
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.values import (
     Codes,
     FixedPoint,
@@ -18,6 +18,7 @@ from onnx_backend.integer.ir.values import (
 from onnx_backend.integer.lowering.movement.moves import MOVES
 from onnx_backend.integer.lowering.nonlinear.selection import gathered_as
 from onnx_backend.integer.lowering.ops import INTEGER_TYPES
+from onnx_backend.proto.nodes import attributes
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
 #: Ops that may lie between a QuantizeLinear and its DequantizeLinear: they move codes, or select by their order.

@@ -6,7 +6,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_backend.integer.ir.builder import Builder, look_up, requantize
-from onnx_backend.integer.ir.context import LoweringContext, attributes, move
+from onnx_backend.integer.ir.context import LoweringContext, move
 from onnx_backend.integer.ir.operations import Join
 from onnx_backend.integer.ir.values import (
     ActivationEncoding,
@@ -24,6 +24,7 @@ from onnx_backend.integer.ir.values import (
     Value,
 )
 from onnx_backend.integer.lowering.edges import enter, quantize_input
+from onnx_backend.proto.nodes import attributes
 
 
 def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, name: str) -> str:

@@ -16,7 +16,6 @@ from onnx_backend.integer.ir.context import (
     Args,
     Lowering,
     LoweringContext,
-    attributes,
     concat_codes,
     integer_name,
 )
@@ -54,7 +53,7 @@ from onnx_backend.integer.lowering.movement.resize import resize
 from onnx_backend.integer.lowering.nonlinear.selection import SELECTIONS
 from onnx_backend.integer.lowering.nonlinear.tables import NO_NUMBER, TABLES, table
 from onnx_backend.integer.lowering.qdq import dequantize, quantize
-from onnx_backend.proto.nodes import node_label
+from onnx_backend.proto.nodes import attributes, node_label
 
 #: Of a folded normalization: its stored numbers, epsilon, root, quotient and the products with it.
 _NORM_ROUNDINGS = 8

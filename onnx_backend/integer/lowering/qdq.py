@@ -6,7 +6,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_edges import to_accumulator
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import (
     GRIDS,
@@ -27,6 +27,7 @@ from onnx_backend.integer.ir.values import (
 )
 from onnx_backend.integer.lowering.codes import to_codes
 from onnx_backend.integer.lowering.edges import from_stored_dtype
+from onnx_backend.proto.nodes import attributes
 from qsdk.core.numerics import affine
 
 _ASSOCIATED: dict[int, tuple[int, int]] = {

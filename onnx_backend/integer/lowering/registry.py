@@ -9,7 +9,7 @@ from onnx import NodeProto
 from onnx_backend.integer.fixed_point.elementwise import CURVES
 from onnx_backend.integer.fixed_point.fixed_edges import cast_to_float
 from onnx_backend.integer.fixed_point.sincos import turned
-from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext
 from onnx_backend.integer.ir.values import Constant, Value
 from onnx_backend.integer.lowering import ops
 from onnx_backend.integer.lowering.code_movement import cast
@@ -19,6 +19,7 @@ from onnx_backend.integer.lowering.nonlinear.norms import NORMS
 from onnx_backend.integer.lowering.nonlinear.softmax import is_nan, log_softmax, softmax, where
 from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 from onnx_backend.integer.lowering.recurrent.recurrent import gru, lstm
+from onnx_backend.proto.nodes import attributes
 
 
 def copy_node(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:

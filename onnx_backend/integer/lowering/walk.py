@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
-from onnx_backend.integer.ir.context import LoweringContext, attributes, label
+from onnx_backend.integer.ir.context import LoweringContext, label
 from onnx_backend.integer.ir.values import (
     Array,
     Codes,
@@ -25,6 +25,7 @@ from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
 from onnx_backend.integer.lowering.registry import LOWERINGS, copy_node
 from onnx_backend.integer.lowering.unsupported import refusal, require_no_bodies
 from onnx_backend.passes.fold_constants import evaluate, fold
+from onnx_backend.proto.nodes import attributes
 from onnx_backend.proto.subgraphs import reads
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")

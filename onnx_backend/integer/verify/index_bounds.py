@@ -2,8 +2,8 @@
 
 from onnx import ModelProto, shape_inference
 
-from onnx_backend.integer.ir.context import attributes
 from onnx_backend.proto.graph_queries import input_names, producers
+from onnx_backend.proto.nodes import attributes
 
 _VIEWS = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _LOOK_UPS = ("Gather", "GatherElements")

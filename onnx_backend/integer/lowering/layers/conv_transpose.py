@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, LoweringContext
 from onnx_backend.integer.ir.operations import Accumulation
 from onnx_backend.integer.ir.values import Array, Refused, Value
 from onnx_backend.integer.lowering.layers.layers import (
@@ -29,6 +29,7 @@ from onnx_backend.integer.lowering.layers.layers import (
     weight_storage,
 )
 from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, reach, sum_accumulators
+from onnx_backend.proto.nodes import attributes
 
 _NO_END = np.iinfo(np.int64).max
 Size = int | str  # a static size, or the name of a one-element int64 tensor

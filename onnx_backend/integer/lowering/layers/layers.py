@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, label
 from onnx_backend.integer.ir.exact_bounds import distinct_rows, is_power_of_two, largest, one_rounding, one_sum
 from onnx_backend.integer.ir.operations import Accumulation, CodesOperand, Product
 from onnx_backend.integer.ir.values import (
@@ -29,6 +29,7 @@ from onnx_backend.integer.ir.values import (
 )
 from onnx_backend.integer.lowering.layers.block_weights import to_channel_scales
 from onnx_backend.integer.lowering.layers.split_int16 import Bytes, bytes_of, reach, sum_accumulators
+from onnx_backend.proto.nodes import attributes
 
 _INT32 = (1 << 31) - 1
 _STORED_BITS: Mapping[int, int] = MappingProxyType(

@@ -8,13 +8,14 @@ from fractions import Fraction
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, require_codes
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
 from onnx_backend.integer.ir.operations import WindowSum
 from onnx_backend.integer.ir.values import Array, Refused, Value
 from onnx_backend.integer.lowering.layers.layers import accumulate
 from onnx_backend.integer.lowering.layers.mean import mean_of_any_size
 from onnx_backend.integer.lowering.layers.split_int16 import bytes_of, sum_accumulators
+from onnx_backend.proto.nodes import attributes
 
 
 def global_average_pool(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

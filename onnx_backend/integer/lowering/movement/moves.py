@@ -5,10 +5,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.fixed_point.to_fixed import move_integers as move_fixed_point
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, integer_name, move
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name, move
 from onnx_backend.integer.ir.values import (
     GRIDS,
     ActivationEncoding,
@@ -26,6 +26,7 @@ from onnx_backend.integer.ir.values import (
     Value,
     append_movement,
 )
+from onnx_backend.proto.nodes import attributes
 
 _BEFORE = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 _FEW = 256  # numbers that codes of 8 bits can distinguish
@@ -135,7 +136,7 @@ def _constant_shape(node: NodeProto, value: Constant, args: Args) -> tuple[int, 
 def filled(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...] | None:
     """Lower ConstantOfShape of a float: its number, expanded to where only a run knows; None if it is an integer."""
     given = attributes(node).get("value")
-    number = np.zeros((), np.float32) if given is None else numpy_helper.to_array(given).reshape(())
+    number = np.zeros((), np.float32) if given is None else given.reshape(())
     if number.dtype != np.float32:
         return None
     expand = helper.make_node("Expand", ["", *node.input], list(node.output), name=node.name)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label, require_codes
+from onnx_backend.integer.ir.context import Args, LoweringContext, label, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
 from onnx_backend.integer.ir.values import Array, Linear, Lookup, Movement, Refused, Term, Value
 from onnx_backend.integer.lowering.movement.moves import applied
@@ -25,6 +25,7 @@ from onnx_backend.integer.lowering.movement.resize_geometry import (
     nearest_indices,
     stated_scales,
 )
+from onnx_backend.proto.nodes import attributes
 
 _FINE = 2.0**-8  # error of int32 sums, in input steps, above which they are taken in int64
 _MATRIX = 512  # input positions up to which the last axis is interpolated by one matrix product

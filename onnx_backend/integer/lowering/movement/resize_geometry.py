@@ -14,8 +14,9 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers
 from onnx_backend.integer.ir.values import Array, Constant, Refused
+from onnx_backend.proto.nodes import attributes
 
 _LARGEST_DENOMINATOR = 1 << 12  # a scale such as float32(1.7) means 17/10
 

@@ -44,7 +44,7 @@ from onnx_backend.integer.fixed_point.newton import (
 )
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, label
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
 from onnx_backend.integer.ir.values import (
     Array,
@@ -63,6 +63,7 @@ from onnx_backend.integer.ir.values import (
 from onnx_backend.integer.lowering.movement.moves import MOVES
 from onnx_backend.integer.lowering.nonlinear.straight_lines import STRAIGHT
 from onnx_backend.integer.lowering.nonlinear.tables import SELU, TABLES
+from onnx_backend.proto.nodes import attributes
 
 Lowering = Callable[[LoweringContext, NodeProto, Args], Any]
 _PENDING = (FixedPoint, Linear, Joined, Bent, Selected, Pending)

@@ -34,8 +34,9 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 from onnx_backend.integer.fixed_point.newton import reciprocal, reciprocal_root
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, label
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Refused, Value
+from onnx_backend.proto.nodes import attributes
 
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair in front of it"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, constant_integers, integer_name
+from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, integer_name
 from onnx_backend.integer.ir.values import (
     Array,
     Constant,
@@ -20,6 +20,7 @@ from onnx_backend.integer.ir.values import (
     Value,
     clip_value,
 )
+from onnx_backend.proto.nodes import attributes
 
 _QUANTIZE = "put a QuantizeLinear/DequantizeLinear pair before it"
 

@@ -26,10 +26,11 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 from onnx_backend.integer.fixed_point.newton import logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, attributes, integer_name, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label
 from onnx_backend.integer.ir.operations import Softmax
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Integers, Lookup, NotANumber, Refused, Value
 from onnx_backend.integer.lowering.nonlinear.selection import where as choose_codes
+from onnx_backend.proto.nodes import attributes
 
 _BITS = 30
 #: exp(-_FAR) is below half a unit of 2**-_BITS.

@@ -19,8 +19,9 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 )
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import clip, to_fixed
-from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext
 from onnx_backend.integer.ir.values import Constant, FixedPoint, Refused, Value
+from onnx_backend.proto.nodes import attributes
 
 
 def wide_relu(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

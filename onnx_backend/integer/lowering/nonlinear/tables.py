@@ -7,8 +7,9 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext, attributes
+from onnx_backend.integer.ir.context import Args, Lowering, LoweringContext
 from onnx_backend.integer.ir.values import Array, Constant, Function, Lookup, Refused, Value
+from onnx_backend.proto.nodes import attributes
 
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 

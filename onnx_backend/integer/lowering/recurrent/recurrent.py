@@ -22,7 +22,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 )
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import FIXED_SIZES, Args, LoweringContext, attributes, label
+from onnx_backend.integer.ir.context import FIXED_SIZES, Args, LoweringContext, label
 from onnx_backend.integer.ir.exact_bounds import float_chain_bound
 from onnx_backend.integer.ir.values import Array, Constant, FixedPoint, Integers, Linear, Lookup, Refused, Term, Value
 from onnx_backend.integer.lowering.layers.split_int16 import bytes_of
@@ -42,6 +42,7 @@ from onnx_backend.integer.lowering.recurrent.parts import (
     state_fraction,
     within,
 )
+from onnx_backend.proto.nodes import attributes
 
 _DEFAULTS = MappingProxyType({"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]})
 _GATES = MappingProxyType({"LSTM": 4, "GRU": 3})
@@ -184,7 +185,7 @@ def _directions(node: NodeProto, attrs: Mapping[str, Any]) -> list[bool]:
     )
     if directions is None:
         raise Refused(f"direction={attrs['direction']!r} is unknown", "use forward, reverse or bidirectional")
-    names = [name.decode() if isinstance(name, bytes) else name for name in attrs.get("activations", [])]
+    names = attrs.get("activations", [])
     if names and names != _DEFAULTS[node.op_type] * len(directions):
         raise Refused(f"its activations are {', '.join(names)}", "use the default activations")
     if attrs.get("clip", 0.0):
