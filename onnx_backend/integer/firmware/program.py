@@ -69,6 +69,7 @@ from onnx_backend.integer.ir.operations import (
 from onnx_backend.integer.ir.piecewise_linear import FRACTION
 from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.values import Array
+from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.errors import ConfigError, IntegerError
 
@@ -214,11 +215,7 @@ class _Writer:
     def _array(self, values: Array, stem: str) -> str:
         key = (str(values.dtype), values.shape, values.tobytes())
         if key not in self._known:
-            name, count = stem, 0
-            while name in self._taken:
-                count += 1
-                name = f"{stem}_{count}"
-            self._taken.add(name)
+            name = unique(stem, self._taken)
             self._arrays[name], self._known[key] = values, name
         return self._known[key]
 

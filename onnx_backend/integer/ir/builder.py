@@ -15,6 +15,7 @@ from onnx_backend.integer.ir.piecewise_linear import segments
 from onnx_backend.integer.ir.requant32 import Requant32, requant32
 from onnx_backend.integer.ir.requantization import RequantMultiplier, requant_multiplier
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Linear, Lookup, Refused
+from onnx_backend.proto.graph_queries import unique
 from qsdk.core.numerics.fixed_point import HIGH_MUL, MAX_SHIFT, Rounding
 
 
@@ -41,12 +42,7 @@ class Builder:
 
     def fresh(self, stem: str) -> str:
         """Return an unused tensor name, `stem` itself if it is free."""
-        name, count = stem, 0
-        while name in self._taken:
-            count += 1
-            name = f"{stem}_{count}"
-        self._taken.add(name)
-        return name
+        return unique(stem, self._taken)
 
     def constant(self, array: Any, dtype: Any = None, stem: str = "constant") -> str:
         """Return the name of an initializer with these values; equal ones are written once."""
