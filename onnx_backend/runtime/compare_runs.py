@@ -1,16 +1,17 @@
 """Run two forms of one model on the same inputs, to prove that a change preserved its function."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from onnx_backend.proto.graph_queries import initializers, producers
+from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes
+from onnx_backend.runtime.random_feeds import random_feeds
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, ModelError
 
@@ -19,11 +20,8 @@ RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "Ra
     "Bernoulli",
     "Multinomial",
 }
-#: sizes tried for dimensions that the model leaves open, the batch excepted
-_SIZES = (8, 1, 32, 64, 224, 576)
 _TOLERANCE = 1e-4  # of an output's largest value; of a narrow type, in which ops round, a few units of that
 _NARROW_TOLERANCE: Mapping[int, float] = {TensorProto.FLOAT16: 2.0**-8, TensorProto.BFLOAT16: 2.0**-5}
-_MOST_ELEMENTS = 2**24  # of a random input
 _ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into one message
 
 
@@ -151,49 +149,3 @@ def _equal(left: Any, right: Any, tolerance: float = _TOLERANCE) -> bool:
     finite = np.abs(left[np.isfinite(left)].astype(np.float64))
     scale = float(finite.max(initial=0.0))
     return bool(np.allclose(left, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
-
-
-def random_feeds(model: ModelProto) -> Iterator[dict[str, Array]]:
-    """Yield inputs of the declared types and shapes, with several sizes for open dimensions."""
-    stored = initializers(model.graph)
-    wanted = [value for value in model.graph.input if value.name not in stored]
-    seen: set[tuple[tuple[int, ...], ...]] = set()
-    for size in _SIZES:
-        shapes = [shape_of(value.type, size) for value in wanted]
-        if any(shape is None or 0 in shape for shape in shapes):
-            return  # no tensors, or empty ones, on which some of the runtime's kernels abort
-        key = tuple(shape for shape in shapes if shape is not None)
-        if key in seen or any(np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS for shape in key):
-            continue
-        seen.add(key)
-        rng = np.random.default_rng(0)
-        values = {v.name: _random(rng, v.type.tensor_type.elem_type, s) for v, s in zip(wanted, key, strict=True)}
-        if any(value is None for value in values.values()):
-            return
-        yield {name: value for name, value in values.items() if value is not None}
-
-
-def shape_of(proto: TypeProto, size: int) -> tuple[int, ...] | None:
-    """Return a declared shape with its open dimensions filled: the first with 1, the others with `size`."""
-    if not proto.HasField("tensor_type"):
-        return None
-    dims = proto.tensor_type.shape.dim
-    return tuple(
-        int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else (size if index else 1)
-        for index, dim in enumerate(dims)
-    )
-
-
-def _random(rng: np.random.Generator, code: int, shape: tuple[int, ...]) -> Array | None:
-    if code in (TensorProto.STRING, TensorProto.UNDEFINED):
-        return np.full(shape, "a", object) if code == TensorProto.STRING else None
-    try:
-        # sessions take float32 where a model takes bfloat16
-        dtype = np.dtype(np.float32 if code == TensorProto.BFLOAT16 else helper.tensor_dtype_to_np_dtype(code))
-    except KeyError:
-        return None
-    if dtype.kind == "b":
-        return rng.integers(0, 2, shape).astype(bool)
-    if dtype.kind in "iu":
-        return rng.integers(0, 2, shape).astype(dtype)
-    return rng.normal(size=shape).astype(dtype)

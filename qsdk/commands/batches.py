@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_backend.proto.inputs import ModelInput
+from onnx_backend.runtime.random_feeds import random_array
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 Array = npt.NDArray[Any]
@@ -90,7 +91,7 @@ def random_batches(
         )
     rng = np.random.default_rng(seed)
     sizes = {item.name: shapes.get(item.name) or _closed(item) for item in inputs}
-    return [{item.name: _random(rng, item.dtype, sizes[item.name]) for item in inputs} for _ in range(count)]
+    return [{item.name: random_array(rng, item.dtype, sizes[item.name]) for item in inputs} for _ in range(count)]
 
 
 def _closed(item: ModelInput) -> tuple[int, ...]:
@@ -102,12 +103,6 @@ def _closed(item: ModelInput) -> tuple[int, ...]:
             "(its own sizes)"
         )
     return tuple(size if isinstance(size, int) else 1 for size in shape)
-
-
-def _random(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    if dtype.kind in "iub":
-        return rng.integers(0, 2, shape).astype(dtype)
-    return rng.normal(size=shape).astype(dtype)
 
 
 def _read(path: Path, inputs: Sequence[ModelInput]) -> Batch:
