@@ -59,6 +59,6 @@ def reestimate_batch_norm(
     return Report("BatchNorm re-estimation", rows, summary)
 
 
-def _together(owner: str, found: ChannelStatistics) -> ChannelStatistics:
+def _together(owner: str, statistics: ChannelStatistics) -> ChannelStatistics:
     ranks.require_same_layers([owner])
-    return merge(ranks.all_gather(found))
+    return merge(ranks.all_gather(statistics))

@@ -103,7 +103,7 @@ def _empirical(sim: Sim, before: SimState, data: Iterable[Any], run: WalkOptions
 
 def _with_frozen_biases(sim: Sim) -> set[str]:
     """Return the weights of the layers whose biases hold frozen values."""
-    layers = [found.layer for found in graph_layers(sim.graph, sim.plan, frozen=())[0]]
+    layers = [graph_layer.layer for graph_layer in graph_layers(sim.graph, sim.plan, frozen=())[0]]
     return {layer.site for layer in layers if layer.bias in sim.frozen_values}
 
 
@@ -124,7 +124,7 @@ def _keep_if_better(
     exact = list(door.outputs(batches, forward, in_float=True))
     sim.restore(before)
     untouched = list(door.outputs(batches, forward, in_float=False))
-    errors = [output_error(exact, found) for found in (untouched, after)]
+    errors = [output_error(exact, outputs) for outputs in (untouched, after)]
     kept = errors[0] is None or errors[1] is None or errors[1] <= errors[0]
     if kept:
         sim.store_floats(corrected)
@@ -166,19 +166,19 @@ def _analytic(sim: Sim) -> Report:
     expected = expected_values(sim.graph, sim.folded_norms, sim.stored_by_name)
     sites = [layer.layer.site for layer in layers]
     weights, encodings, shifts, rows = sim.stored_floats(sites), sim.encodings, {}, []
-    for found in layers:
-        begun, site = time.perf_counter(), found.layer.site
-        means = _means(found, expected)
+    for graph_layer in layers:
+        begun, site = time.perf_counter(), graph_layer.layer.site
+        means = _means(graph_layer, expected)
         row: dict[str, Any] = {"site": site, "error_before": None, "error_after": None, "seconds": None, "note": ""}
-        if not found.layer.bias:
+        if not graph_layer.layer.bias:
             row["note"] = "it has no bias that could take the shift"
-        elif found.layer.bias in sim.frozen_values:
+        elif graph_layer.layer.bias in sim.frozen_values:
             row["note"] = "the values of its bias are frozen"
         elif means is None:
             row["note"] = "no BatchNorm says what its input is"
         else:
-            shift, error = _shift(found, weights[site], encodings[site], means)
-            shifts[found.layer.bias] = shift
+            shift, error = _shift(graph_layer, weights[site], encodings[site], means)
+            shifts[graph_layer.layer.bias] = shift
             row |= {"error_before": error, "error_after": 0.0, "seconds": time.perf_counter() - begun}
         rows.append(row)
     biases = sim.stored_floats(list(shifts))
@@ -194,24 +194,23 @@ def _analytic(sim: Sim) -> Report:
     return Report(_TITLE, rows, summary)
 
 
-def _means(found: GraphLayer, expected: Mapping[int, ExpectedMoments]) -> Any:
+def _means(graph_layer: GraphLayer, expected: Mapping[int, ExpectedMoments]) -> Any:
     """Return the mean of a layer's input, float64 [groups, K]; None where it is unknown."""
-    groups, _, k = found.layer.layout.matrix_shape
-    known = expected.get(found.inputs[0])
-    if known is None or len(found.inputs) > 1:
+    geometry, (groups, _, k) = graph_layer.layer.geometry, graph_layer.layer.layout.matrix_shape
+    known = expected.get(graph_layer.inputs[0])
+    if known is None or len(graph_layer.inputs) > 1:
         return None
-    channels = groups * k // (1 if found.layer.geometry is None else int(np.prod(found.layer.geometry.kernel)))
+    channels = groups * k // (1 if geometry is None else int(np.prod(geometry.kernel)))
     if known.mean.size != channels:
         return None
-    geometry = found.layer.geometry
     # a transposed convolution leaves zeros between its inputs
     share = math.prod(geometry.stride) if geometry is not None and geometry.transposed else 1
     return np.repeat(known.mean, groups * k // channels).reshape(groups, k) / share
 
 
-def _shift(found: GraphLayer, weight: Any, encoding: Encoding, means: Any) -> tuple[Any, float]:
+def _shift(graph_layer: GraphLayer, weight: Any, encoding: Encoding, means: Any) -> tuple[Any, float]:
     """Return `(W - W~) E[x]` per output channel, and its size relative to `W E[x]`."""
-    layout = found.layer.layout
+    layout = graph_layer.layer.layout
     exact = layout.to_matrix(weight.astype(np.float64))
     rounded = layout.to_matrix(encoding.fake_quantize(weight).astype(np.float64))
     shift = ((exact - rounded) @ means[..., None])[..., 0]

@@ -89,15 +89,15 @@ def tune_blocks(
     """
     tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
     options = _options(iterations, learn, batch_size, lr, drop)
-    found = find_blocks(tuned, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
+    module_blocks = find_blocks(tuned, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
     start = time.perf_counter()
-    walked = walk_modules(tuned, data, list(found.modules), forward=forward, max_memory=max_memory)
+    walked = walk_modules(tuned, data, list(module_blocks.modules), forward=forward, max_memory=max_memory)
     with without_shifts(tuned), torch.inference_mode(False), walked as walk:
         facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
         store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(tuned), facts)
         steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
         rows = [_tune(tuned, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
-        return _report(rows, found, walk, time.perf_counter() - start)
+        return _report(rows, module_blocks, walk, time.perf_counter() - start)
 
 
 def _tune(
@@ -110,22 +110,22 @@ def _tune(
     seed: int,
 ) -> dict[str, Any]:
     begun = time.perf_counter()
-    run, found = BlockRun(sim, sim.model.get_submodule(step.path)), []
+    run, results = BlockRun(sim, sim.model.get_submodule(step.path)), []
 
     def tune() -> None:
         with walk.weights.floats():
             pieces = pieces_of(run, step.calls)
-        found.append(_tune_or_replay(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
+        results.append(_tune_or_replay(run, pieces, step.calls, options, store, torch.Generator().manual_seed(seed)))
 
     try:
         attributes_set_by(run.module, tune)  # undoes the attributes that the block's forward sets on itself
     except ModelError as error:  # its forward is not repeatable, or has an op that cannot be trained
-        found.append(TuningResult(note=str(error)))
-    tuned = found[0]
-    for change in tuned.changes:
+        results.append(TuningResult(note=str(error)))
+    result = results[0]
+    for change in result.changes:
         frozen = change.weight is not None  # any other grid would round the weight again
         walk.weights.write(change.site, encoding=change.encoding, weight=change.weight, frozen=frozen)
-    return _row(step.path, tuned, options.iterations, time.perf_counter() - begun)
+    return _row(step.path, result, options.iterations, time.perf_counter() - begun)
 
 
 def _tune_or_replay(
@@ -144,9 +144,9 @@ def _tune_or_replay(
     means_by_site = [_InputMeans(site, *means) for site in sites]
     now = {site: run.sim.quantizers[site].encoding() for site in sites}
     if store.has_next():
-        found = dict(zip(sites, store.replay(means_by_site), strict=True))
-        changed = {site: s for site, s in found.items() if s.weight is not None or s.encoding != now[site]}
-        first = found[sites[0]]
+        solutions = dict(zip(sites, store.replay(means_by_site), strict=True))
+        changed = {site: s for site, s in solutions.items() if s.weight is not None or s.encoding != now[site]}
+        first = solutions[sites[0]]
         changes = [SiteChange(site, s.encoding, s.weight) for site, s in changed.items()]
         return TuningResult(changes, first.error_before, first.error_after, first.note)
     tuned = tune_block(run, pieces, options, generator)
@@ -200,14 +200,14 @@ class _LearnedSites:
         return self.sim.quantizers[site].encoding()
 
 
-def _report(rows: list[dict[str, Any]], found: ModuleBlocks, walk: ModuleWalk, seconds: float) -> Report:
+def _report(rows: list[dict[str, Any]], module_blocks: ModuleBlocks, walk: ModuleWalk, seconds: float) -> Report:
     means_by_site = {row["block"] for row in rows}
     left = {
         path: walk.left.get(path, "no batch reaches it")
-        for path in found.modules
+        for path in module_blocks.modules
         if (path or "self") not in means_by_site
     }
-    left |= {path: f"no block: {why}" for path, why in found.left.items()}
+    left |= {path: f"no block: {why}" for path, why in module_blocks.left.items()}
     rows = [*rows, *(_row(path, TuningResult(note=why), None, None) for path, why in left.items())]
     improved = sum(row["error_after"] is not None and row["error_after"] < row["error_before"] for row in rows)
     summary = {

@@ -87,9 +87,9 @@ def distill_loss(
     wanted = _matched_activations(sim, teacher, (sites,) if isinstance(sites, str) else tuple(sites))
     _require_something(temperature, wanted)
     compare = _site_loss(site_loss)
-    teacher_outputs, known = _teacher(sim, teacher, batch, wanted, forward)
-    outputs, found = _student(sim, batch, wanted, forward)
-    parts = {site: compare(x, known[site].to(x)) for site, x in found.items()}
+    teacher_outputs, teacher_values = _teacher(sim, teacher, batch, wanted, forward)
+    outputs, values = _student(sim, batch, wanted, forward)
+    parts = {site: compare(x, teacher_values[site].to(x)) for site, x in values.items()}
     losses = [] if not parts else [site_weight * torch.stack(list(parts.values())).mean()]
     of_logits = None
     if temperature is not None:
@@ -105,20 +105,20 @@ def _matched_activations(sim: QuantSim, teacher: nn.Module | QuantSim, patterns:
     if not isinstance(sim, QuantSim):
         raise ModelError("distill_loss needs gradients, which an ONNX model has not: quantize the nn.Module")
     computed = [d.site for d in sim.plan.decisions.values() if d.kind in ("activation", "output")]
-    found: set[str] = set()
+    sites: set[str] = set()
     for pattern in patterns:
         matched = {site for site in computed if matches_site(pattern, site)}
         if not matched:
             raise ConfigError(f"sites={pattern!r} matches no activation; sim.coverage() lists them")
-        found |= matched
-    if found and not isinstance(teacher, QuantSim):
+        sites |= matched
+    if sites and not isinstance(teacher, QuantSim):
         raise ModelError(
             f"a plain {type(teacher).__name__} does not know the sites of a sim; for sites= the teacher is a sim whose "
             "float model is run: teacher = copy.deepcopy(sim), before training"
         )
-    if isinstance(teacher, QuantSim) and (missing := sorted(found - teacher.plan.decisions.keys())):
+    if isinstance(teacher, QuantSim) and (missing := sorted(sites - teacher.plan.decisions.keys())):
         raise ModelError(f"the teacher has no site {', '.join(missing[:5])}; give the sim of the same network")
-    return frozenset(found)
+    return frozenset(sites)
 
 
 def _require_something(temperature: float | None, wanted: frozenset[str]) -> None:
@@ -145,12 +145,12 @@ def _cosine_distance(x: Tensor, wanted: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(x.float(), wanted.float(), dim=-1).mean()
 
 
-def _divergence(found: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-    if found.shape != wanted.shape:
+def _divergence(logits: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    if logits.shape != wanted.shape:
         raise DataError(
-            f"the student's logits have the shape {tuple(found.shape)}, the teacher's {tuple(wanted.shape)}"
+            f"the student's logits have the shape {tuple(logits.shape)}, the teacher's {tuple(wanted.shape)}"
         )
-    student, teacher = (F.log_softmax(x.float() / temperature, -1) for x in (found, wanted.to(found.device)))
+    student, teacher = (F.log_softmax(x.float() / temperature, -1) for x in (logits, wanted.to(logits.device)))
     pointwise = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return pointwise.mean() * temperature**2
 

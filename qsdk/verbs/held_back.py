@@ -48,14 +48,14 @@ class HeldBack:
 
 
 def output_error(
-    wanted: Sequence[Sequence[npt.NDArray[np.float32]]], found: Sequence[Sequence[npt.NDArray[np.float32]]]
+    wanted: Sequence[Sequence[npt.NDArray[np.float32]]], outputs: Sequence[Sequence[npt.NDArray[np.float32]]]
 ) -> float | None:
     """Return the squared error of outputs relative to their energy, over all batches and ranks, averaged over outputs.
 
     Values that are not finite are left out. None where there are no outputs.
     """
     sums = np.zeros((2, max(map(len, wanted), default=0)))
-    for exact, given in zip(wanted, found, strict=True):
+    for exact, given in zip(wanted, outputs, strict=True):
         for index, (y, x) in enumerate(zip(exact, given, strict=True)):
             finite = np.isfinite(y) & np.isfinite(x)
             exactly, missed = y[finite].astype(np.float64), (x - y)[finite].astype(np.float64)

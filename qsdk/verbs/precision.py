@@ -104,6 +104,6 @@ def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: b
     """Return a bounded sample of the float values at every computed site."""
     door = door_of(sim)
     _ = sim.encodings  # a missing calibration is reported before the data is used up
-    found: defaultdict[str, SiteSample] = defaultdict(SiteSample)
-    door.visit(data, lambda site, x: found[site].add(x), title="sample", forward=forward, progress=progress)
-    return dict(found)
+    samples: defaultdict[str, SiteSample] = defaultdict(SiteSample)
+    door.visit(data, lambda site, x: samples[site].add(x), title="sample", forward=forward, progress=progress)
+    return dict(samples)

@@ -71,34 +71,34 @@ def tune_ranges(
         tuner = RangeTuner(sim, forward)
         if not tuner.learned:
             raise CalibrationError(_NOTHING_TO_LEARN)
-        held = list(range(len(batches)))[_EVERY - 1 :: _EVERY] or list(range(len(batches)))
-        used = [n for n in range(len(batches)) if n not in held] or held
-        before, float_seconds = _held_back(tuner, batches, held)
-        _learn(tuner, batches, used, steps=steps, lr=lr, progress=progress, seed=seed)
-        after, _ = _held_back(tuner, batches, held)
+        held_back_numbers = list(range(len(batches)))[_EVERY - 1 :: _EVERY] or list(range(len(batches)))
+        training_numbers = [n for n in range(len(batches)) if n not in held_back_numbers] or held_back_numbers
+        before, float_seconds = _held_back(tuner, batches, held_back_numbers)
+        _learn(tuner, batches, training_numbers, steps=steps, lr=lr, progress=progress, seed=seed)
+        after, _ = _held_back(tuner, batches, held_back_numbers)
     return _install(sim, tuner, before, after, steps, (time.perf_counter() - start, float_seconds * len(batches)))
 
 
-def _held_back(tuner: RangeTuner, batches: list[Any], held: list[int]) -> tuple[float, float]:
+def _held_back(tuner: RangeTuner, batches: list[Any], numbers: list[int]) -> tuple[float, float]:
     """Return the mean error, and the seconds that a float pass over one batch takes."""
     errors, seconds = [], 0.0
-    for number in held:
+    for number in numbers:
         begun = time.perf_counter()
         wanted = tuner.wanted(batches[number], f"batch {number}")
         seconds += time.perf_counter() - begun
         with torch.no_grad():
             errors.append(float(tuner.error(batches[number], wanted, f"batch {number}")))
-    return sum(errors) / len(errors), seconds / len(held)
+    return sum(errors) / len(errors), seconds / len(numbers)
 
 
 def _learn(
-    tuner: RangeTuner, batches: list[Any], used: list[int], *, steps: int, lr: float, progress: bool, seed: int
+    tuner: RangeTuner, batches: list[Any], numbers: list[int], *, steps: int, lr: float, progress: bool, seed: int
 ) -> None:
     optimizer = torch.optim.Adam(tuner.parameters, lr=lr)
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     for step in tqdm(range(steps), "tune_ranges", disable=not progress, leave=False):
-        order = order or [used[n] for n in torch.randperm(len(used), generator=generator).tolist()]
+        order = order or [numbers[n] for n in torch.randperm(len(numbers), generator=generator).tolist()]
         number = order.pop()
         wanted = tuner.wanted(batches[number], f"batch {number}")
         error = tuner.error(batches[number], wanted, f"batch {number}")
@@ -114,10 +114,10 @@ def _install(
     sim: QuantSim, tuner: RangeTuner, before: float, after: float, steps: int, seconds: tuple[float, float]
 ) -> Report:
     kept = after < before
-    found = {site: one.encoding() if kept else one.before for site, one in tuner.learned.items()}
+    encodings = {site: one.encoding() if kept else one.before for site, one in tuner.learned.items()}
     if kept:
-        install(sim, found)
-    ends = {site: (tuner.learned[site].before, encoding) for site, encoding in found.items()}
+        install(sim, encodings)
+    ends = {site: (tuner.learned[site].before, encoding) for site, encoding in encodings.items()}
     rows = [
         {
             "site": site,

@@ -217,11 +217,11 @@ def _clip(sim: Sim, seen: ObservedRegions) -> dict[str, Any]:
     state = sim.snapshot()
     if not state.own:
         return {"clipped": "no: the sim is not calibrated"}
-    found = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site])[site])
-    sim.restore(replace(state, own={**state.own, **{site: one.encoding for site, one in found.items()}}))
-    errors = np.array([[one.error_before, one.error_after] for one in found.values()]).reshape(-1, 2)
+    clippings = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site])[site])
+    sim.restore(replace(state, own={**state.own, **{site: one.encoding for site, one in clippings.items()}}))
+    errors = np.array([[one.error_before, one.error_after] for one in clippings.values()]).reshape(-1, 2)
     before, after = errors.mean(axis=0) if len(errors) else (0.0, 0.0)
-    return {"clipped": len(found), "error_before_clipping": before, "error_after_clipping": after}
+    return {"clipped": len(clippings), "error_before_clipping": before, "error_after_clipping": after}
 
 
 def _absorbed(
@@ -230,7 +230,7 @@ def _absorbed(
     """Return new biases by tensor id, the number of lowered channels of each region, and the passes it took."""
     graph = scalings.graph
     counts = [0] * len(scalings.regions)
-    found: dict[int, FloatArray] = {}
+    biases: dict[int, FloatArray] = {}
     observers: dict[int, ChannelObserver] = {}
     fit = [
         n for n, region in enumerate(scalings.regions) if wanted and not equalizing.absorption_obstacle(graph, region)
@@ -244,8 +244,8 @@ def _absorbed(
         counts[number] = int((by > 0).sum())
         if counts[number]:
             sim.folded_norms.pop(region.producers[0].owner(graph), None)  # its mean has moved
-        found.update(equalizing.shifted_biases(graph, region, scalings, by, found))
-    return found, counts, 1 if observers else 0
+        biases.update(equalizing.shifted_biases(graph, region, scalings, by, biases))
+    return biases, counts, 1 if observers else 0
 
 
 # --- steps that all of them share -----------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def _without_relu6(sim: Sim) -> tuple[Graph, set[str]]:
 def _scalings(sim: Sim, graph: Graph, unfit: Callable[[Region], str]) -> tuple[Scalings, list[Region]]:
     """Return the regions that can be scaled, with factors of 1, and those that cannot."""
     stored, own = door_of(sim).stored_values(), sim.snapshot().own
-    found = plans.block_unscalable(find_regions(graph), graph, sim.plan, own, stored)
-    found = [region if region.blocked else replace(region, blocked=unfit(region)) for region in found]
-    return Scalings(graph, [r for r in found if not r.blocked], stored), [r for r in found if r.blocked]
+    regions = plans.block_unscalable(find_regions(graph), graph, sim.plan, own, stored)
+    regions = [region if region.blocked else replace(region, blocked=unfit(region)) for region in regions]
+    return Scalings(graph, [r for r in regions if not r.blocked], stored), [r for r in regions if r.blocked]
 
 
 def _observe(

@@ -191,7 +191,7 @@ class _AnnealBits:
         if state.bits.get(self) == now:
             return
         matched = set(matched_owners(sim.plan, self.match, "anneal_bits"))
-        last, found = list(self.bits.values())[-1], []
+        last, grids = list(self.bits.values())[-1], []
         for quantizer in sim.quantizers.values():
             spec = quantizer.decision.spec
             if (
@@ -207,10 +207,10 @@ class _AnnealBits:
                     f"anneal_bits ends at {last} bits, but {quantizer.site} has {spec.dtype.bits} in the plan; end "
                     "there, or leave it out of the match"
                 )
-            found.append((quantizer, finer_grid(spec, now)))
-        if not found:
+            grids.append((quantizer, finer_grid(spec, now)))
+        if not grids:
             raise ConfigError(f"anneal_bits: {self.match!r} matches no site with an integer grid")
-        for quantizer, finer in found:
+        for quantizer, finer in grids:
             quantizer.finer_grid = finer
         state.bits[self] = now
 

@@ -104,9 +104,9 @@ class ModuleDoor:
         """Walk the BatchNorm modules; all ranks must have the same ones."""
         with batch_norm_statistics.put_back_on_error(self.sim):
             batch_norm_statistics.same_everywhere(self.sim, lambda own: ranks.all_gather(own)[0])
-            found = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
+            result = batch_norm_statistics.reestimate(self.sim, data, together, forward=forward, progress=progress)
             ranks.require_same_layers([])
-            return found
+            return result
 
     def traced(self) -> TracedModel:
         """Trace the model as it is now, and compare its sites with the plan's."""

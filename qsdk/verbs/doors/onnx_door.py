@@ -103,9 +103,9 @@ class OnnxDoor:
         """Run the graph BatchNorm by BatchNorm."""
         require_no_forward(forward)
         with put_back_on_error(self.sim, weights=True):
-            found = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
+            result = batch_norm_statistics.reestimate(self.sim, data, together, progress=progress)
             ranks.require_same_layers([])
-            return found
+            return result
 
     def traced(self) -> TracedModel:
         """Return the model that the sim marked when it was made."""
