@@ -14,7 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, node_label, replace_nodes
-from onnx_backend.proto.opsets import LARGEST_OPSET, OPSET, opset_of, stamp
+from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of, require_loadable_opset, stamp
 from onnx_backend.proto.subgraphs import all_nodes, bodies, has_bodies
 from onnx_backend.proto.weightless import refill, skeleton
 from onnx_backend.runtime.compare_runs import compare_runs, fits_one_message
@@ -33,8 +33,7 @@ def require_known_opset(model: ModelProto) -> None:
         ModelError: names the opset.
     """
     current = opset_of(model)
-    if current > LARGEST_OPSET:
-        raise ModelError(f"the model uses opset {current}; the runtime knows up to {LARGEST_OPSET}, export it lower")
+    require_loadable_opset(current)
     if current < 1:
         raise ModelError("the model does not say which opset of ONNX it uses; export it again")
     if not 1 <= model.ir_version <= onnx.IR_VERSION:
@@ -64,9 +63,6 @@ def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[
     fixes = _fixes(current)
     if fixes:
         _rewrite(model.graph, fixes, names_in(model.graph))
-    metadata_of = {
-        node.output[0]: node.metadata_props for node in model.graph.node if node.output and node.metadata_props
-    }
     light = skeleton(model)
     light.ir_version = _IR  # in older ones the converter wants every stored tensor among the inputs
     try:
@@ -76,12 +72,10 @@ def raise_opset(model: ModelProto, feeds: Mapping[str, object] | None) -> tuple[
     names = [value.name for value in model.graph.output]
     if [value.name for value in light.graph.output] != names:
         raise ModelError(f"raising the model from opset {current} renamed its outputs; export it at opset {OPSET}")
+    carry_metadata(model, light)
     model = refill(light, model)
     if current < 11:
         _make_resizes_asymmetric(model.graph)
-    for node in model.graph.node:
-        if node.output and node.output[0] in metadata_of and not node.metadata_props:
-            node.metadata_props.extend(metadata_of[node.output[0]])
     stamp(model, OPSET)
     how = "not compared by running, because the model is larger than 2 GiB"
     if original is not None:

@@ -34,8 +34,7 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
         ModelError: the model is newer than the runtime, or does not survive the conversion.
     """
     current = opset_of(model)
-    if current > LARGEST_OPSET:
-        raise ModelError(f"the model uses opset {current}; the runtime knows up to {LARGEST_OPSET}, export it lower")
+    require_loadable_opset(current)
     if current < least:
         try:
             light = skeleton(model)
@@ -45,13 +44,23 @@ def at_opset(model: ModelProto, least: int = OPSET) -> ModelProto:
             onnx.checker.check_model(checkable(converted), full_check=True)
         except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise ModelError(f"the model cannot be raised from opset {current} to {least}: {error}") from error
-        _carry_metadata(model, converted)
+        carry_metadata(model, converted)
         model, current = refill(converted, load(model)), least
     stamp(model, current)
     return model
 
 
-def _carry_metadata(source: ModelProto, target: ModelProto) -> None:
+def require_loadable_opset(opset: int) -> None:
+    """Refuse an opset that is newer than the runtime.
+
+    Raises:
+        ModelError: names both.
+    """
+    if opset > LARGEST_OPSET:
+        raise ModelError(f"the model uses opset {opset}; the runtime knows up to {LARGEST_OPSET}, export it lower")
+
+
+def carry_metadata(source: ModelProto, target: ModelProto) -> None:
     """Copy the metadata that the converter drops to converted nodes; a node is known by its first output."""
     metadata_of = {node.output[0]: node.metadata_props for node in source.graph.node if node.output}
     for node in target.graph.node:
