@@ -21,7 +21,8 @@ from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
-from torch_bridge.tuning.block_calls import Piece, floats_of
+from torch_bridge.torch_values.pytree import floats_of
+from torch_bridge.tuning.block_calls import Piece
 from torch_bridge.tuning.block_tuning import (
     BlockRun,
     BlockTuningOptions,

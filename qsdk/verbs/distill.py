@@ -14,7 +14,7 @@ from qsdk.core.sims.state import matches_site
 from qsdk.core.sims.stateful import require_sim
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed
-from torch_bridge.torch_values.pytree import tensors_of
+from torch_bridge.torch_values.pytree import floats_of
 from torch_bridge.training.training import eval_mode
 
 SiteLoss = Callable[[Tensor, Tensor], Tensor]
@@ -162,7 +162,7 @@ def _logits(outputs: Any) -> Tensor:
     named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(named, Tensor):
         return named
-    floats = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
+    floats = floats_of(outputs)
     if len(floats) == 1:
         return floats[0]
     raise ModelError(

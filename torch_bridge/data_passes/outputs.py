@@ -10,8 +10,8 @@ import torch
 
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed
+from torch_bridge.torch_values.pytree import floats_of
 from torch_bridge.training.training import eval_mode
-from torch_bridge.tuning.block_calls import floats_of
 
 
 def outputs(

@@ -7,12 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def is_cell(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent cell of torch with torch's own forward."""
-    own = (base for base in type(module).__mro__ if "forward" in vars(base) and "_qsdk_parameters" not in vars(base))
-    return next(own, None) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-
-
 def run_cell(module: Any, input: Tensor, hx: Any = None) -> Any:
     """Run one step of a cell: [N, I] or [I] and its state to the next state."""
     states = _states(module, input, hx)

@@ -1,4 +1,4 @@
-"""The weights of recurrent layers, and their gates in the order of the ONNX ops."""
+"""Recurrent layers: whether a module is one, and its weights with their gates in the order of the ONNX ops."""
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,18 @@ _GATES: dict[str, tuple[int, ...]] = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "R
 
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module is a recurrent layer of torch with torch's own forward."""
+    return _class_of_forward(module) in (nn.LSTM, nn.GRU, nn.RNN)
+
+
+def is_cell(module: nn.Module) -> bool:
+    """Return whether a module is a recurrent cell of torch with torch's own forward."""
+    return _class_of_forward(module) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+
+
+def _class_of_forward(module: nn.Module) -> type | None:
+    """Return the class that a module's forward comes from, the one that it had before it was wrapped."""
     own = (base for base in type(module).__mro__ if "forward" in vars(base) and "_qsdk_parameters" not in vars(base))
-    return next(own, None) in (nn.LSTM, nn.GRU, nn.RNN)
+    return next(own, None)
 
 
 def onnx_weight(module: nn.Module, port: str) -> Tensor | None:

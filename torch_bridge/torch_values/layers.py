@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from torch_bridge.torch_values.cells import is_cell
+from torch_bridge.torch_values.gate_order import is_cell
 
 _WEIGHT_BIAS = ("weight", "bias")
 # the packed projection is read by `torch_bridge.sites.attention`, in the parts that one op reads

@@ -67,6 +67,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
+def floats_of(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a value, in order."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+
+
 def name_leaves(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -> dict[str, T]:
     """Return leaves by their names in the exported file: `pair_0`, `nested_a`; a taken name gets a number."""
     result: dict[str, T] = {}

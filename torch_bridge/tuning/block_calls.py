@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.torch_values.pytree import Path, leaves_of, map_leaves, tensors_of
+from torch_bridge.torch_values.pytree import Path, floats_of, leaves_of, map_leaves
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
 HELD_BACK = 8  # one sample in so many is used to judge the result, not to learn from
@@ -79,11 +79,6 @@ class Piece:
         if self.rows is None or path not in self.split:
             return leaf.clone()
         return leaf.index_select(0, self.rows.to(leaf.device))
-
-
-def floats_of(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a value, in order."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
 
 
 def arguments_with_samples(call: ModuleCall) -> frozenset[Path]:

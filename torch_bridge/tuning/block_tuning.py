@@ -25,7 +25,8 @@ from qsdk.core.site import owner_of, port_of
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import dtype_name, find_stored, stored_tensor
-from torch_bridge.tuning.block_calls import Piece, all_samples, arguments_with_samples, floats_of, split_held_back
+from torch_bridge.torch_values.pytree import floats_of
+from torch_bridge.tuning.block_calls import Piece, all_samples, arguments_with_samples, split_held_back
 from torch_bridge.walk.module_walk import Arguments, ModuleCall
 
 #: how far a weight may be shifted before it is rounded, in steps of its scale

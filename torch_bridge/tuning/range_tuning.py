@@ -21,7 +21,7 @@ from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed
-from torch_bridge.torch_values.pytree import tensors_of
+from torch_bridge.torch_values.pytree import floats_of
 
 
 class LearnedRange:
@@ -81,12 +81,12 @@ class RangeTuner:
     def wanted(self, batch: Any, where: str) -> list[Tensor]:
         """Return the float model's outputs."""
         with self.sim.float_phase() as model, torch.no_grad():
-            return _floats(feed(model, batch, self.sim.example, self.forward, where))
+            return floats_of(feed(model, batch, self.sim.example, self.forward, where))
 
     def error(self, batch: Any, wanted: Sequence[Tensor], where: str) -> Tensor:
         """Return the squared error of the outputs, relative to their energy, with the present ranges."""
         with self.sim.runtime.in_phase("visit", self._visit):
-            outputs = _floats(feed(self.sim.model, batch, self.sim.example, self.forward, where))
+            outputs = floats_of(feed(self.sim.model, batch, self.sim.example, self.forward, where))
         errors = [
             (x - y).float().square().sum() / y.float().square().sum().clamp(min=torch.finfo(torch.float32).tiny)
             for x, y in zip(outputs, wanted, strict=True)
@@ -100,10 +100,6 @@ class RangeTuner:
         home = quantizer.decision.encoding_site
         learned = None if quantizer.decision.bias_of is not None else self.learned.get(home)
         return quantizer(x) if learned is None else learned.fake_quantize(x)
-
-
-def _floats(outputs: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
 
 
 def _learnable_spec(quantizer: Quantizer) -> Spec | None:

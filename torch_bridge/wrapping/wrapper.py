@@ -24,8 +24,8 @@ from torch_bridge.sites.fused_relu import relu_ceiling
 from torch_bridge.sites.loss_inputs import LossInputs
 from torch_bridge.sites.recurrent import run_recurrent
 from torch_bridge.sites.runtime import Runtime
-from torch_bridge.torch_values.cells import is_cell, run_cell
-from torch_bridge.torch_values.gate_order import is_recurrent
+from torch_bridge.torch_values.cells import run_cell
+from torch_bridge.torch_values.gate_order import is_cell, is_recurrent
 from torch_bridge.torch_values.layers import has_output_site, is_leaf, quantized_parameters
 from torch_bridge.torch_values.module_state import without_caches
 from torch_bridge.torch_values.parameters import RANGES, STATE, STEPS
