@@ -177,12 +177,14 @@ def _text(shape: Iterable[int | str | None]) -> str:
 
 def spec_of(encoding: Encoding) -> Spec:
     """Return the spec that an encoding fulfils."""
-    granularity: Granularity = PerTensor()
-    if encoding.axis is not None:
-        granularity = PerChannel(encoding.axis)
-        if encoding.block_size is not None:
-            granularity = PerBlock(encoding.axis, encoding.block_size)
-    return Spec(encoding.dtype, granularity, encoding.symmetric, scale_dtype=scale_dtype_of(encoding))
+    return Spec(encoding.dtype, granularity_of(encoding), encoding.symmetric, scale_dtype=scale_dtype_of(encoding))
+
+
+def granularity_of(encoding: Encoding) -> Granularity:
+    """Return the granularity of an encoding."""
+    if encoding.axis is None:
+        return PerTensor()
+    return PerChannel(encoding.axis) if encoding.block_size is None else PerBlock(encoding.axis, encoding.block_size)
 
 
 def kinds_of(graph: Graph) -> dict[str, Kind]:

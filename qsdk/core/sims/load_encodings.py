@@ -9,7 +9,8 @@ from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.dtypes import DType
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.numerics.spec import Granularity, PerBlock, PerChannel, PerTensor, Spec, axis_of, block_size_of
+from qsdk.core.numerics.spec import Spec, axis_of, block_size_of
+from qsdk.core.planning.from_encodings import granularity_of
 from qsdk.core.planning.plan import Decision, Plan, casts_of
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState, encoding_of, matched_owners, owns_encoding
@@ -135,12 +136,7 @@ def _same_layout(spec: Spec, given: Encoding, rank: int | None) -> bool:
 
 
 def _text(encoding: Encoding) -> str:
-    granularity: Granularity = PerTensor()
-    if encoding.axis is not None:
-        granularity = PerChannel(encoding.axis)
-        if encoding.block_size is not None:
-            granularity = PerBlock(encoding.axis, encoding.block_size)
-    return f"{encoding.dtype} {granularity}"
+    return f"{encoding.dtype} {granularity_of(encoding)}"
 
 
 def _wanted(spec: Spec) -> str:
