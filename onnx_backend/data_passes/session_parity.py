@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
-from onnx_backend.parity.tally import in_units, lsb
+from onnx_backend.parity.tally import Noise, in_units, lsb
 from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.runtime.feeds import as_declared, as_feeds, batches_of, run_session
@@ -55,33 +55,24 @@ class _SiteDifference:
         self.elements += steps.size
 
 
-@dataclass
-class _OutputDifference:
-    """The power of the simulation's outputs, and of the difference from them."""
+class _OutputDifference(Noise):
+    """The noise of outputs, and the largest single difference."""
 
-    signal: float = 0.0
-    difference: float = 0.0
-    largest: float = 0.0
-    elements: int = 0
-    invented: int = 0  # values that are not finite where the wanted ones are
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+        self.elements = 0
+        self.invented = 0  # values that are not finite where the wanted ones are
 
     def add(self, got: Sequence[Array], wanted: Sequence[Array]) -> None:
         """Add the outputs of a batch."""
+        super().add(got, wanted)
         for left, right in zip(got, wanted, strict=True):
             exact = np.asarray(right, np.float64)
             off = np.asarray(left, np.float64) - exact
             self.elements += exact.size
             self.invented += int(np.sum(np.isfinite(exact) & ~np.isfinite(np.asarray(left, np.float64))))
-            self.signal += float((exact**2).sum())
-            self.difference += float((off**2).sum())
             self.largest = max(self.largest, float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0)))
-
-    @property
-    def decibels(self) -> float:
-        """Return the ratio of signal to difference; infinite where nothing differs."""
-        if self.difference == 0:
-            return float("inf")
-        return float(10 * np.log10(self.signal / self.difference)) if self.signal else float("-inf")
 
 
 def check_session(
@@ -143,7 +134,7 @@ def check_session(
             codes = _run(asked, site_feeds, where), _run(exact, site_feeds, where)
             _compare_codes(cuts, codes, captured, encodings, sites)
     gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
-    return _report(sites, outputs, gates, level, {} if original is None else {"float_sqnr_db": to_float.decibels})
+    return _report(sites, outputs, gates, level, {} if original is None else {"float_sqnr_db": to_float.decibels()})
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
@@ -174,9 +165,9 @@ def _report(
     if any(found.invented for found, _ in gates):
         reasons.append("an output is NaN or infinite where it should be finite")
     reasons += [
-        f"the outputs reach {found.decibels:.4g} dB, not {least:g}"
+        f"the outputs reach {found.decibels():.4g} dB, not {least:g}"
         for found, least in gates
-        if least is not None and not found.decibels >= least
+        if least is not None and not found.decibels() >= least
     ]
     gated = any(least is not None and found.elements for found, least in gates)
     if not gated and not any(found.elements for found in sites.values()):
@@ -184,7 +175,7 @@ def _report(
     passed = not reasons
     reason = {} if passed else {"reason": "; ".join(reasons)}
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
-    ends = {"sqnr_db": outputs.decibels, "outputs_max_difference": outputs.largest, "passed": passed, **reason}
+    ends = {"sqnr_db": outputs.decibels(), "outputs_max_difference": outputs.largest, "passed": passed, **reason}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
 
 
