@@ -235,6 +235,26 @@ def _positive(ctx: LoweringContext, value: FixedPoint, least: int) -> FixedPoint
     return narrow_to(ctx, value, ROOM)
 
 
+def factors_of_exponential(ctx: LoweringContext, below: str, step: float, last: int, bits: int, low: int) -> list[str]:
+    """Write two int64 factors of `2**(2 * bits) * exp(-below * step)`, from tables of the high and the low bits.
+
+    Args:
+        ctx: of the model being lowered.
+        below: int32 tensor of values in 0..last.
+        step: the distance between them.
+        last: the largest.
+        bits: of each factor.
+        low: how many bits the second table has.
+    """
+    b = ctx.builder
+    unsigned = b.cast(below, TensorProto.UINT32)
+    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
+    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
+    coarse = table_of_exponentials(step * (1 << low), (last >> low) + 1, bits)
+    fine = table_of_exponentials(step, 1 << low, bits)
+    return [gather_table(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]
+
+
 def table_of_exponentials(scale: float, count: int, bits: int) -> Array:
     """Return `rint(2**bits * exp(-i * scale))` for i in 0..count-1, int64."""
     return np.rint(np.ldexp(np.exp(-scale * np.arange(count, dtype=np.float64)), bits)).astype(np.int64)

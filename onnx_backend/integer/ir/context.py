@@ -127,6 +127,26 @@ def constant_integers(value: Value | None) -> list[int] | None:
     return None
 
 
+def reduced_axes(ctx: LoweringContext, node: NodeProto, args: Args) -> list[int] | None:
+    """Return the axes that a reduction sums over, in order; None if it returns its input as it is.
+
+    Raises:
+        Refused: they are not constant.
+    """
+    attrs = attributes(node)
+    axes: Sequence[int] | None = attrs.get("axes")
+    if len(args) > 1 and args[1] is not None:
+        axes = constant_integers(args[1])
+        if axes is None:
+            raise Refused("its axes are not constant", "store the axes as an initializer")
+    if node.op_type.startswith("Global"):
+        axes = range(2, ctx.rank(node.input[0]))
+    if not axes and attrs.get("noop_with_empty_axes", 0):
+        return None
+    rank = ctx.rank(node.input[0])
+    return sorted(axis % rank for axis in axes) if axes else list(range(rank))
+
+
 def require_codes(value: Value | None, what: str = "its input") -> tuple[str, ActivationEncoding]:
     """Return the codes and encoding of a quantized operand.
 

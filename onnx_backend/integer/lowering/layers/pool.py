@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from onnx import NodeProto
 
-from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, require_codes
+from onnx_backend.integer.ir.context import Args, LoweringContext, reduced_axes, require_codes
 from onnx_backend.integer.ir.exact_bounds import one_rounding
 from onnx_backend.integer.ir.operations import WindowSum
 from onnx_backend.integer.ir.values import Array, Refused, Value
@@ -35,17 +35,10 @@ def reduce_sum(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _reduce(ctx: LoweringContext, node: NodeProto, args: Args, *, mean: bool) -> Value:
-    attrs = attributes(node)
-    axes = attrs.get("axes")
-    if axes is None and len(args) > 1 and args[1] is not None:
-        axes = constant_integers(args[1])
-        if axes is None:
-            raise Refused("its axes are not constant", "store the axes as an initializer")
-    if not axes and attrs.get("noop_with_empty_axes", 0):
+    axes = reduced_axes(ctx, node, args)
+    if axes is None:
         return encoded_value(args)
-    rank = ctx.rank(node.input[0])
-    chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
-    return _reduced(ctx, node, args, chosen, keepdims=int(attrs.get("keepdims", 1)), mean=mean)
+    return _reduced(ctx, node, args, axes, keepdims=int(attributes(node).get("keepdims", 1)), mean=mean)
 
 
 def encoded_value(args: Args) -> Value:

@@ -5,7 +5,7 @@ function, a clipped accumulator or fixed point already, the operation itself is 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,6 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     constant64,
     fit_to,
     fits_int32,
-    gather_table,
     inexact,
     int64,
     int64_value,
@@ -36,15 +35,15 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     total,
 )
 from onnx_backend.integer.fixed_point.newton import (
+    factors_of_exponential,
     logarithm,
     reciprocal,
     reciprocal_root,
     square_root,
-    table_of_exponentials,
 )
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import to_fixed
-from onnx_backend.integer.ir.context import Args, LoweringContext, constant_integers, label
+from onnx_backend.integer.ir.context import Args, LoweringContext, label, reduced_axes
 from onnx_backend.integer.ir.exact_bounds import MASK, ULP, largest
 from onnx_backend.integer.ir.values import (
     Array,
@@ -227,11 +226,7 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     below = b.cast(b.node("Sub", ends), TensorProto.INT32)
     below = b.node("Clip", [below, b.constant(0, np.int32), b.constant(last, np.int32)])
     low = max((last.bit_length() + 1) // 2, 1)
-    unsigned = b.cast(below, TensorProto.UINT32)
-    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
-    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
-    tables = table_of_exponentials(step * (1 << low), (last >> low) + 1, 30), table_of_exponentials(step, 1 << low, 30)
-    parts = [gather_table(ctx, t, index, below, np.int64) for t, index in zip(tables, (high, rest), strict=True)]
+    parts = factors_of_exponential(ctx, below, step, last, 30, low)
     unit = math.exp(highest) * 2.0**-60
     # half a unit of both tables and the rounding of float64; beyond the last entry, the smallest result is used
     error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
@@ -270,22 +265,14 @@ def wide_mean(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
 
 
 def _reduced(ctx: LoweringContext, node: NodeProto, args: Args) -> tuple[FixedPoint, int]:
-    attrs = attributes(node)
-    axes: Sequence[int] | None = attrs.get("axes")
-    if len(args) > 1 and args[1] is not None:
-        axes = constant_integers(args[1])
-        if axes is None:
-            raise Refused("its axes are not constant", "store the axes as an initializer")
-    rank = ctx.rank(node.input[0])
-    if node.op_type.startswith("Global"):
-        axes = list(range(2, rank))
-    if not axes and attrs.get("noop_with_empty_axes", 0):
+    axes = reduced_axes(ctx, node, args)
+    if axes is None:
         return to_fixed(ctx, args[0]), 1
-    chosen = sorted(axis % rank for axis in axes) if axes else list(range(rank))
-    count = math.prod(ctx.sizes(node.input[0], chosen))
+    count = math.prod(ctx.sizes(node.input[0], axes))
     if count == 0:
         raise Refused("it reduces over an axis of size 0", "remove the node")
-    return total(ctx, to_fixed(ctx, args[0]), chosen, count, keepdims=int(attrs.get("keepdims", 1))), count
+    keepdims = int(attributes(node).get("keepdims", 1))
+    return total(ctx, to_fixed(ctx, args[0]), axes, count, keepdims=keepdims), count
 
 
 def wide_matmul(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

@@ -23,7 +23,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     single_scale,
     spread,
 )
-from onnx_backend.integer.fixed_point.newton import logarithm, table_of_exponentials
+from onnx_backend.integer.fixed_point.newton import factors_of_exponential, logarithm, table_of_exponentials
 from onnx_backend.integer.fixed_point.sums import add
 from onnx_backend.integer.fixed_point.to_fixed import choose, integer_scores, to_fixed
 from onnx_backend.integer.ir.context import Args, LoweringContext, integer_name, label
@@ -184,12 +184,7 @@ def _exponentials(ctx: LoweringContext, below: str, step: float, last: int, *, e
         raise Refused(
             "its input has steps too fine for a table", "put a QuantizeLinear/DequantizeLinear pair before it"
         )
-    unsigned = b.cast(below, TensorProto.UINT32)
-    high = b.cast(b.node("BitShift", [unsigned, b.constant(low, np.uint32)], direction="RIGHT"), TensorProto.INT32)
-    rest = b.cast(b.node("BitwiseAnd", [unsigned, b.constant((1 << low) - 1, np.uint32)]), TensorProto.INT32)
-    coarse = table_of_exponentials(step * (1 << low), (last >> low) + 1, _BITS)
-    fine = table_of_exponentials(step, 1 << low, _BITS)
-    parts = [gather_table(ctx, table, index, below, np.int64) for table, index in ((coarse, high), (fine, rest))]
+    parts = factors_of_exponential(ctx, below, step, last, _BITS, low)
     product = b.node("Add", [b.node("Mul", parts), constant64(ctx, 1 << (_BITS - 1))])
     shifted = b.node("BitShift", [b.cast(product, TensorProto.UINT64), b.constant(_BITS, np.uint64)], direction="RIGHT")
     found = b.cast(shifted, TensorProto.INT32)
