@@ -14,7 +14,7 @@ from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.proto.graph_queries import initializers, input_names
-from onnx_backend.proto.model_io import name_of
+from onnx_backend.proto.model_io import source_name
 from onnx_backend.proto.nodes import attributes, is_mark
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.qdq.insert import insert
@@ -55,11 +55,11 @@ def open_with_config(
         ConfigError: a rule matches nothing.
     """
     try:
-        opened = open_loaded(model, name_of(source), config, example, fold_batch_norm=fold_batch_norm)
+        opened = open_loaded(model, source_name(source), config, example, fold_batch_norm=fold_batch_norm)
     except QuantizedAlreadyError:
         if not isinstance(source, ModelProto):
             require_companion(model, source)
-        require_valid(model, name_of(source))
+        require_valid(model, source_name(source))
         return open_adopted(model, config, example)
     return OnnxSim.from_opened_float(opened, config)
 

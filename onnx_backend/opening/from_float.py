@@ -17,7 +17,7 @@ from onnx_backend.passes.fold_batch_norm import Folds, fold_batch_norms
 from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.external_data import array, require_no_external_data
 from onnx_backend.proto.inputs import note_example
-from onnx_backend.proto.model_io import load, name_of
+from onnx_backend.proto.model_io import load, source_name
 from onnx_backend.proto.nodes import lift_constants, node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, skeleton, types_of
@@ -95,7 +95,7 @@ def open_float(
         ModelError: the model is quantized already, or cannot be raised.
         ConfigError: a rule matches nothing.
     """
-    return open_loaded(load(source), name_of(source), config, example, fold_batch_norm=fold_batch_norm)
+    return open_loaded(load(source), source_name(source), config, example, fold_batch_norm=fold_batch_norm)
 
 
 def open_loaded(
@@ -119,7 +119,7 @@ def open_unplanned(
     source: Source, config: QuantConfig, example: Any = None, *, fold_batch_norm: bool = True
 ) -> tuple[ModelProto, Graph, Notes]:
     """Open a float model as `open_float` does, without a plan; the config only names the BatchNorms that stay."""
-    return _open_unplanned(load(source), name_of(source), config, example, fold_batch_norm)
+    return _open_unplanned(load(source), source_name(source), config, example, fold_batch_norm)
 
 
 def _open_unplanned(

@@ -57,7 +57,7 @@ def load(
     return model
 
 
-def name_of(source: str | os.PathLike[str] | bytes | ModelProto) -> str:
+def source_name(source: str | os.PathLike[str] | bytes | ModelProto) -> str:
     """Return the name of a model in messages: its path, if it has one."""
     return "the model" if isinstance(source, bytes | ModelProto) else os.fspath(source)
 

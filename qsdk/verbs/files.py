@@ -121,7 +121,7 @@ def load_encodings(
         ConfigError: `freeze` matches nothing.
     """
     require_sim(sim)
-    where = model_io.name_of(path)
+    where = model_io.source_name(path)
     pairs = [(facts, facts) for facts in float_facts(sim.graph, sim.plan)]
     if model is not None:
         pairs = counterparts(sim.graph, sim.plan, _float_graph(model))
@@ -166,7 +166,7 @@ def convert_encodings(
     """
     chosen = require_version(version)
     stored, listed = read_with(source, model)
-    tensors = facts_of(stored, listed, model_io.name_of(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
+    tensors = facts_of(stored, listed, model_io.source_name(source), needs_kinds=chosen in ("0.6.1", "1.0.0"))
     return _write(stored, tensors, out, chosen, allow_loss=allow_loss)
 
 
@@ -176,7 +176,7 @@ def read_with(source: OnnxSource, model: OnnxSource | None) -> tuple[StoredEncod
     Raises:
         FileFormatError: the source cannot be read, does not fit the model, or needs one.
     """
-    where = model_io.name_of(source)
+    where = model_io.source_name(source)
     listed = None if model is None else tensor_facts(_float_graph(model))
     stored = read_stored(source, where, listed)
     if stored.misfits:
@@ -211,7 +211,7 @@ def _write(
 def _float_graph(model: OnnxSource) -> Graph:
     opened = model_io.load(model)
     if any(node.op_type == "QuantizeLinear" for node in opened.graph.node):
-        raise ConfigError(f"{model_io.name_of(model)} is quantized; give the float model that it was made of")
+        raise ConfigError(f"{model_io.source_name(model)} is quantized; give the float model that it was made of")
     return read_graph(opened)
 
 

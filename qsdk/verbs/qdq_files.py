@@ -65,5 +65,5 @@ def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
     if not isinstance(source, ModelProto):
         require_companion(model, source)
     densify(model.graph)
-    validation.require_valid(model, model_io.name_of(source))
+    validation.require_valid(model, model_io.source_name(source))
     return normalize_qdq(model)
