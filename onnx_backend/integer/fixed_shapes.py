@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from onnx import ModelProto, shape_inference
 
-from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.proto.graph_queries import declared_sizes, input_names
 from qsdk.core.errors import ConfigError
 
 #: Operators that ONNX defines by others, and whose shapes it then does not infer.
@@ -60,10 +60,7 @@ def static_sizes(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     found: dict[str, tuple[int | None, ...]] = {}
     for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if info.type.tensor_type.HasField("shape"):
-            dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
-            found[info.name] = tuple(
-                d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims
-            )
+            found[info.name] = tuple(declared_sizes(info.type))
     found.update((tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer)
     return found
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from onnx_backend.proto.subgraphs import all_nodes, names_of, reads
 
@@ -37,6 +37,12 @@ def input_names(graph: GraphProto) -> list[str]:
     """Return the inputs that a caller feeds: those that no initializer provides."""
     stored = {tensor.name for tensor in graph.initializer}
     return [value.name for value in graph.input if value.name not in stored]
+
+
+def declared_sizes(proto: TypeProto) -> list[int | None]:
+    """Return the sizes of a tensor's axes, None for a dynamic one, which some exporters write as -1."""
+    dims = proto.tensor_type.shape.dim
+    return [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims]
 
 
 def names_in(graph: GraphProto) -> set[str]:

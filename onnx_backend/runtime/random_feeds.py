@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, TypeProto, helper
 
-from onnx_backend.proto.graph_queries import initializers
+from onnx_backend.proto.graph_queries import declared_sizes, initializers
 
 Array = npt.NDArray[Any]
 #: sizes tried for dimensions that the model leaves open, the batch excepted
@@ -46,11 +46,8 @@ def _shape_of(proto: TypeProto, size: int) -> tuple[int, ...] | None:
     """Return a declared shape with its open dimensions filled: the first with 1, the others with `size`."""
     if not proto.HasField("tensor_type"):
         return None
-    dims = proto.tensor_type.shape.dim
-    return tuple(
-        int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else (size if index else 1)
-        for index, dim in enumerate(dims)
-    )
+    filled = enumerate(declared_sizes(proto))
+    return tuple((size if axis else 1) if declared is None else declared for axis, declared in filled)
 
 
 def _random(rng: np.random.Generator, code: int, shape: tuple[int, ...]) -> Array | None:

@@ -52,7 +52,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, shape_inference
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from onnx_backend.integer.convert import IntegerResult
 from onnx_backend.integer.ir.context import label as label_of
@@ -69,7 +69,7 @@ from onnx_backend.integer.ir.operations import (
 from onnx_backend.integer.ir.piecewise_linear import FRACTION
 from onnx_backend.integer.ir.requant32 import Requant32
 from onnx_backend.integer.ir.values import Array
-from onnx_backend.proto.graph_queries import unique
+from onnx_backend.proto.graph_queries import declared_sizes, unique
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.errors import ConfigError, IntegerError
 
@@ -251,14 +251,8 @@ def _inferred(model: ModelProto) -> _TensorFacts:
         kind = info.type.tensor_type
         facts.dtypes[info.name] = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
         if kind.HasField("shape"):
-            facts.shapes[info.name] = static_sizes(info)
+            facts.shapes[info.name] = declared_sizes(info.type)
     return facts
-
-
-def static_sizes(info: ValueInfoProto) -> list[int | None]:
-    """Return the sizes of a tensor, None for a dynamic one, which some exporters write as -1."""
-    dims = info.type.tensor_type.shape.dim
-    return [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims]
 
 
 def _plain_array(tensor: TensorProto) -> Array:

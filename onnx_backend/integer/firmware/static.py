@@ -12,10 +12,11 @@ import numpy as np
 from onnx import ModelProto, helper
 
 from onnx_backend.integer.firmware.arena import StaticOp, StaticProgram, StaticTensor, needed, place_in_arena
-from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest, static_sizes
+from onnx_backend.integer.firmware.program import FirmwareProgram, narrowest
 from onnx_backend.integer.ir.values import Array
 from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.proto.graph_queries import declared_sizes
 from qsdk.core.errors import IntegerError
 
 _REMEDY = "write the program as .npz, which has them all"
@@ -74,7 +75,7 @@ def _zeros(model: ModelProto) -> dict[str, Array]:
             continue
         if not info.type.tensor_type.HasField("shape"):
             raise IntegerError(f"input {info.name!r} has no shape; export with one, or {_REMEDY}")
-        dims = static_sizes(info)
+        dims = declared_sizes(info.type)
         sizes = [1 if i == 0 and size is None else size for i, size in enumerate(dims)]
         known = [size for size in sizes if size is not None]
         if len(known) != len(sizes):

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 from onnx_backend.integer.ir.operations import Operation, Requantization
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.index_bounds import index_bounds
-from onnx_backend.proto.graph_queries import initializers, input_names
+from onnx_backend.proto.graph_queries import declared_sizes, initializers, input_names
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError, IntegerError
@@ -139,8 +139,7 @@ def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Ge
 
 
 def _random(info: ValueInfoProto, source: ModelProto, generator: np.random.Generator, rows: int | None) -> Array:
-    dims = info.type.tensor_type.shape.dim  # some exporters write -1 for a dynamic one
-    shape = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _DYNAMIC for d in dims]
+    shape = [_DYNAMIC if size is None else size for size in declared_sizes(info.type)]
     dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
     if rows is not None:
         return generator.integers(0, rows, shape).astype(dtype)
