@@ -115,11 +115,16 @@ def test_an_interrupt_of_a_forward_pass_ends_the_pass(sims: dict[str, tuple[Sim,
     before = everything(sim)
     clock = Clock(None)
     clock.run(lambda: sim(*data[0]))
-    for point in (*range(1, clock.calls - 40, 9), *range(clock.calls - 40, clock.calls + 1)):
+    for point in (*range(1, 40), *range(40, clock.calls - 40, 9), *range(clock.calls - 40, clock.calls + 1)):
         with contextlib.suppress(KeyboardInterrupt):
             Clock(point).run(lambda: sim(*data[0]))
         assert sim.runtime.is_first_call(), point
         assert everything(sim) == before, point
+    outputs: list[Any] = []
+    other = threading.Thread(target=lambda: outputs.append(sim(*data[0])), daemon=True)
+    other.start()
+    other.join(60)
+    assert outputs, "the interrupted thread still holds a lock of the sim"
 
 
 class Clock:
