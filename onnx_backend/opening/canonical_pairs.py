@@ -1,7 +1,8 @@
 """Rewrite the Q/DQ pairs of another tool in the form of `insert`: one pair per site, named after it.
 
 Tools quantize stored floats at run time, put a pair in front of every reader, several DequantizeLinears behind one
-QuantizeLinear, or a Clip of the codes in between. The rewritten model computes the same.
+QuantizeLinear, or a Clip of the codes in between. The rewritten model computes the same: pairs of bfloat16, for which
+the runtime has no kernels, become pairs of float32 between Casts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +23,18 @@ from onnx_backend.proto.nodes import (
     replace_nodes,
     set_metadata,
 )
+from onnx_backend.qdq.float_types import array_type
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
-from onnx_backend.qdq.marks import exact_floats, open_qdq
-from onnx_backend.qdq.read import LITERAL_KEY, SCALES_KEY, encoding_of_pair
+from onnx_backend.qdq.marks import exact_floats, exact_in, open_qdq
+from onnx_backend.qdq.read import (
+    CAST_KEY,
+    FLOAT32,
+    FLOAT_CODES,
+    FLOAT_NAMES,
+    LITERAL_KEY,
+    SCALES_KEY,
+    encoding_of_pair,
+)
 from qsdk.core.errors import FileFormatError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import DTYPES, DType
@@ -40,6 +50,8 @@ class _Pair:
     quantize: NodeProto | None
     source: str  # the tensor that is quantized, or stored as codes
     encoding: Encoding
+    tensor_type: str  # the float type of its scales, and of its result
+    written_as: str  # the float type of its scales in the rewritten model
 
 
 _OURS = frozenset({"qsdk.site", COPY_KEY, LITERAL_KEY, SCALES_KEY})
@@ -113,7 +125,10 @@ def _pairs(model: ModelProto) -> Iterator[_Pair]:
         if source in stored:
             rank = len(stored[source].dims)
             encoding = encoding if encoding.axis is None else replace(encoding, axis=encoding.axis % rank)
-        yield _Pair(node, quantize, source, encoding)
+        scale = stored.get(node.input[1])
+        code = TensorProto.FLOAT if scale is None else int(scale.data_type)
+        kind = FLOAT_NAMES.get(code, FLOAT32)
+        yield _Pair(node, quantize, source, encoding, kind, "float16" if kind == "float16" else FLOAT32)
 
 
 def _dtype_of_clip(clip: NodeProto, encoding: Encoding, stored: Mapping[str, TensorProto]) -> DType:
@@ -147,7 +162,27 @@ def _pair_nodes(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> l
         return [pair.dequantize]
     name = unique(f"{pair.source.removesuffix('_quantized')}_quantized", taken)
     model.graph.initializer.append(numpy_helper.from_array(again.astype(storage_type(encoding.dtype)), name))
-    return [_node(model, pair, "DequantizeLinear", name, pair.dequantize.output[0], site, taken)]
+    # in float32, where no value of the tensor's own type stands for a code (of an int32 bias)
+    exact = exact_in(pair.tensor_type, encoding, again) is not None
+    return _dequantized(model, pair if exact else replace(pair, written_as=FLOAT32), name, site, taken)
+
+
+def _dequantized(model: ModelProto, pair: _Pair, codes: str, site: str, taken: set[str]) -> list[NodeProto]:
+    """Return the DequantizeLinear of a pair, and the Cast of its result to the type that it had, where it needs one."""
+    output = pair.dequantize.output[0]
+    if pair.written_as == pair.tensor_type:
+        return [_node(model, pair, "DequantizeLinear", codes, output, site, taken)]
+    wide = unique(f"{output}/float32", taken)
+    return [
+        _node(model, pair, "DequantizeLinear", codes, wide, site, taken),
+        _cast(wide, output, pair.tensor_type, site, taken),
+    ]
+
+
+def _cast(source: str, output: str, tensor_type: str, site: str, taken: set[str]) -> NodeProto:
+    cast = helper.make_node("Cast", [source], [output], unique(f"{output}/cast", taken), to=FLOAT_CODES[tensor_type])
+    set_metadata(cast, cast_of=site)
+    return cast
 
 
 def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> list[NodeProto]:
@@ -157,18 +192,22 @@ def _activation(model: ModelProto, pair: _Pair, site: str, taken: set[str]) -> l
             f"node {node_label(pair.dequantize)!r} narrows the grid of an activation per channel, which cannot be "
             "written again; make it per tensor"
         )
+    if pair.written_as != pair.tensor_type:
+        wide = unique(f"{source}/float32", taken)
+        nodes.append(_cast(source, wide, FLOAT32, site, taken))
+        source = wide
     if encoding.dtype.narrows_container:
         bounds = [unique(f"{source}/{end}", taken) for end in ("low", "high")]
         for name, value in zip(bounds, (encoding.low, encoding.high), strict=True):
-            model.graph.initializer.append(numpy_helper.from_array(value.reshape(()), name))
+            typed = value.reshape(()).astype(array_type(pair.written_as))
+            model.graph.initializer.append(numpy_helper.from_array(typed, name))
         clipped = unique(f"{source}/clipped", taken)
         nodes.append(helper.make_node("Clip", [source, *bounds], [clipped], unique(f"{clipped}/clip", taken)))
-        set_metadata(nodes[0], site=site)
+        set_metadata(nodes[-1], site=site)
         source = clipped
     codes = unique(f"{pair.source}/codes", taken)
     nodes.append(_node(model, pair, "QuantizeLinear", source, codes, site, taken))
-    nodes.append(_node(model, pair, "DequantizeLinear", codes, pair.dequantize.output[0], site, taken))
-    return nodes
+    return [*nodes, *_dequantized(model, pair, codes, site, taken)]
 
 
 def _node(
@@ -179,7 +218,7 @@ def _node(
     shape = () if encoding.axis is None else encoding.scale.shape
     typed = encoding.zero_point.astype(storage_type(encoding.dtype))
     inputs = [source]
-    for name, value in (("scale", encoding.scale), ("zero_point", typed)):
+    for name, value in (("scale", encoding.scale.astype(array_type(pair.written_as))), ("zero_point", typed)):
         inputs.append(unique(f"{output}/{name}", taken))
         model.graph.initializer.append(numpy_helper.from_array(value.reshape(shape), inputs[-1]))
     options: dict[str, Any] = {} if encoding.axis is None else {"axis": encoding.axis}
@@ -208,9 +247,9 @@ def _name_sites(model: ModelProto) -> None:
     renamed: dict[str, str] = {}
     for node in model.graph.node:
         rename_inputs([node], renamed)
-        for entry in (entry for entry in node.metadata_props if entry.key == "qsdk.site" and entry.value in names):
+        for entry in [e for e in node.metadata_props if e.key in ("qsdk.site", CAST_KEY) and e.value in names]:
             kind, entry.value = kinds[entry.value], names[entry.value]
-            if node.op_type != "Clip":
+            if node.op_type not in ("Clip", "Cast"):
                 set_metadata(node, kind=kind)
             if node.op_type == "DequantizeLinear" and node.input[0] not in stored and node.output[0] not in kept:
                 renamed[node.output[0]] = node.output[0] = f"{entry.value}/dequantized"

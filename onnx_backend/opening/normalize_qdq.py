@@ -20,17 +20,19 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_constants, node_label, replace_nodes
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
+from onnx_backend.proto.weightless import Types, dtype_name, types_of
 from qsdk.core.errors import FileFormatError
 
 _RUNTIME = "com.microsoft"
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _BARRIERS = frozenset({*_PAIR, "DynamicQuantizeLinear"})
+_FREE_TYPES = 23  # the opset from which scales may be of another type than the tensor
+_FLOATS = ("float32", "float16", "bfloat16")
 _KERNELS = frozenset({"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"})
 _RUNTIME_KERNELS = (
     *("QLinear", "QGemm", "QAttention", "QOrdered", "QEmbed", "QMoE", "DynamicQuantize", "MatMulIntegerToFloat"),
     *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "ConvTransposeWithDynamicPads"),
 )
-_NARROW_SCALES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def normalize_qdq(model: ModelProto) -> ModelProto:
@@ -161,30 +163,30 @@ def _computed(
 
 
 def _require_described(model: ModelProto) -> None:
-    """Refuse Q/DQ that scale, zero point and dtype of a float32 tensor do not fully describe.
+    """Refuse Q/DQ that scale, zero point and dtype of a tensor do not fully describe.
 
     Raises:
         FileFormatError: names the node.
     """
     stored = initializers(model.graph)
+    types = types_of(model) if opset_of(model) >= _FREE_TYPES else {}
     for node in model.graph.node:
         if node.op_type in _PAIR:
-            problem = _undescribed(node, stored)
+            problem = _undescribed(node, stored, types)
             if problem:
                 raise FileFormatError(f"node {node_label(node)!r} {problem}")
 
 
-def _undescribed(node: NodeProto, stored: Mapping[str, TensorProto]) -> str:
+def _undescribed(node: NodeProto, stored: Mapping[str, TensorProto], types: Types) -> str:
     options = attributes(node)
     scale = stored.get(node.input[1])
-    if scale is not None and scale.data_type in _NARROW_SCALES:
-        return (
-            "has float16 scales, and only float32 tensors are quantized here; quantize the float32 model that it came "
-            "from, or convert the file to float32"
-        )
-    precise = options.get("precision", 0) in (0, TensorProto.FLOAT)
-    if not precise or (node.op_type == "DequantizeLinear" and options.get("output_dtype", 0) not in (0, 1)):
-        return "computes in another type than float32; convert the file to float32 first"
+    of_scale = dtype_name(TensorProto.FLOAT if scale is None else scale.data_type)
+    if options.get("precision", 0) not in (0, TensorProto.FLOAT):
+        return "computes in another type than float32 (precision); leave that to its scale, or write FLOAT"
+    tensor = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
+    kind = types.get(tensor, (of_scale, None))[0]
+    if scale is not None and dtype_name(scale.data_type) in _FLOATS and kind in _FLOATS and kind != of_scale:
+        return f"has {of_scale} scales for a {kind} tensor; write the scales in its type"
     if node.op_type == "QuantizeLinear" and options.get("saturate", 1) == 0:
         return "turns what is too large into NaN (saturate=0), which no encoding says; write it with saturate=1"
     zero_point = stored.get(node.input[2]) if len(node.input) > 2 else None

@@ -17,7 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnx_backend.passes.fold_constants import LARGEST, fold, is_view
 from onnx_backend.passes.fold_views import fold_rearranged, is_full_slice
 from onnx_backend.passes.inline_branches import chosen_branch, inline_decided_branches
-from onnx_backend.proto.external_data import array
+from onnx_backend.proto.external_data import FLOATS, array
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, nodes_reaching
 from onnx_backend.proto.lazy_tensors import as_stub
 from onnx_backend.proto.nodes import (
@@ -204,11 +204,11 @@ class _Simplifier:
             return None
         value = array(source)
         if node.op_type == "Cast":
-            to = attributes(node).get("to")
-            if to != TensorProto.FLOAT:
+            to = int(attributes(node).get("to", 0))
+            if to not in FLOATS:
                 return None
             with np.errstate(over="ignore"):
-                return {node.output[0]: value.astype(np.float32)}
+                return {node.output[0]: value.astype(helper.tensor_dtype_to_np_dtype(to))}
         shape = self._shape_of_view(node, value)
         return None if shape is None else {node.output[0]: value.reshape(shape)}
 

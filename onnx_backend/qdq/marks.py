@@ -161,7 +161,7 @@ def _casts(model: ModelProto, taken: set[str]) -> tuple[dict[str, tuple[str, str
     return found, kinds
 
 
-def _exact_in(tensor_type: str, encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+def exact_in(tensor_type: str, encoding: Encoding, codes: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     """Return values of a float type that quantize back to exactly these codes; None where the type has none."""
     with np.errstate(over="ignore"):
         values = exact_floats(encoding, codes).astype(array_type(tensor_type))
@@ -204,7 +204,7 @@ def _stored_mark(model: ModelProto, place: QdqPair, taken: set[str]) -> tuple[st
     if place.permutation is not None:
         inverse = sorted(range(codes.ndim), key=lambda axis: (place.permutation or ())[axis])
         codes = codes.transpose(inverse)
-    values, output, tensor_type = _exact_in(place.tensor_type, place.encoding, codes), place.output, place.tensor_type
+    values, output, tensor_type = exact_in(place.tensor_type, place.encoding, codes), place.output, place.tensor_type
     if values is None:
         values, output, tensor_type = exact_floats(place.encoding, codes), place.dequantize.output[0], FLOAT32
     model.graph.initializer.append(numpy_helper.from_array(values, name))

@@ -99,13 +99,14 @@ class Graph:
         """Return, by tensor id, the stored tensor that it is, or is a view of; one pass, even for long chains."""
         result = {index: index for index, tensor in enumerate(self.tensors) if tensor.constant}
         for op in self.ops:
-            source = op.inputs[0] if op.type in ("Identity", "Transpose") and op.inputs else None
-            if source in result:
+            source = op.inputs[0] if op.type in ("Identity", "Transpose", "Cast") and op.inputs else None
+            between_floats = all(self.tensors[t].is_float for t in (*op.inputs, *op.outputs) if t is not None)
+            if source in result and (op.type != "Cast" or between_floats):
                 result.update(dict.fromkeys(op.outputs, result[source]))
         return result
 
     def constant_root(self, tensor: int) -> int | None:
-        """Return the stored tensor behind Identity and Transpose ops, or None if the tensor is computed."""
+        """Return the stored tensor behind Identity, Transpose and Casts of floats, or None for a computed tensor."""
         return self._roots.get(tensor)
 
     def origin(self, tensor: int) -> tuple[int, tuple[int, ...]] | None:

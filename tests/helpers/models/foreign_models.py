@@ -38,16 +38,6 @@ def by_onnxruntime(model, shape, folder, **options):
     return onnx.load(folder / "quantized.onnx")
 
 
-def in_float16(model):
-    """The model with float16 for every float32, in place."""
-    for tensor in model.graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT:
-            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
-    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    return model
-
-
 def plain_pair(name, source, output, parameters, **options):
     """A QuantizeLinear and a DequantizeLinear."""
     return [

@@ -3,12 +3,14 @@
 import numpy as np
 import onnx
 import pytest
-from foreign_models import aimet, by_onnxruntime, in_float16, integers, node, plain_pair, pt2e
+from foreign_models import aimet, by_onnxruntime, integers, node, plain_pair, pt2e
+from half_files import in_type
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
 
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError
@@ -332,15 +334,6 @@ REFUSED = {
         {"low": np.uint8(3), "high": np.uint8(9)},
         "'clip' clips codes to a grid that no dtype has; .* full grid",
     ),
-    "float16 scales": (
-        [
-            node("DequantizeLinear", ["w", "h"], ["wd"], "dq"),
-            node("Cast", ["wd"], ["wf"], "cast", to=TensorProto.FLOAT),
-            node("MatMul", ["x", "wf"], ["y"], "mm"),
-        ],
-        {"h": np.float16(0.5)},
-        "'dq' has float16 scales, .* convert the file to float32",
-    ),
     "a zero point of a bias": (
         [node("DequantizeLinear", ["b", "s", "bz"], ["bd"], "dq"), node("Add", ["x", "bd"], ["y"], "add")],
         {"b": np.arange(4, dtype=np.int32), "bz": np.int32(1)},
@@ -357,7 +350,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_encoding_describes_is_refused_by_name(name):
     nodes, stored, message = REFUSED[name]
-    model = small(nodes, stored, outputs={"y": ["n", 3 if name == "float16 scales" else 4]})
+    model = small(nodes, stored, outputs={"y": ["n", 4]})
     if name == "overflow to NaN":
         eights = helper.make_tensor("f", TensorProto.FLOAT8E4M3FN, [], [0.0])
         model.graph.initializer[[t.name for t in model.graph.initializer].index("f")].CopyFrom(eights)
@@ -366,13 +359,28 @@ def test_what_no_encoding_describes_is_refused_by_name(name):
         quantize(model, None, None)
 
 
-@pytest.mark.parametrize("config", [None, w8a8()])
 @pytest.mark.parametrize("contrib", [False, True])
-def test_what_a_tool_made_of_a_float16_model_is_refused_with_the_remedy(contrib, config, tmp_path):
-    model = by_onnxruntime(in_float16(mlp()), (4, 6), tmp_path, extra_options={"UseQDQContribOps": contrib})
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_tool_made_of_a_narrow_model_computes_the_same(dtype, contrib, tmp_path):
+    # the tool itself runs float16 models, and no bfloat16 ones
+    given = in_type(mlp(), "float16" if dtype == "float16" else "float32")
+    model = by_onnxruntime(given, (4, 6), tmp_path, extra_options={"UseQDQContribOps": contrib})
     assert any(node.domain == "com.microsoft" for node in model.graph.node) == contrib
-    with pytest.raises(FileFormatError, match=r"has float16 scales, .* quantize the float32 model that it came from"):
-        quantize(model, None, config)
+    model = in_type(model, dtype)
+    sim = quantize(model, None, None)
+    # no bfloat16 stands for the codes of an int32 bias: it is float32 in front of its Cast
+    types = {decision.tensor_type for site, decision in sim.plan.decisions.items() if "bias" not in site}
+    assert types == {dtype}
+    x = np.random.default_rng(5).normal(size=(4, 6)).astype(np.float32)
+    got = sim.run(x)[0]
+    if dtype == "float16" or not contrib:  # the runtime's own domain has no bfloat16
+        session = simulation_session(model)
+        np.testing.assert_array_equal(got, run_session(session, as_feeds(x, session.get_inputs(), "x"), "x")[0])
+    sites = quantize(by_onnxruntime(mlp(), (4, 6), tmp_path), None, None).encodings.keys()
+    assert sim.encodings.keys() == sites
+    export(sim, tmp_path / "ours.onnx")
+    assert check_parity(sim, tmp_path / "ours.onnx", [x], progress=False).summary["passed"]
+    np.testing.assert_array_equal(quantize(tmp_path / "ours.onnx", None, None).run(x)[0], got)
 
 
 def test_a_computed_scale_that_depends_on_data_is_refused():
