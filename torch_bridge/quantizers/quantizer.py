@@ -94,6 +94,11 @@ class Quantizer:
         return self.decision.spec is not None and self.decision.spec.scales_are_free
 
     @property
+    def scales_are_fine(self) -> bool:
+        """Return whether its scales can be learned in small steps."""
+        return self.decision.spec is not None and self.decision.spec.scales_are_fine
+
+    @property
     def can_learn_scale(self) -> bool:
         """Return whether training may change its scales."""
         spec = self.decision.spec

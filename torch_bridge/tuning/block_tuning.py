@@ -326,7 +326,7 @@ def _learnable(run: BlockRun, options: BlockTuningOptions) -> tuple[list[Quantiz
             continue
         if stored and options.rounding and _can_learn_rounding(run.sim.model, quantizer):
             rounded.append(quantizer)
-        if options.scales and quantizer.scales_are_free:
+        if options.scales and quantizer.scales_are_fine:
             scaled.append(quantizer)
     return rounded, scaled
 

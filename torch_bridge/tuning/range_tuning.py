@@ -50,7 +50,7 @@ class LearnedRange:
             scale = (high - low) / (spec.dtype.hi - spec.dtype.lo)
             exact = spec.dtype.lo - low / scale
             zero_point = exact + (exact.round() - exact).detach()
-        return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), FakeQuantGrid(spec.dtype.lo, spec.dtype.hi))
+        return fake_quantize(x.float(), scale, zero_point, FakeQuantGrid(spec.dtype.lo, spec.dtype.hi)).to(x.dtype)
 
     def encoding(self) -> Encoding:
         """Return the encoding of the range as it is now; the one from before where nothing was learned."""
@@ -108,7 +108,7 @@ def _learnable_spec(quantizer: Quantizer) -> Spec | None:
     computed = decision.kind in ("activation", "input", "output") and not decision.passes_through
     if spec is None or not computed or not quantizer.owns_encoding or quantizer.frozen:
         return None
-    plain = spec.granularity == PerTensor() and spec.dtype.is_integer and spec.scales_are_free
+    plain = spec.granularity == PerTensor() and spec.dtype.is_integer and spec.scales_are_fine
     return spec if plain and spec.fixed_range is None and not spec.dynamic else None
 
 

@@ -96,6 +96,11 @@ class Spec:
         """Return whether every positive float32 may be a scale, so that training can change them."""
         return self.scale_bits is None and self.scale_dtype is None
 
+    @property
+    def scales_are_fine(self) -> bool:
+        """Return whether scales can be learned in small steps: those of the narrow floats can, powers of two cannot."""
+        return self.scale_dtype is None and (self.scale_bits is None or self.scale_bits >= min(_DIGITS.values()))
+
     def _require_block_scales(self, scale_dtype: DType) -> None:
         if scale_dtype not in (float8e8m0, float8e4m3fn, uint4, uint8):
             raise ConfigError(f"{scale_dtype} cannot hold scales; choose float8e8m0, float8e4m3fn, uint4 or uint8")

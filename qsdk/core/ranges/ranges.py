@@ -6,16 +6,20 @@ machine epsilon (its 256th at 16 bits), so that a tensor of zeros has an encodin
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.errors import CalibrationError
 from qsdk.core.numerics.block_scales import restrict_block_scales, round_up_to_digits, shared_exponents
-from qsdk.core.numerics.dtypes import float8e8m0
+from qsdk.core.numerics.dtypes import bfloat16, float8e8m0, float16
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import PerBlock, PerTensor, Spec, axis_of, block_size_of
 
+#: significant binary digits of a float type -> its largest number
+_LARGEST_OF_DIGITS = MappingProxyType({11: float16.hi, 8: bfloat16.hi})
+_TIMES = 3
 SMALLEST_SCALE = np.float32(np.finfo(np.float32).eps)
 
 
@@ -99,15 +103,16 @@ def _symmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArra
     scale = high / above
     if below > 0:
         scale = np.maximum(scale, -low / below)
-    return _positive(scale, spec), np.full(scale.shape, middle, np.int32)
+    zero_point = np.full(scale.shape, middle, np.int32)
+    return _within_type(_positive(scale, spec), zero_point, low, high, spec), zero_point
 
 
 def _asymmetric(low: FloatArray, high: FloatArray, spec: Spec) -> tuple[FloatArray, npt.NDArray[np.int32]]:
     lo, hi = spec.dtype.lo, spec.dtype.hi
     # halves first: high - low itself may overflow float32
     scale = _positive(high / np.float32(hi - lo) - low / np.float32(hi - lo), spec)
-    zero_point = np.clip(np.rint(lo - low.astype(np.float64) / scale), lo, hi)
-    return scale, zero_point.astype(np.int32)
+    zero_point = np.clip(np.rint(lo - low.astype(np.float64) / scale), lo, hi).astype(np.int32)
+    return _within_type(scale, zero_point, low, high, spec), zero_point
 
 
 def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
@@ -115,3 +120,24 @@ def _positive(scale: FloatArray, spec: Spec) -> FloatArray:
     finer = np.float32(2.0 ** -max(spec.dtype.bits - 8, 0))
     floored = np.maximum(scale.astype(np.float32), SMALLEST_SCALE * finer)
     return floored if spec.scale_bits is None else round_up_to_digits(floored, spec.scale_bits)
+
+
+def _within_type(
+    scale: FloatArray, zero_point: npt.NDArray[np.int32], low: FloatArray, high: FloatArray, spec: Spec
+) -> FloatArray:
+    """Return scales with which no value of a range is quantized to one beyond the largest number of its float type.
+
+    A scale that is rounded up may carry an end of the grid there: that of a mask of the lowest number, to infinity.
+    """
+    largest = _LARGEST_OF_DIGITS.get(spec.scale_bits or 0)
+    if largest is None:
+        return scale
+    fits = np.maximum(-low, high) <= largest
+    below, above = zero_point - spec.dtype.lo, spec.dtype.hi - zero_point
+    for _ in range(_TIMES):  # a smaller scale may reach one level more
+        wide = scale.astype(np.float64)
+        levels = np.maximum(np.minimum(np.rint(-low / wide), below), np.minimum(np.rint(high / wide), above))
+        mantissa, exponent = np.frexp(largest / np.maximum(levels, 1))
+        most = np.ldexp(np.floor(np.ldexp(mantissa, spec.scale_bits or 24)), exponent - (spec.scale_bits or 24))
+        scale = np.where(fits & (levels * wide > largest), most, wide).astype(np.float32)
+    return scale

@@ -1,0 +1,41 @@
+"""Distances of narrow and wide floats: units in the last place, and steps of a grid that is finer than these."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnx_backend.parity.float_outputs import verdict
+from onnx_backend.parity.tally import in_units, lsb
+from qsdk.core.numerics.dtypes import int16, uint8
+from qsdk.core.numerics.encoding import Encoding
+
+
+def test_float64_distances_are_exact_for_neighbours_and_large_across_zero():
+    ones = np.array([1.0, -1.0, 0.0])
+    assert lsb(ones, np.nextafter(ones, np.inf)).tolist() == [1, 1, 1]
+    assert lsb(np.array([1e300]), np.array([-1e300]))[0] > 1e18
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_equal_values_of_either_sign_of_zero_are_no_distance_apart(dtype):
+    assert lsb(np.array([0.0, 2.0], dtype), np.array([-0.0, 2.0], dtype)).tolist() == [0, 0]
+
+
+def test_a_unit_of_bfloat16_that_is_wider_than_the_grid_counts_as_one():
+    encoding = Encoding(
+        uint8, np.float32(1 / 256), 0
+    )  # values up to 1, in whose upper half bfloat16 has 256 steps of 1/256
+    values = np.array([0.75, 0.75, 0.25, 0.25], np.float32)
+    assert in_units(np.array([1, 2, 1, 2]), values, encoding, "bfloat16").tolist() == [1, 2, 1, 2]
+    fine = Encoding(int16, np.float32(1 / 32768), 0)
+    steps = np.array([128, 129, 64, 256])
+    assert (in_units(steps, values, fine, "bfloat16") <= 1).tolist() == [True, False, True, False]
+    assert in_units(steps, values, fine, "float32").tolist() == steps.tolist()
+
+
+def test_an_output_may_be_off_by_the_last_rounding_of_its_own_type_only():
+    wanted = np.array([1.0, 2.0, 3.0], np.float32)
+    unit = np.float32(2.0**-7)
+    assert verdict(wanted + np.array([unit, 0, 0], np.float32), wanted, (), "bfloat16").passed
+    assert not verdict(wanted + np.array([8 * unit, 0, 0], np.float32), wanted, (), "bfloat16").passed
+    assert not verdict(wanted + np.array([unit, 0, 0], np.float32), wanted, ()).passed
