@@ -51,6 +51,14 @@ def test_the_guide_to_post_training_quantization_runs(names: dict):
     assert all(row["error_after"] <= row["error_before"] for row in solved)
 
 
+def test_the_guide_to_half_precision_runs(names: dict):
+    exec(compile(block_of("half_precision.md"), "half_precision.md", "exec"), names)
+    float_types = {value.type.tensor_type.elem_type for value in onnx.load("bfloat16.onnx").graph.input}
+    assert float_types == {onnx.TensorProto.BFLOAT16}
+    assert onnx.load("integer.onnx").graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert np.isfinite(names["outputs"][0]).all()
+
+
 def test_the_guide_to_dtypes_runs(names: dict):
     exec(compile(block_of("dtypes.md"), "dtypes.md", "exec"), names)
     decisions = names["sim"].plan.decisions
