@@ -123,7 +123,7 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
     Raises:
         FileFormatError: the hashes differ, or it is no ordinary file.
     """
-    recorded = {entry.key: entry.value for entry in model.metadata_props}.get(HASH_KEY)
+    recorded = metadata(model).get(HASH_KEY)
     companion = encodings_path(path)
     if recorded is None or not companion.exists():
         return

@@ -8,6 +8,7 @@ from onnx import ModelProto
 
 from onnx_backend.export import ENCODINGS_KEY, HASH_KEY
 from onnx_backend.opening.read_graph import with_sites
+from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.qdq.marks import UnpackedQdq
 from onnx_backend.qdq.read import LITERAL_KEY
@@ -82,7 +83,7 @@ def merge_provenance(fresh: Mapping[str, Any], model: ModelProto) -> dict[str, A
     Raises:
         FileFormatError: the text in the model cannot be read.
     """
-    text = {entry.key: entry.value for entry in model.metadata_props}.get(ENCODINGS_KEY)
+    text = metadata(model).get(ENCODINGS_KEY)
     recorded = {} if text is None else loads(text, "the encodings in the model").provenance
     kept = {
         name: recorded[name] if name in _ORIGIN else fresh[name]
@@ -102,6 +103,4 @@ def note_replaced_encodings(report: Report, adopted: Mapping[str, Encoding], fou
 
 def without_origin(model: ModelProto) -> None:
     """Remove what a file records of its encodings, in place: it becomes the start of another model."""
-    kept = [entry for entry in model.metadata_props if entry.key not in (ENCODINGS_KEY, HASH_KEY)]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
+    drop_properties(model, (ENCODINGS_KEY, HASH_KEY))

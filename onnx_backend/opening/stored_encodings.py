@@ -58,7 +58,7 @@ def float_facts(graph: Graph, plan: Plan) -> list[TensorFacts]:
 
 
 def _embedded(model: ModelProto) -> StoredEncodings | None:
-    text = {entry.key: entry.value for entry in model.metadata_props}.get(ENCODINGS_KEY)
+    text = metadata(model).get(ENCODINGS_KEY)
     return None if text is None else loads(text, "the encodings in the model")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from onnx import ModelProto, TensorProto
 
+from onnx_backend.proto.nodes import metadata
 from qsdk.core.errors import FileFormatError
 
 DATA_KEY = "qsdk.data"
@@ -46,7 +47,7 @@ def require_data(model: ModelProto, path: Path, *, whole: bool = False) -> None:
     Raises:
         FileFormatError: the data file is missing, truncated or another one.
     """
-    text = next((entry.value for entry in model.metadata_props if entry.key == DATA_KEY), None)
+    text = metadata(model).get(DATA_KEY)
     if text is None:
         return
     try:

@@ -10,6 +10,7 @@ from onnx import ModelProto, helper
 
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import set_properties
+from onnx_backend.proto.nodes import metadata
 from qsdk.core.encodings.provenance import EXAMPLE, example_sizes, example_text
 from qsdk.core.errors import ModelError
 
@@ -70,7 +71,7 @@ def note_example(model: ModelProto, example: Mapping[str, npt.ArrayLike] | None)
 
 def noted_example(model: ModelProto) -> dict[str, list[int]]:
     """Return the sizes of the example for inputs with an open axis; nothing if the file notes none that fit."""
-    text = {entry.key: entry.value for entry in model.metadata_props}.get(EXAMPLE, "")
+    text = metadata(model).get(EXAMPLE, "")
     found, wanted = example_sizes(text), open_inputs(model)
     for name, known in wanted.items():
         given = found.get(name, [])

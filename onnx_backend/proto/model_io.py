@@ -1,7 +1,7 @@
 """Load, serialize and save ONNX models."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,14 @@ def with_weights(model: ModelProto) -> ModelProto:
 
 def set_properties(model: ModelProto, properties: Mapping[str, str]) -> None:
     """Write properties in place of those that an opened file brought along."""
-    kept = [entry for entry in model.metadata_props if entry.key not in properties]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
+    drop_properties(model, properties)
     for key, value in properties.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value
+
+
+def drop_properties(model: ModelProto, names: Collection[str]) -> None:
+    """Remove the properties of these names, in place."""
+    kept = [entry for entry in model.metadata_props if entry.key not in names]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)

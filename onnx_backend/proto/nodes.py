@@ -100,9 +100,9 @@ def drop_unused_initializers(graph: GraphProto) -> None:
         del graph.initializer[index]
 
 
-def metadata(node: NodeProto) -> dict[str, str]:
-    """Return a node's metadata."""
-    return {entry.key: entry.value for entry in node.metadata_props}
+def metadata(proto: NodeProto | ModelProto) -> dict[str, str]:
+    """Return the metadata of a node or a model."""
+    return {entry.key: entry.value for entry in proto.metadata_props}
 
 
 def set_metadata(node: NodeProto, **facts: str) -> None:

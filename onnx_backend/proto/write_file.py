@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from onnx_backend.proto.data_file import DATA_KEY, data_files, facts_of, name_of
 from onnx_backend.proto.external_data import is_reference, refer
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored, as_stub, copy_fields, is_stub, without_large
+from onnx_backend.proto.model_io import drop_properties
 from onnx_backend.proto.weightless import is_large
 from qsdk.core.atomic_files import Stage, staging_with
 from qsdk.core.errors import ExportError
@@ -54,7 +55,7 @@ def write_file(
         raise ExportError(
             f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
         )
-    _forget_data(model)
+    drop_properties(model, (DATA_KEY,))  # that of the file it was opened from
     with staging_with(path, companions or {}) as (stage, renames):
         kept = set(in_use)
         if beside and outside:
@@ -151,13 +152,6 @@ def _staged_data(stage: Stage, model: ModelProto, outside: Mapping[str, LargeTen
                 tensor.external_data.add(key=key, value=str(value))
     model.metadata_props.add(key=DATA_KEY, value=json.dumps({"file": name, **facts}))
     return temporary, stage.target.with_name(name)
-
-
-def _forget_data(model: ModelProto) -> None:
-    """Remove what an opened file recorded of its own data file."""
-    kept = [entry for entry in model.metadata_props if entry.key != DATA_KEY]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
 
 
 def _write_data(path: Path, outside: Mapping[str, LargeTensor]) -> None:
