@@ -259,11 +259,14 @@ def _shape(attrs: Attributes, x: Array) -> Array:
     return np.asarray(x.shape, np.int64)[attrs.get("start", 0) : attrs.get("end")]
 
 
-def _arg_max(attrs: Attributes, x: Array) -> Array:
-    axis = attrs.get("axis", 0)
-    last = attrs.get("select_last_index", 0)
-    found = x.shape[axis] - 1 - np.flip(x, axis).argmax(axis) if last else x.argmax(axis)
-    return np.asarray(np.expand_dims(found, axis) if attrs.get("keepdims", 1) else found, np.int64)
+def _arg(function: Callable[..., Any]) -> Callable[..., Array]:
+    def operation(attrs: Attributes, x: Array) -> Array:
+        axis = attrs.get("axis", 0)
+        last = attrs.get("select_last_index", 0)
+        found = x.shape[axis] - 1 - function(np.flip(x, axis), axis) if last else function(x, axis)
+        return np.asarray(np.expand_dims(found, axis) if attrs.get("keepdims", 1) else found, np.int64)
+
+    return operation
 
 
 def _resize(attrs: Attributes, x: Array, _roi: None, _scales: None, sizes: Array) -> Array:
@@ -294,7 +297,8 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "Abs": lambda a, x: np.abs(x),
         "Add": _arithmetic(np.add),
         "And": lambda a, x, y: x & y,
-        "ArgMax": _arg_max,
+        "ArgMax": _arg(np.argmax),
+        "ArgMin": _arg(np.argmin),
         "BitShift": _bit_shift,
         "BitwiseAnd": lambda a, x, y: x & y,
         "Cast": _cast,
@@ -324,6 +328,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "QuantizeLinear": _quantize,
         "Range": lambda a, start, limit, delta: np.arange(int(start), int(limit), int(delta), dtype=start.dtype),
         "ReduceMax": _reduce(np.max),
+        "ReduceMin": _reduce(np.min),
         "ReduceSum": _reduce(np.sum),
         "Reshape": _reshape,
         "Resize": _resize,

@@ -12,20 +12,6 @@ from onnx_backend.integer.ir.values import Array
 Attributes = Mapping[str, Any]
 
 
-def _arg_min(attrs: Attributes, x: Array) -> Array:
-    axis = attrs.get("axis", 0)
-    last = attrs.get("select_last_index", 0)
-    found = x.shape[axis] - 1 - np.flip(x, axis).argmin(axis) if last else x.argmin(axis)
-    return np.asarray(np.expand_dims(found, axis) if attrs.get("keepdims", 1) else found, np.int64)
-
-
-def _reduce_min(attrs: Attributes, x: Array, axes: Array | None = None) -> Array:
-    if (axes is None or axes.size == 0) and attrs.get("noop_with_empty_axes", 0):
-        return x
-    along = tuple(int(a) for a in axes) if axes is not None and axes.size else None
-    return np.asarray(x.min(axis=along, keepdims=bool(attrs.get("keepdims", 1))))
-
-
 def _top_k(attrs: Attributes, x: Array, k: Array) -> tuple[Array, Array]:
     axis = attrs.get("axis", -1)
     keys = x.astype(np.int64) * (-1 if attrs.get("largest", 1) else 1)
@@ -78,14 +64,12 @@ def _space_to_depth(attrs: Attributes, x: Array) -> Array:
 
 SELECTION_OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "ArgMin": _arg_min,
         "DepthToSpace": _depth_to_space,
         "GreaterOrEqual": lambda a, x, y: x >= y,
         "Max": lambda a, *parts: reduce(np.maximum, parts),
         "Min": lambda a, *parts: reduce(np.minimum, parts),
         "Not": lambda a, x: ~x,
         "Or": lambda a, x, y: x | y,
-        "ReduceMin": _reduce_min,
         "ScatterElements": _scatter_elements,
         "ScatterND": _scatter_nd,
         "SpaceToDepth": _space_to_depth,
