@@ -252,3 +252,32 @@ def test_an_op_of_another_domain_gives_the_type_that_it_reads(dtype: str):
     graph = read_graph(in_type(make_model(nodes, {"x": [4]}, {"y": [4]}, {}, **more), dtype))
     (quick,) = (tensor for tensor in graph.tensors if tensor.name == "q")
     assert (quick.dtype, quick.site) == (dtype, "quick:output")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("elements", [(8, 8), (80, 80)])
+def test_a_float32_weight_that_is_cast_while_the_model_runs_is_a_weight(dtype: str, elements: tuple[int, int]):
+    """What an exporter writes of a module under autocast."""
+    weight = np.random.default_rng(6).normal(size=elements).astype(np.float32)
+    nodes = [
+        node("Cast", ["x"], ["xh"], "down", to=CODES[dtype]),
+        node("Cast", ["w"], ["wh"], "weight_down", to=CODES[dtype]),
+        node("MatMul", ["xh", "wh"], ["h"], "product"),
+        node("Cast", ["h"], ["y"], "up", to=TensorProto.FLOAT),
+    ]
+    model = make_model(nodes, {"x": [2, elements[0]]}, {"y": [2, elements[1]]}, {"w": weight})
+    sim = qsdk.quantize(model, None, qsdk.w8a8())
+    decision = sim.plan.decisions["product:weight"]
+    assert (decision.kind, decision.tensor_type, decision.spec.dtype.name) == ("weight", dtype, "int8")
+    assert decision.spec.granularity.axis == 1
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_stored_mask_of_any_type_is_known(dtype: str):
+    mask = np.where(np.tri(6, dtype=bool), np.float32(0), np.float32(-np.inf)).reshape(1, 1, 6, 6)
+    nodes = [node("Add", ["x", "m"], ["s"], "masked"), node("Softmax", ["s"], ["y"], "softmax", axis=-1)]
+    model = make_model(nodes, {"x": [1, 2, 6, 6]}, {"y": [1, 2, 6, 6]}, {"m": mask})
+    plans = [qsdk.quantize(form, None, qsdk.w8a8()).plan for form in (model, in_type(model, dtype))]
+    found, wanted = ({site: (d.state, d.reason) for site, d in plan.decisions.items()} for plan in reversed(plans))
+    assert found == wanted
+    assert found["masked:constant"][0] == "float"
