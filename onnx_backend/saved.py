@@ -15,6 +15,7 @@ from onnx_backend.opening.from_float import Notes
 from onnx_backend.proto.lazy_tensors import as_stored, is_stub
 from onnx_backend.proto.model_io import serialize
 from onnx_backend.proto.write_file import outside_of, places_of, refer_to, with_stubs, write_data, write_message
+from onnx_backend.runtime.providers import CPU_ONLY, read_providers
 from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
 from qsdk.core.layers.folded_norms import norms_to_json, read_norms
@@ -36,6 +37,7 @@ def facts_of(sim: OnnxSim) -> dict[str, Any]:
         "remarks": list(notes.remarks),
         "norms": norms_to_json(sim.folded_norms),
         "given": list(sim.given.before),
+        "providers": sim.providers.to_json(),
     }
 
 
@@ -59,6 +61,8 @@ def parts_of(sim: OnnxSim) -> dict[str, Part]:
 def restore_sim(file: SimFile, where: str) -> OnnxSim:
     """Return the sim that a file holds.
 
+    Execution providers that are not installed here are passed over; `coverage` names them.
+
     Raises:
         FileFormatError: a part is missing or damaged.
     """
@@ -72,20 +76,24 @@ def restore_sim(file: SimFile, where: str) -> OnnxSim:
             tuple(facts["remarks"]),
             read_norms(facts.get("norms", {}), where),
         )
+        providers = read_providers(facts.get("providers", CPU_ONLY.to_json()))
     except FileFormatError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{where} is damaged ({error!r}); write it again with qsdk.save(sim, path)") from error
     opened = _read(file.parts, OPENED, where) if OPENED in file.parts else None
     model = _read(file.parts, MODEL, where)
     stubs = {t.name: as_stored(t) for t in model.graph.initializer if is_stub(t)}
     if not stubs:
-        return OnnxSim.from_state(model, file.state, notes, opened)
+        sim = OnnxSim.from_state(model, file.state, notes, opened)
+        sim.run_on(providers)
+        return sim
     folder = Path(tempfile.mkdtemp(prefix="qsdk-"))
     try:
         file.unpack(WEIGHTS, folder / "weights")
         refer_to(model, folder / "weights", places_of(stubs))
         sim = OnnxSim.from_state(model, file.state, notes, opened)
+        sim.run_on(providers)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

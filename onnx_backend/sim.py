@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto
 
 from onnx_backend.calibration.observe import SessionCache, observe
-from onnx_backend.calibration.stored_tensors import stored_names, stored_tensors
+from onnx_backend.calibration.stored_tensors import simulated_tensors, stored_names, stored_tensors
 from onnx_backend.opening.from_float import Notes, OpenedFloat, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, note_replaced_encodings
@@ -24,7 +23,7 @@ from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
 from onnx_backend.proto.external_data import files_read, float_array
-from onnx_backend.proto.lazy_tensors import fake_quantize, with_large
+from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import WeightEdits
 from onnx_backend.proto.write_file import spool_large_tensors
@@ -32,6 +31,7 @@ from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import mark, open_qdq
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError, ModelError
@@ -67,12 +67,14 @@ class OnnxSim(StatefulSim):
         notes: what opening changed in a float model.
         given: the user's own float values of tensors that verbs have changed since.
         in_memory: the most bytes of quantized weights kept in memory; beyond that they go to a temporary file.
+        providers: ONNX Runtime's, on which it runs; see `run_on`.
     """
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
         self.graph, self.plan, self.config = graph, plan, config
         self.notes = Notes()
         self.in_memory = 2**30
+        self.providers = CPU_ONLY
         self._marked = marked
         self._own: dict[str, Encoding] = {}
         self._lowered: ModelProto | None = None  # the Q/DQ model of the current encodings
@@ -154,12 +156,13 @@ class OnnxSim(StatefulSim):
             DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
             CalibrationError: a site that no batch reached. In every case the sim stays as it was.
         """
+        on = self.providers
         found = calibrate_sites(
             self.plan.decisions,
             self._own,
             stored_tensors(self._marked, self.plan),
             lambda wanted, chosen: observe(
-                self._marked, wanted, batches, chosen, progress=progress, sessions=self._observing
+                self._marked, wanted, batches, chosen, progress=progress, sessions=self._observing, providers=on
             ),
             method=method,
             weight_method=weight_method,
@@ -279,7 +282,7 @@ class OnnxSim(StatefulSim):
         if self.config is None:
             plan = Plan(plan.decisions, (*plan.inside, *float_in_file(self.graph, plan)))
         report = with_reasons(coverage_report(plan), self.bias_remarks())
-        return Report(report.title, report.rows, {**report.summary, **self.notes.summary()})
+        return Report(report.title, report.rows, {**report.summary, **self.notes.summary(), **self.providers.summary()})
 
     def files_read(self) -> set[Path]:
         """Return the files that hold large weights of this sim; they must not change while it is in use."""
@@ -321,7 +324,7 @@ class OnnxSim(StatefulSim):
         """Simulate a batch; return site -> fake-quantized values, and input name -> values."""
         with self._changing:
             if self._capturing is None:
-                self._capturing = session_with_reads(self._current())
+                self._capturing = session_with_reads(self._current(), self.providers)
             session, reads = self._capturing
         feeds = as_feeds(x, session.get_inputs(), "the batch")
         names = [output.name for output in session.get_outputs()]
@@ -330,18 +333,7 @@ class OnnxSim(StatefulSim):
 
     def stored_values(self) -> LazyArrays:
         """Return site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
-        encodings, stored = self.encodings, stored_tensors(self._marked, self.plan)
-
-        def value(site: str) -> npt.NDArray[np.float32]:
-            if site in encodings:
-                return fake_quantize(encodings[site], stored[site])
-            spec = self.plan.decisions[site].spec
-            narrow = spec is not None and spec.dtype.name == "float16"
-            code = TensorProto.FLOAT16 if narrow else TensorProto.BFLOAT16
-            return np.asarray(stored[site].astype(helper.tensor_dtype_to_np_dtype(code)), np.float32)
-
-        narrowed = [site for site in stored if site in encodings or self.plan.decisions[site].spec is not None]
-        return LazyArrays(narrowed, value)
+        return simulated_tensors(self._marked, self.plan, self.encodings)
 
     def check_parity(self, model: ModelProto, data: Iterable[Any], *, progress: bool = True) -> Report:
         """Compare an exported model with this sim, site by site, each fed with the sim's own input.
@@ -361,8 +353,22 @@ class OnnxSim(StatefulSim):
             while outputs:
                 yield outputs.pop(0)
 
+        on = self.providers
         expected = expected_model(self.traced(), self.plan, self.encodings, model, self.opened)
-        return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected)
+        return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected, on)
+
+    def run_on(self, providers: Providers) -> None:
+        """Run everything from now on (simulation, data passes, walks, parity) on these execution providers."""
+        with self._changing:
+            self.providers, self._session, self._capturing = providers, None, None
+
+    def placement(self) -> Report:
+        """Return which execution provider computes each node of the simulation; see `providers.placement`.
+
+        Raises:
+            CalibrationError: sites have no encoding.
+        """
+        return placement(self._running(), self.providers)
 
     # --- state and sessions ---------------------------------------------------------------------------------------
 
@@ -380,7 +386,7 @@ class OnnxSim(StatefulSim):
     def _running(self) -> ort.InferenceSession:
         with self._changing:
             if self._session is None:
-                self._session = simulation_session(self._current())
+                self._session = simulation_session(self._current(), providers=self.providers)
             return self._session
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:

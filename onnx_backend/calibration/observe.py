@@ -10,6 +10,7 @@ from onnx import ModelProto
 
 from onnx_backend.calibration.statistics_graph import SiteStatistics, statistics_graph
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
+from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import Estimator
@@ -24,18 +25,21 @@ class SessionCache:
     marked: ModelProto | None = None
     wanted: Mapping[str, Decision] | None = None
     sampled: bool = False
+    providers: Providers = CPU_ONLY
     session: ort.InferenceSession | None = None
     watched: Sequence[SiteStatistics] = ()
 
     def open(
-        self, marked: ModelProto, wanted: Mapping[str, Decision], *, sampled: bool
+        self, marked: ModelProto, wanted: Mapping[str, Decision], providers: Providers, *, sampled: bool
     ) -> tuple[ort.InferenceSession, Sequence[SiteStatistics]]:
         """Return the session over the float model whose outputs are the statistics of the wanted sites."""
         same = self.marked is marked and self.sampled == sampled and self.wanted == wanted
+        same = same and self.providers == providers
         if self.session is None or not same:
             model, self.watched = statistics_graph(marked, wanted, sampled=sampled)
-            self.session = simulation_session(model)
+            self.session = simulation_session(model, providers=providers)
             self.marked, self.wanted, self.sampled = marked, dict(wanted), sampled
+            self.providers = providers
         return self.session, self.watched
 
 
@@ -47,6 +51,7 @@ def observe(
     *,
     progress: bool = True,
     sessions: SessionCache | None = None,
+    providers: Providers = CPU_ONLY,
 ) -> Statistics:
     """Collect the statistics of activations in one float pass.
 
@@ -57,11 +62,12 @@ def observe(
         chosen: the estimator; it names the statistics that it needs.
         progress: show a progress bar.
         sessions: keeps the session for the next call.
+        providers: to run on.
 
     Raises:
         DataError: no data, data the model does not take, or NaN or inf in it (names site and batch).
     """
-    session, watched = (sessions or SessionCache()).open(marked, wanted, sampled=chosen.reads_histogram)
+    session, watched = (sessions or SessionCache()).open(marked, wanted, providers, sampled=chosen.reads_histogram)
     names = [output.name for output in session.get_outputs()]
     statistics = Statistics(chosen)
     for number, batch in batches_of(batches, "calibrate", progress, skip_empty=False):

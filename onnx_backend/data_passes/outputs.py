@@ -32,4 +32,4 @@ def outputs(sim: OnnxSim, batches: Iterable[Any], *, in_float: bool) -> Iterator
 
 def _in_float(sim: OnnxSim) -> ort.InferenceSession:
     exact = lower(sim.traced().model, Plan({}, ()), {})
-    return bounded_session(exact.model, exact.large, sim.in_memory)
+    return bounded_session(exact.model, exact.large, sim.in_memory, providers=sim.providers)

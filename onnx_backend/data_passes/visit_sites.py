@@ -39,7 +39,7 @@ def visit_sites(
         DataError: no data, or data the model does not take.
     """
     model, tensors = with_sites_as_outputs(sim.traced().model, sites)
-    session = simulation_session(model)
+    session = simulation_session(model, providers=sim.providers)
     names = [output.name for output in session.get_outputs()]
     for number, batch in batches_of(data, title, progress):
         where = f"batch {number}"

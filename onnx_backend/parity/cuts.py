@@ -14,6 +14,7 @@ from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.dynamic import dynamic_pairs
 from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.read import CAST_KEY, FLOAT32, FLOAT_CODES, qdq_pairs, type_of_cast
+from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
 
 #: dtypes that the runtime returns as NumPy arrays
@@ -161,7 +162,7 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
     return cut, fed
 
 
-def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[str, str]]:
+def session_with_reads(model: ModelProto, providers: Providers) -> tuple[ort.InferenceSession, dict[str, str]]:
     """Return a session that also outputs what each site's readers read; and site -> name of that tensor."""
     exposed = load(model)
     cuts = find_cuts(exposed)
@@ -171,4 +172,4 @@ def session_with_reads(model: ModelProto) -> tuple[ort.InferenceSession, dict[st
     wanted = [name for name in dict.fromkeys(reads.values()) if name not in known]
     exposed.graph.output.extend(helper.make_tensor_value_info(name, types[name], None) for name in wanted)
     insert_barriers(exposed)
-    return simulation_session(exposed), reads
+    return simulation_session(exposed, providers=providers), reads

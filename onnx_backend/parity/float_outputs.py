@@ -19,6 +19,7 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.weightless import dtype_name, types_of
 from onnx_backend.qdq.read import FLOAT_CODES
+from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import QsdkError
 
@@ -104,14 +105,14 @@ def _allowed(wanted: Array, noisy: Sequence[Array], least: float) -> Array:
 class NoisyRuns:
     """The same model with noise of the size of rounding behind every float op; its session is opened on demand."""
 
-    def __init__(self, model: ModelProto, outputs: Sequence[str], runs: int = 3) -> None:
-        self.model, self.outputs, self.runs = model, list(outputs), runs
+    def __init__(self, model: ModelProto, outputs: Sequence[str], providers: Providers, runs: int = 3) -> None:
+        self.model, self.outputs, self.providers, self.runs = model, list(outputs), providers, runs
         self.session: Any = None
 
     def run(self, feeds: Mapping[str, Array], plain: Mapping[str, Array]) -> dict[str, list[Array]]:
         """Return output -> its values without noise and, `runs` times, with noise."""
         if self.session is None:
-            self.session = simulation_session(with_noise(self.model, self.outputs))
+            self.session = simulation_session(with_noise(self.model, self.outputs), providers=self.providers)
         known = {value.name for value in self.session.get_inputs()}
         given = {name: value for name, value in feeds.items() if name in known}
         found = {name: [np.asarray(plain[name])] for name in self.outputs}

@@ -18,6 +18,7 @@ from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.read import qdq_pairs
 from onnx_backend.runtime.feeds import as_declared, run_session
+from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError
 from qsdk.core.numerics.dtypes import uint8
@@ -35,6 +36,7 @@ def check(
     encodings: Mapping[str, Encoding],
     reference: Iterable[Sequence[Array]] | None = None,
     expected: ExpectedModel | None = None,
+    providers: Providers = CPU_ONLY,
 ) -> Report:
     """Compare a Q/DQ model with its simulation, site by site, each fed with the simulation's own input.
 
@@ -46,6 +48,7 @@ def check(
         reference: per batch: the simulation's outputs in graph order. An output that is no site is compared with them,
             fed with the simulation's values at the sites before it; all count for the end-to-end figure.
         expected: what the sim would write now, to compare nodes and float numbers; None to skip that.
+        providers: to run the model on.
 
     Returns:
         Rows `site`, `kind`, `max_lsb` (ulp for floats; of an output that is no site, in units of the error that float
@@ -62,7 +65,7 @@ def check(
     tallies = {place.site: Tally(place.kind or ("weight" if place.stored else "activation")) for place in found}
     compare_encodings(found, encodings, tallies)
     compare_stored(model, found, stored, tallies)
-    sqnr = _compare_activations(model, captures, reference, encodings, tallies)
+    sqnr = _compare_activations(model, captures, reference, encodings, tallies, providers)
     rewritten = 0 if expected is None else compare_written(model, expected, tallies)
     return _report(tallies, sqnr, rewritten)
 
@@ -105,8 +108,8 @@ class _TeacherForced:
 class _Teacher:
     """The sessions over cut models, one per set of sites that a batch brings."""
 
-    def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str]) -> None:
-        self.model, self.cuts, self.free = model, cuts, free
+    def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str], providers: Providers) -> None:
+        self.model, self.cuts, self.free, self.providers = model, cuts, free, providers
         self.inputs = input_names(model.graph)
         self.sessions: dict[frozenset[str], tuple[ort.InferenceSession, dict[str, str], NoisyRuns]] = {}
 
@@ -138,7 +141,8 @@ class _Teacher:
         key = frozenset(cut.site for cut in cuts)
         if key not in self.sessions:
             model, fed = cut_model(self.model, cuts, self.free)
-            self.sessions[key] = simulation_session(model), fed, NoisyRuns(model, list(self.free))
+            session = simulation_session(model, providers=self.providers)
+            self.sessions[key] = session, fed, NoisyRuns(model, list(self.free), self.providers)
         return self.sessions[key]
 
 
@@ -175,14 +179,15 @@ def _compare_activations(
     reference: Iterable[Sequence[Array]] | None,
     encodings: Mapping[str, Encoding],
     tallies: dict[str, Tally],
+    providers: Providers,
 ) -> float | None:
     """Fill the tallies, one batch in memory at a time; return the end-to-end signal-to-noise ratio in dB."""
     cuts = find_cuts(model)
     for cut in cuts:
         tallies.setdefault(cut.site, Tally(cut.kind))
     free = free_outputs(model, {cut.read for cut in cuts}) if reference is not None else {}
-    teacher, noise = _Teacher(model, cuts, free), Noise()
-    whole = simulation_session(model) if reference is not None else None
+    teacher, noise = _Teacher(model, cuts, free, providers), Noise()
+    whole = simulation_session(model, providers=providers) if reference is not None else None
     names = [value.name for value in model.graph.output]
     batches = 0
     for batch, outputs in _paired(captures, reference):

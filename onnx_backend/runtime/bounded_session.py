@@ -9,11 +9,17 @@ from onnx import ModelProto
 
 from onnx_backend.proto.lazy_tensors import LargeTensor, with_large
 from onnx_backend.proto.write_file import spool_large_tensors
+from onnx_backend.runtime.providers import Providers
 from onnx_backend.runtime.session import simulation_session
 
 
 def bounded_session(
-    model: ModelProto, large: Mapping[str, LargeTensor], in_memory: int, *, shares_memory: bool = False
+    model: ModelProto,
+    large: Mapping[str, LargeTensor],
+    in_memory: int,
+    *,
+    providers: Providers,
+    shares_memory: bool = False,
 ) -> ort.InferenceSession:
     """Open a session in the settings of the simulation.
 
@@ -21,6 +27,7 @@ def bounded_session(
         model: with stubs for its large tensors, which are put into it if they fit.
         large: these, by name.
         in_memory: bytes of them that the model may hold.
+        providers: to run on.
         shares_memory: see `simulation_session`.
 
     Raises:
@@ -28,8 +35,7 @@ def bounded_session(
         ExportError: the temporary file cannot be written.
     """
     if sum(tensor.nbytes for tensor in large.values()) <= in_memory:
-        return simulation_session(with_large(model, large), shares_memory=shares_memory)
+        return simulation_session(with_large(model, large), shares_memory=shares_memory, providers=providers)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
-        return simulation_session(
-            spool_large_tensors(model, large, Path(folder) / "weights"), shares_memory=shares_memory
-        )
+        spooled = spool_large_tensors(model, large, Path(folder) / "weights")
+        return simulation_session(spooled, shares_memory=shares_memory, providers=providers)

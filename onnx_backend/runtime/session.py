@@ -14,6 +14,7 @@ from onnx_backend.proto.model_io import load
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, replace_nodes
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.read import block_scales
+from onnx_backend.runtime.providers import CPU_ONLY, Providers
 from onnx_backend.runtime.session_input import session_of
 from qsdk.core.errors import FileFormatError, QsdkError
 from qsdk.core.numerics import affine
@@ -39,7 +40,9 @@ _MANY_NODES = 2_000  # nodes
 _LARGEST = 2**29  # bytes of float weights; those of larger models are dequantized at every run
 
 
-def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False) -> ort.InferenceSession:
+def simulation_session(
+    model: bytes | ModelProto, *, shares_memory: bool = False, providers: Providers = CPU_ONLY
+) -> ort.InferenceSession:
     """Open a session that runs QuantizeLinear and DequantizeLinear of activations as they are written.
 
     Stored tensors are dequantized once, here, by the same formula, instead of at every run. Where a part of the model
@@ -49,6 +52,7 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
     Args:
         model: with Q/DQ.
         shares_memory: take memory from the pool of `shared_memory`, which must be open.
+        providers: to run on.
 
     Raises:
         FileFormatError: the runtime cannot load the model.
@@ -67,7 +71,7 @@ def simulation_session(model: bytes | ModelProto, *, shares_memory: bool = False
     # planning the reuse of memory takes the runtime time quadratic in the nodes
     options.enable_mem_reuse = len(prepared.graph.node) < _MANY_NODES
     try:
-        return session_of(prepared, options, disabled=_DISABLED_OPTIMIZERS)
+        return session_of(prepared, options, disabled=_DISABLED_OPTIMIZERS, providers=providers)
     except QsdkError:
         raise
     except Exception as error:  # the runtime's own exception types are private

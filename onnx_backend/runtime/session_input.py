@@ -10,16 +10,23 @@ from onnx_backend.proto.external_data import reference
 from onnx_backend.proto.write_file import SINGLE, spool_large_tensors
 from onnx_backend.qdq.kernel_casts import has_other_floats, insert_kernel_casts
 from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
+from onnx_backend.runtime.providers import CPU_ONLY, Providers
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def session_of(
-    model: ModelProto, options: ort.SessionOptions, *, disabled: tuple[str, ...] = (), most: int = SINGLE
+    model: ModelProto,
+    options: ort.SessionOptions,
+    *,
+    disabled: tuple[str, ...] = (),
+    most: int = SINGLE,
+    providers: Providers = CPU_ONLY,
 ) -> ort.InferenceSession:
-    """Open a session on the CPU; exceptions of the runtime are passed on.
+    """Open a session; exceptions of the runtime are passed on.
 
-    Ops that lack a kernel for bfloat16 or float64 compute in float32. Inputs and outputs in bfloat16, which the
+    Ops that lack a kernel for bfloat16 or float64 on the CPU compute in float32, on other providers too: any node may
+    fall back to the CPU, and which kernels those have is not known here. Inputs and outputs in bfloat16, which the
     runtime's Python side neither takes nor gives, are float32 in the session, and cast inside.
 
     Args:
@@ -27,24 +34,34 @@ def session_of(
         options: of the session.
         disabled: the optimizers that are not to run.
         most: bytes that are handed over at once; of a larger model, large weights go by way of a temporary file.
+        providers: to run on; the runtime never retries on others, which would run the disabled optimizers.
 
     Raises:
         FileFormatError: a file that holds weights has changed since the model was opened, or was never opened.
         ExportError: the temporary file cannot be written.
     """
+    for key, value in providers.session_entries().items():
+        options.add_session_config_entry(key, value)
     if model.ByteSize() <= most:
-        return _session(_with_kernels(model), options, disabled)
+        return _session(_with_kernels(model), options, disabled, providers)
     with tempfile.TemporaryDirectory(prefix="qsdk-") as folder:  # the runtime keeps its mapping of the file
-        return _session(_with_kernels(spool_large_tensors(model, {}, Path(folder) / "weights")), options, disabled)
+        spooled = spool_large_tensors(model, {}, Path(folder) / "weights")
+        return _session(_with_kernels(spooled), options, disabled, providers)
 
 
-def _session(model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...]) -> ort.InferenceSession:
+def _session(
+    model: ModelProto, options: ort.SessionOptions, disabled: tuple[str, ...], providers: Providers
+) -> ort.InferenceSession:
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         model = _with_paths_from_root(model)
         # the runtime takes only files below a folder of its own choice
         options.add_session_config_entry(_FOLDER, Path.cwd().anchor)
     return ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
+        model.SerializeToString(),
+        options,
+        providers=providers.for_session(),
+        disabled_optimizers=list(disabled),
+        enable_fallback=0,
     )
 
 

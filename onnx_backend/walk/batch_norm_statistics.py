@@ -17,6 +17,7 @@ from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
+from onnx_backend.runtime.providers import Providers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk.sections import Section, Stream, bfloat16_in
 from qsdk.core.errors import DataError
@@ -63,7 +64,7 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
     types = {name: stored[name].data_type for name in statistics}
     current = {name: partial(_current_value, statistics, name, types[name]) for name in statistics}
     stream = Stream(model, {}, current, bfloat16_in(model))
-    run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory)
+    run = _TargetRun(stream, [n.input[0] for n in nodes], sim.in_memory, sim.providers)
     float_seconds = run.start(data, progress) * _seconds_in_float(sim, run.first)
     for step, node in enumerate(nodes):
         start = time.perf_counter()
@@ -83,9 +84,10 @@ def reestimate(sim: OnnxSim, data: Iterable[Any], together: Together, *, progres
 class _TargetRun:
     """A model that is run for every batch, up to one tensor after the other."""
 
-    def __init__(self, stream: Stream, targets: Sequence[str], in_memory: int) -> None:
+    def __init__(self, stream: Stream, targets: Sequence[str], in_memory: int, providers: Providers) -> None:
         self.first: dict[str, Array] = {}
-        self._stream, self._targets, self._in_memory = stream, targets, in_memory
+        self._stream, self._targets = stream, targets
+        self._in_memory, self._providers = in_memory, providers
         self._live: list[dict[str, Array]] = []
 
     def start(self, data: Iterable[Any], progress: bool) -> int:
@@ -115,7 +117,7 @@ class _TargetRun:
                     for name in section.inputs
                 ],
             )
-            session = bounded_session(model, large, self._in_memory)
+            session = bounded_session(model, large, self._in_memory, providers=self._providers)
             for number, live in enumerate(self._live):
                 read = {name: live[name] for name in section.inputs}
                 live |= dict(zip(computed, run_session(session, read, f"batch {number}"), strict=True))
@@ -150,7 +152,7 @@ def _statistics(x: Array) -> ChannelStatistics:
 def _seconds_in_float(sim: OnnxSim, feeds: Mapping[str, Array]) -> float:
     """Return the seconds that one batch takes in float."""
     lowered = lower(sim.traced().model, Plan({}, ()), {})
-    session = bounded_session(lowered.model, lowered.large, sim.in_memory)
+    session = bounded_session(lowered.model, lowered.large, sim.in_memory, providers=sim.providers)
     start = time.perf_counter()
     run_session(session, feeds, "batch 0")
     return time.perf_counter() - start

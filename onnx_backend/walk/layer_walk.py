@@ -105,7 +105,7 @@ class OnnxWalk:
         self._layers = {layer.site: layer for place in self._places for layer in place.layers}
         self._weights = WalkWeights(marked, sim.plan, state.own, sim.stored_names(), float_biases(sim))
         streams = streams_of(marked, self._weights, encodings)
-        self.run = PairedRun(streams, self._places, LiveTensors(max_memory), sim.in_memory)
+        self.run = PairedRun(streams, self._places, LiveTensors(max_memory), sim.in_memory, sim.providers)
         self._steps = iter(range(len(self._places)))
 
     @property

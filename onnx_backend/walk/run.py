@@ -10,6 +10,7 @@ import onnxruntime as ort
 
 from onnx_backend.runtime.bounded_session import bounded_session
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of, run_session
+from onnx_backend.runtime.providers import Providers
 from onnx_backend.walk.live_tensors import LiveTensors
 from onnx_backend.walk.sections import Section, Stream
 from onnx_backend.walk.steps import LayerGroup
@@ -29,7 +30,12 @@ class PairedRun:
     """
 
     def __init__(
-        self, streams: Sequence[Stream], places: Sequence[LayerGroup], live: LiveTensors, in_memory: int
+        self,
+        streams: Sequence[Stream],
+        places: Sequence[LayerGroup],
+        live: LiveTensors,
+        in_memory: int,
+        providers: Providers,
     ) -> None:
         """Find the tensors that each step needs.
 
@@ -38,10 +44,11 @@ class PairedRun:
             places: the steps.
             live: empty.
             in_memory: the most bytes of stored tensors that a section holds; more are written to a file.
+            providers: to run on.
         """
         self.streams, self.live = streams, live
         self.batches, self.float_seconds = 0, 0.0
-        self._in_memory = in_memory
+        self._in_memory, self._providers = in_memory, providers
         self._targets = [[place.tensors(stream) for place in places] for stream in streams]
         self._targets[FLOAT].append(streams[FLOAT].outputs)
         self._targets[QUANTIZED].append([])
@@ -157,7 +164,7 @@ class PairedRun:
             for name in section.inputs
         ]
         model, large = stream.model(section, infos)
-        return bounded_session(model, large, self._in_memory, shares_memory=True)
+        return bounded_session(model, large, self._in_memory, providers=self._providers, shares_memory=True)
 
 
 def _writable(value: Array) -> Array:

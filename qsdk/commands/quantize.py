@@ -37,12 +37,14 @@ def run(options: Namespace) -> int:
             "nothing; give --data for ranges of real data",
             file=sys.stderr,
         )
-    sim = quantize(options.model, next(iter(data), None), config, inputs=fixed)
+    sim = quantize(options.model, next(iter(data), None), config, inputs=fixed, providers=options.providers)
     progress = sys.stderr.isatty() and not options.json
     calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
     exported = export(sim, options.out, opset=options.opset, dialect=options.dialect)
     coverage = sim.coverage()
     facts = {"calibration": f"{options.method} on {source}", "bytes": Path(options.out).stat().st_size}
+    if options.providers:
+        facts |= sim.placement().summary
     show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
     return 0
 

@@ -16,6 +16,7 @@ from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.runtime_table import Dialect
+from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.algorithms.ranks import all_gather
@@ -56,6 +57,7 @@ def quantize(
     in_place: bool = False,
     fold_batch_norm: bool = True,
     inputs: Mapping[str, Any] | None = None,
+    providers: ProviderList | None = None,
 ) -> OnnxSim: ...
 def quantize(
     model: nn.Module | OnnxSource,
@@ -66,6 +68,7 @@ def quantize(
     in_place: bool = False,
     fold_batch_norm: bool = True,
     inputs: Mapping[str, Any] | None = None,
+    providers: ProviderList | None = None,
 ) -> Sim:
     """Return a sim of an nn.Module (PyTorch side), or of a float ONNX file or model (ONNX side).
 
@@ -83,10 +86,14 @@ def quantize(
             all of them, as for training from scratch.
         inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate. They
             become constants, also in the exported file, and an If that they decide is replaced by its branch.
+        providers: ONNX Runtime's own list, best first: names such as "CUDAExecutionProvider", or (name, options)
+            tuples. Everything that runs the sim runs on them; nodes that they do not take fall back to the CPU, and
+            `sim.placement()` lists them. None for the CPU (ONNX side). A module runs on the device it is on.
 
     Raises:
         ModelError: the model cannot be quantized as it is.
-        ConfigError: a rule matches nothing, `dynamic_shapes` does not fit the example, or `inputs` not the model.
+        ConfigError: a rule matches nothing, `dynamic_shapes` does not fit the example, or `inputs` not the model; a
+            provider is not installed (lists those that are), does not start, or is given for a module.
         ExportError: torch cannot trace the model, or not with the axes that `dynamic_shapes` names.
 
     Example:
@@ -100,9 +107,18 @@ def quantize(
     if isinstance(model, str | os.PathLike | ModelProto) or (config is None and not isinstance(model, nn.Module)):
         if dynamic_shapes is not None:
             raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
-        return _open_onnx(model, example, config, fold_batch_norm=fold_batch_norm, inputs=inputs)
-    config = w8a8() if config is None else config
+        chosen = chosen_providers(providers)  # first: opening a model may take minutes
+        sim = _open_onnx(model, example, config, fold_batch_norm=fold_batch_norm, inputs=inputs)
+        sim.run_on(chosen)
+        return sim
+    _require_no_providers(providers)
     _require_no_inputs(inputs, "a module is traced with its example, which holds them")
+    return _quantize_module(model, example, config or w8a8(), dynamic_shapes, in_place, fold_batch_norm)
+
+
+def _quantize_module(
+    model: nn.Module, example: Any, config: QuantConfig, dynamic_shapes: Any, in_place: bool, fold_batch_norm: bool
+) -> QuantSim:
     prepared = prepare(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
@@ -134,6 +150,13 @@ def _open_onnx(
 def _require_no_inputs(inputs: Mapping[str, Any] | None, why: str) -> None:
     if inputs:
         raise ConfigError(f"inputs= is for a float ONNX model: {why}; leave it out")
+
+
+def _require_no_providers(providers: ProviderList | None) -> None:
+    if providers is not None:
+        raise ConfigError(
+            "providers= are ONNX Runtime's, for an ONNX file; a module runs where it is: move it with model.to(device)"
+        )
 
 
 def _plan(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:

@@ -221,7 +221,7 @@ def test_memory_does_not_grow_with_the_data(method: str):
 def test_the_session_is_kept_until_what_it_observes_changes(monkeypatch):
     opened = []
     real = observing.simulation_session
-    monkeypatch.setattr(observing, "simulation_session", lambda model: opened.append(1) or real(model))
+    monkeypatch.setattr(observing, "simulation_session", lambda *model, **on: opened.append(1) or real(*model, **on))
     sim = sim_of()
     for method in ("min_max", "moving_average", "min_max"):
         sim.calibrate(BATCHES, method=method, progress=False)
