@@ -1,7 +1,8 @@
 """The forms in which functions are traced, where torch's exporter fails on them or translates them wrongly.
 
 It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axes that are not one long. For `mean` with
-`dim=None` it writes an op without its input.
+`dim=None` it writes an op without its input. Of a softmax or mean with `dtype=` it casts the result, which was
+computed in the dtype of the input, where torch casts the input.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,12 +82,27 @@ def _mean(input: Tensor, dim: None = None, keepdim: bool = False, *, dtype: torc
     return torch.mean(input, tuple(range(input.dim())), keepdim, dtype=dtype)
 
 
+def _computed_in(func: Callable[..., Any], at: int | None) -> Callable[..., Any]:
+    """Return a function of x and others whose dtype, by keyword or at a position, x is cast to first."""
+
+    def cast_first(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = kwargs.pop("dtype", None)
+        if at is not None and len(args) >= at:
+            args, dtype = (*args[: at - 1], None), args[at - 1]
+        return func(input if dtype is None else input.to(dtype), *args, **kwargs)
+
+    return cast_first
+
+
 def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function to trace in the place of a torch function: mostly the function itself."""
     if func is F.batch_norm:
         return _batch_norm
     if func is torch.batch_norm:
         return _native_batch_norm
+    if func in _CAST_FIRST and (func not in _MEANS or kwargs.get("dtype") is not None):
+        form = _mean if func in _MEANS and _names_no_axis(args, kwargs) else func
+        return _computed_in(form, _CAST_FIRST[func])
     if len(args) > 1 or "dim" in kwargs:
         dim = args[1] if len(args) > 1 else kwargs["dim"]
         if func in _SQUEEZES:
@@ -96,5 +112,21 @@ def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return func
 
 
+def _names_no_axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return (args[1] if len(args) > 1 else kwargs.get("dim")) is None
+
+
 _SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
 _MEANS = (torch.mean, Tensor.mean)
+#: functions whose exported op ignores `dtype=` -> the position of that argument behind x; None where it is by keyword
+_CAST_FIRST: Mapping[Callable[..., Any], int | None] = {
+    F.softmax: 3,
+    F.softmin: 3,
+    F.log_softmax: 3,
+    torch.softmax: 2,
+    torch.log_softmax: 2,
+    Tensor.softmax: 2,
+    Tensor.log_softmax: 2,
+    torch.mean: None,
+    Tensor.mean: None,
+}
