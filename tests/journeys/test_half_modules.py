@@ -87,10 +87,18 @@ def road(tmp_path_factory):
 
 
 WAYS = [
-    *(("block", dtype, "w8a8") for dtype in DTYPES),
-    *(("convolutions", dtype, "w8a8") for dtype in DTYPES),
-    *(("block", dtype, config) for dtype in ("float16", "bfloat16") for config in CONFIGS if config != "w8a8"),
+    *(("block", dtype, "w8a8") for dtype in ("float16", "bfloat16")),
+    *(
+        pytest.param(network, dtype, config, marks=pytest.mark.slow)
+        for network, dtype, config in (
+            ("block", "float64", "w8a8"),
+            *(("convolutions", dtype, "w8a8") for dtype in DTYPES),
+            *(("block", dtype, config) for dtype in ("float16", "bfloat16") for config in CONFIGS if config != "w8a8"),
+        )
+    ),
 ]
+NETWORKS_BY_COST = ["block", pytest.param("convolutions", marks=pytest.mark.slow)]
+DTYPES_BY_COST = ["float16", "bfloat16", pytest.param("float64", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("network", "dtype", "config"), WAYS)
@@ -108,8 +116,8 @@ def test_opened_and_exported_again_it_is_the_same_file(road, tmp_path, network, 
     assert (tmp_path / "again.onnx").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("dtype", DTYPES_BY_COST)
+@pytest.mark.parametrize("network", NETWORKS_BY_COST)
 def test_the_default_session_is_exact_at_every_site(road, network, dtype):
     _, batches, path = road(network, dtype, "w8a8")
     given = [x.float().numpy() for x in batches]
@@ -117,7 +125,7 @@ def test_the_default_session_is_exact_at_every_site(road, network, dtype):
     assert report.summary["passed"], str(report)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 def test_tensors_between_ops_are_of_the_modules_own_type(road, dtype):
     model = onnx.load(road("block", dtype, "w8a8")[2])
     types = types_of(model)
@@ -153,8 +161,8 @@ def test_pure_bfloat16_files_hold_bfloat16_scales_and_no_cast_around_ops(road, t
     assert not any("kernel_cast" in node.name for node in model.graph.node)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("dtype", DTYPES_BY_COST)
+@pytest.mark.parametrize("network", NETWORKS_BY_COST)
 def test_the_integer_model_of_a_half_file_has_no_float(road, tmp_path, network, dtype):
     _, batches, path = road(network, dtype, "w8a8")
     summary = qsdk.to_integer(path, tmp_path / "integer.onnx").summary
@@ -175,7 +183,7 @@ def _run(path, x):
     return session.run(None, {session.get_inputs()[0].name: x})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 def test_a_changed_weight_and_a_changed_scale_fail_parity(road, tmp_path, dtype):
     sim, batches, path = road("block", dtype, "w8a8")
     model = onnx.load(path)
@@ -186,7 +194,7 @@ def test_a_changed_weight_and_a_changed_scale_fail_parity(road, tmp_path, dtype)
     assert not report.summary["passed"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES_BY_COST)
 def test_validate_finds_nothing_wrong_with_a_half_file(road, dtype):
     assert [
         row for row in validate(onnx.load(road("block", dtype, "w8a8")[2])).rows if row["severity"] == "error"
@@ -202,7 +210,7 @@ def test_coverage_names_the_modules_own_type_where_it_stays_float(dtype):
     assert (rows["head:output"]["dtype"], rows["head:output"]["state"]) == (dtype, "float")
 
 
-@pytest.mark.parametrize("later", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("later", DTYPES_BY_COST)
 def test_a_sim_that_changes_its_type_after_calibration_exports_in_the_new_one(tmp_path, later):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)

@@ -83,6 +83,7 @@ def check_road(road: Road, tmp_path, config, worst: float = 0.07) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROADS)
 def test_a_file_of_another_float_type_goes_the_whole_road(name: str, tmp_path):
     build, *facts = ROADS[name]

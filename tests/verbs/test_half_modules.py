@@ -170,7 +170,12 @@ def after(name: str, dtype: torch.dtype) -> float:
 
 
 ESTIMATORS = ("moving_average", "percentile", "mse", "tf_enhanced", "entropy")  # they never see float64
-CASES = [(name, dtype) for name in VERBS for dtype in (HALVES if name in ESTIMATORS else DTYPES)]
+#: bfloat16, in which most checkpoints come, at every run; the other types with the slow tests
+CASES = [
+    pytest.param(name, dtype, marks=[] if dtype == torch.bfloat16 else pytest.mark.slow)
+    for name in VERBS
+    for dtype in (HALVES if name in ESTIMATORS else DTYPES)
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda part: str(part).removeprefix("torch."))
@@ -406,6 +411,7 @@ def test_a_batch_in_another_dtype_is_an_error_of_torch_as_for_the_float_module(n
         qsdk.calibrate(sim, [batches[0].float()], progress=False)
 
 
+@pytest.mark.slow
 def test_weight_only_int4_of_a_bfloat16_module_never_holds_the_model_in_float32():
     """Peak memory: 1.25 times the bfloat16 weights and one layer in float32."""
     script = Path(__file__).parents[2] / "benchmarks" / "half_precision.py"
