@@ -98,7 +98,9 @@ def _learn(
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     for step in tqdm(range(steps), "tune_ranges", disable=not progress, leave=False):
-        order = order or [numbers[n] for n in torch.randperm(len(numbers), generator=generator).tolist()]
+        if not order:
+            shuffled = torch.randperm(len(numbers), generator=generator, device=generator.device)
+            order = [numbers[n] for n in shuffled.tolist()]
         number = order.pop()
         wanted = tuner.wanted(batches[number], f"batch {number}")
         error = tuner.error(batches[number], wanted, f"batch {number}")

@@ -45,7 +45,9 @@ class Piece:
             if not isinstance(other, Tensor) or not other.is_floating_point() or other.shape != leaf.shape:
                 return self._select(path, leaf)
             quantized, float_value = self._select(path, leaf), self._select(path, other)
-            chosen = torch.rand(quantized.shape, generator=generator).to(quantized.device) < drop
+            drawn_on = generator.device if generator is not None else quantized.device
+            drawn = torch.rand(quantized.shape, generator=generator, device=drawn_on)
+            chosen = drawn.to(quantized.device) < drop
             return torch.where(chosen, float_value, quantized)
 
         return _map_arguments(self.call.quantized, mixed)
@@ -63,7 +65,7 @@ class Piece:
         """Return the samples in random order, at most `size` in each piece."""
         if self.rows is None:
             return [self]
-        shuffled = self.rows[torch.randperm(self.size, generator=generator)]
+        shuffled = self.rows[torch.randperm(self.size, generator=generator, device=generator.device)]
         parts = [shuffled[start : start + size] for start in range(0, self.size, size)]
         return [Piece(self.call, rows, len(rows), self.split) for rows in parts]
 
@@ -93,7 +95,8 @@ def all_samples(call: ModuleCall, split: frozenset[Path]) -> Piece:
     samples = _samples(call)
     if not split or samples is None or not split <= arguments_with_samples(call):
         return Piece(call, None, samples or 1, split)
-    return Piece(call, torch.arange(samples), samples, split)
+    rows = torch.arange(samples, device=floats_of(call.result)[0].device)
+    return Piece(call, rows, samples, split)
 
 
 def _samples(call: ModuleCall) -> int | None:
@@ -123,7 +126,7 @@ def split_held_back(pieces: Sequence[Piece], generator: torch.Generator) -> tupl
         owed += piece.size / HELD_BACK
         if piece.rows is not None and piece.size > 1:
             count = min(max(int(owed), int(not judge)), piece.size - 1)
-            rows = piece.rows[torch.randperm(piece.size, generator=generator)]
+            rows = piece.rows[torch.randperm(piece.size, generator=generator, device=generator.device)]
             learn.append(Piece(piece.call, rows[count:], piece.size - count, piece.split))
             judge += [Piece(piece.call, rows[:count], count, piece.split)] if count else []
             owed -= count

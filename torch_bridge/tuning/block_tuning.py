@@ -287,6 +287,12 @@ def _gradients(
     return sums
 
 
+def _shuffled(count: int, generator: torch.Generator) -> list[int]:
+    """Return the numbers below `count` in random order."""
+    order: list[int] = torch.randperm(count, generator=generator, device=generator.device).tolist()
+    return order
+
+
 def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> Iterator[list[Piece]]:
     """Yield batches of at least `size` samples in random order; only calls that stay whole make them larger."""
     waiting: list[Piece] = []
@@ -295,7 +301,7 @@ def _batches(pieces: Sequence[Piece], size: int, generator: torch.Generator) -> 
         while (short := size - sum(piece.size for piece in batch)) > 0:
             if not waiting:
                 chunks = [chunk for piece in pieces for chunk in piece.chunks(size, generator)]
-                waiting = [chunks[i] for i in torch.randperm(len(chunks), generator=generator).tolist()]
+                waiting = [chunks[i] for i in _shuffled(len(chunks), generator)]
             batch.append(waiting.pop().first(short))
         yield batch
 

@@ -43,7 +43,7 @@ class LayerWeights:
         stored = {site: stored_tensor(self._sim.model, site).detach() for site in floats}
         self._shifted = {site: tensor.clone() for site, tensor in stored.items()}
         for site, value in floats.items():
-            stored[site].copy_(torch.as_tensor(value))
+            stored[site].copy_(torch.as_tensor(value, device=stored[site].device))
         for site, shifted in self._shifted.items():
             self._store(site, shifted)
 

@@ -22,7 +22,7 @@ class EmbeddingPart:
     def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int) -> None:
         """Start with counts of 0; every n-th index is held back, with n = `held_back`, none if it is 0."""
         self._layers, self._weights, self._every = layers, weights, held_back
-        self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64)
+        self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64, device=weights[0].device)
         self._seen = 0
 
     def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
@@ -31,10 +31,10 @@ class EmbeddingPart:
         Raises:
             DataError: an index is no row of the table; names the layer and the batch.
         """
-        rows, indices = self._counts.shape[1], x_quantized.flatten().long().cpu()
+        rows, indices = self._counts.shape[1], x_quantized.flatten().long().to(self._counts.device)
         if len(indices) and not -rows <= int(indices.min()) <= int(indices.max()) < rows:
             raise DataError(f"{self._layers[0].site}, batch {number}: an index is none of the {rows} rows of the table")
-        at = torch.arange(self._seen, self._seen + len(indices))
+        at = torch.arange(self._seen, self._seen + len(indices), device=indices.device)
         held = at % self._every == self._every - 1 if self._every else torch.zeros_like(at, dtype=torch.bool)
         for counts, own in zip(self._counts, (~held, held), strict=True):
             counts += torch.bincount(indices[own] % rows, minlength=rows)

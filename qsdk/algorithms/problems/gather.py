@@ -130,7 +130,7 @@ class _Part:
             return (none, None) if number % every == every - 1 else (None, none)
         if not every:
             return None, none
-        index = torch.arange(self._seen, self._seen + rows)
+        index = torch.arange(self._seen, self._seen + rows, device=self._weights[0].device)
         held_back = index % every == every - 1
         return (~held_back).nonzero()[:, 0], held_back.nonzero()[:, 0]
 
@@ -165,7 +165,7 @@ class _Part:
         total, means = x.shape[0] * math.prod(sizes), []
         for values in (x, x_quantized):
             summed = values.sum(0, keepdim=True)
-            parts = torch.split(torch.arange(math.prod(sizes)), max(CHUNK // (groups * k), 1))
+            parts = torch.split(torch.arange(math.prod(sizes), device=x.device), max(CHUNK // (groups * k), 1))
             rows = [gather_patches(summed, some, geometry).sum(1, keepdim=True) for some in parts]
             means.append(torch.stack(rows).sum(0) / total)
         yield means[0], means[1], float(total)
@@ -206,9 +206,10 @@ class _Part:
 
 def as_tensor(values: Any) -> Tensor:
     """Return a tensor of the same values, float32 unless they are integers; it shares memory if possible."""
-    if isinstance(values, np.ndarray):
+    if not isinstance(values, Tensor):  # torch.as_tensor would move tensors to the default device
+        values = np.asarray(values)
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
-    tensor = torch.as_tensor(values).detach()
+    tensor: Tensor = values.detach()
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

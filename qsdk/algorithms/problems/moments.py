@@ -79,7 +79,7 @@ class Moments:
         if not sums.isfinite().all():
             return False
         self._sums.add_(sums, alpha=weight)
-        self._counts += torch.tensor([x.shape[1], weight * x.shape[1]], dtype=torch.float64)
+        self._counts += self._counts.new_tensor([x.shape[1], weight * x.shape[1]])
         if self._second and x.shape[1]:
             self._pending.append((x_quantized, difference))
             self._weights.append(weight)

@@ -12,11 +12,15 @@ ROWS = 1024
 
 
 def sample_positions(total: int, limit: int | None, generator: torch.Generator | None) -> Tensor:
-    """Return `limit` of `total` positions, one at random per stratum: int64, ascending; all of them if few."""
+    """Return `limit` of `total` positions, one at random per stratum: int64, ascending; all of them if few.
+
+    They are on the generator's device, so that a seed draws the same ones wherever the data is.
+    """
+    device = generator.device if generator is not None else None
     if limit is None or total <= limit:
-        return torch.arange(total)
-    jitter = torch.rand(limit, generator=generator, dtype=torch.float64)
-    return ((torch.arange(limit) + jitter) * (total / limit)).long().clamp_(max=total - 1)
+        return torch.arange(total, device=device)
+    jitter = torch.rand(limit, generator=generator, dtype=torch.float64, device=device)
+    return ((torch.arange(limit, device=device) + jitter) * (total / limit)).long().clamp_(max=total - 1)
 
 
 def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:

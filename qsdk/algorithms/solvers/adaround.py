@@ -162,7 +162,7 @@ def sampled_gradient(
     ridge = damping * float(outputs.x_quantized.square().mean())
 
     def gradient(weight: Tensor, step: int) -> Tensor:
-        chosen = torch.randperm(len(learning), generator=generator)[:BATCH]
+        chosen = torch.randperm(len(learning), generator=generator, device=generator.device)[:BATCH]
         rows = learning[chosen.to(learning.device)]
         x = outputs.x_quantized[:, rows]
         given = x @ weight + outputs.bias[:, None]
@@ -185,6 +185,6 @@ def _orders(h: Tensor, count: int) -> Tensor:
     """Return the order of the diagonal, and others near it, int64 [count, groups, K]."""
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(count - 1, *diagonal.shape, generator=generator).to(diagonal)
+    noise = torch.randn(count - 1, *diagonal.shape, generator=generator, device=generator.device).to(diagonal)
     others = (diagonal.log() + noise / 2).argsort(dim=-1, descending=True, stable=True)
     return torch.cat([order_by_diagonal(h)[None], others])

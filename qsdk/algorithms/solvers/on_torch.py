@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,10 @@ _ARRAYS = ("h", "linear", "drifts", "x_quantized", "drifted", "roots", "mean", "
 
 def on_torch(problem: LayerProblem) -> LayerProblem:
     """Return the problem with float32 torch tensors on the weight's device, sharing memory if possible."""
-    weight = torch.as_tensor(problem.weight).detach().float()
+    weight = _tensor(problem.weight).float()
 
     def moved(values: Any) -> Any:
-        return None if values is None else torch.as_tensor(values).detach().to(weight)
+        return None if values is None else _tensor(values).to(weight)
 
     arrays = {name: moved(getattr(problem, name)) for name in _ARRAYS}
     samples = problem.samples and (moved(problem.samples[0]), moved(problem.samples[1]))
@@ -40,4 +41,12 @@ def scales_of_weights(problem: LayerProblem, encoding: Encoding) -> tuple[Tensor
 
 def cells_of_weights(problem: LayerProblem, encoding: Encoding) -> Tensor:
     """Return the scale of each weight, int64 [groups, out_per_group, K]: indices into the flattened scale."""
-    return torch.as_tensor(problem.layout.cells(encoding)).to(problem.weight.device)
+    return _tensor(problem.layout.cells(encoding)).to(problem.weight.device)
+
+
+def _tensor(values: Any) -> Tensor:
+    """Return a tensor where it is, or an array as one on the host; `torch.as_tensor` asks for the default device."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    array = np.asarray(values)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -156,7 +156,7 @@ def _search(
 ) -> _SearchResult:
     """Search the blocks of columns in turn, with the others fixed, from the better of the old encoding and min-max."""
     grids, spec, encoding = Grids(problem), problem.spec, problem.encoding
-    shares = torch.arange(1, candidates + 1) / candidates
+    shares = torch.arange(1, candidates + 1, device=cells.device) / candidates
     now = [torch.from_numpy(v.reshape(-1)).to(cells.device).float() for v in (encoding.scale, encoding.zero_point)]
     tried = [now, *(grids.common(float(share)) for share in shares)]
     scales, zero_points = (torch.stack(each) for each in zip(*tried, strict=True))
