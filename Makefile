@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ci-slow test-slow check fmt bench
+.PHONY: help setup demo test test-gpu test-ci-slow test-slow check fmt bench
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,10 @@ demo: setup ## quantize, export and compare a real model on real data (one to tw
 	@$(BIN)/qsdk demo
 
 test: setup ## run the tests, except the slow ones
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not gpu"
+
+test-gpu: setup ## run the tests that need a CUDA device (they skip without one)
+	@$(BIN)/python -m pytest -q -n0 -m gpu tests/gpu
 
 test-ci-slow: setup ## run the slow tests that CI runs (minutes)
 	@$(PYTEST) -m "slow and not nightly"

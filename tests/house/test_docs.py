@@ -51,6 +51,14 @@ def test_the_guide_to_post_training_quantization_runs(names: dict):
     assert all(row["error_after"] <= row["error_before"] for row in solved)
 
 
+def test_the_guide_to_devices_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "gpu.md").read_text(), re.DOTALL):
+        exec(compile(block, "gpu.md", "exec"), names)
+    assert names["osim"].placement().summary["fell_back"] == 0
+
+
 def test_the_guide_to_half_precision_runs(names: dict):
     exec(compile(block_of("half_precision.md"), "half_precision.md", "exec"), names)
     float_types = {value.type.tensor_type.elem_type for value in onnx.load("bfloat16.onnx").graph.input}
