@@ -20,6 +20,7 @@ from onnx_backend.integer.ir.values import Array, FixedPoint, Linear, Refused, T
 ROOM = 62
 #: Bits of a sum over axes: ONNX Runtime's int64 ReduceSum adds in float64, so it is exact only up to 2**53.
 SUM_ROOM = 53
+_OFF_BY_FAR = 700.0  # beyond, e**x is no float64
 _INT32 = (1 << 31) - 1
 #: Bits by which a sum of two scales is finer than its finest operand.
 GUARD = 24
@@ -38,6 +39,20 @@ def bits(value: FixedPoint) -> int:
 def spread(value: FixedPoint) -> float:
     """Return the largest error of the integers, in their own unit."""
     return value.error + value.relative * reach(value)
+
+
+def error_of_exponential(off: float) -> float:
+    """Return the relative error of an exponential whose argument may be off by so much.
+
+    Raises:
+        Refused: it is as good as unbounded; a sum of float32 products of unknown size has such an argument.
+    """
+    if off > _OFF_BY_FAR:
+        raise Refused(
+            f"its input may be off by {off:.3g} in integer arithmetic, and it takes exponentials",
+            "put a QuantizeLinear/DequantizeLinear pair before it",
+        )
+    return math.expm1(off)
 
 
 def inexact(value: FixedPoint) -> bool:

@@ -9,6 +9,8 @@ from integer_models import INT8, UINT8, Net, run
 from onnx import TensorProto
 
 from onnx_backend.integer.convert import convert
+from onnx_backend.integer.fixed_point.fixed_arithmetic import error_of_exponential
+from onnx_backend.integer.ir.values import Refused
 from qsdk.core.errors import IntegerError
 
 OUT = (1 / 255, 0)
@@ -225,3 +227,9 @@ def test_a_softmax_of_one_element_is_one(target):
     feeds = {"x": np.linspace(-3, 3, 4, dtype=np.float32)[:, None]}
     found = run(convert(net.model(), target=target).model, feeds)["y"]
     np.testing.assert_array_equal(found, np.full((4, 1), np.float32(255) * np.float32(1 / 255)))
+
+
+def test_scores_that_may_be_off_by_anything_are_refused():
+    assert error_of_exponential(2.0**-10) == pytest.approx(2.0**-10, rel=1e-3)
+    with pytest.raises(Refused, match=r"may be off by 7\.5e"):
+        error_of_exponential(7.5e4)

@@ -19,6 +19,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     add_constant,
     bits,
     constant64,
+    error_of_exponential,
     fit_to,
     fits_int32,
     inexact,
@@ -230,7 +231,7 @@ def wide_exp(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     unit = math.exp(highest) * 2.0**-60
     # half a unit of both tables and the rounding of float64; beyond the last entry, the smallest result is used
     error = 2.0**30 + 2.0**16 + math.exp(-22.0) / unit
-    relative = math.expm1(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
+    relative = error_of_exponential(spread(value) * step + (abs(highest) + 4.0) * 4 * ULP)
     return int64_value(b.node("Mul", parts), unit, 0, 1 << 60, error=error, relative=relative)
 
 

@@ -15,6 +15,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
     bits,
     constant64,
+    error_of_exponential,
     gather_table,
     int64,
     int64_value,
@@ -136,7 +137,7 @@ def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
     exponentials, error = _exponentials(ctx, near, step, last, empty=bool(scores.masked) or last <= most)
     wide = b.cast(exponentials, TensorProto.INT64)
     sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([axis]))], keepdims=1)
-    relative = math.expm1(2.0 * spread(scores) * step)
+    relative = error_of_exponential(2.0 * spread(scores) * step)
     return _Rows(below, exponentials, sums, missing, error, relative, scores, length or _DYNAMIC)
 
 
