@@ -44,10 +44,15 @@ def calibrated(device="cuda", **options):
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
+def exact_products():
     """Multiply float32 in float32, as the CPU does."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
+    yield
+    for switch, allowed in zip(switches, before, strict=True):
+        switch.allow_tf32 = allowed
 
 
 @pytest.mark.parametrize("method", ["min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy"])
@@ -104,9 +109,9 @@ def test_a_training_step_on_the_device(compiled):
     sim = calibrated()
     with sim.training(learn_scales=True):
         model = torch.compile(sim.model) if compiled else sim.model
-        optimizer = torch.optim.SGD(sim.parameter_groups(lr=1e-3))
+        optimizer = torch.optim.SGD(sim.parameter_groups(lr=0.1))
         losses = []
-        for _ in range(3):
+        for _ in range(10):
             optimizer.zero_grad()
             loss = model(IMAGES[0].cuda()).square().mean()
             loss.backward()
