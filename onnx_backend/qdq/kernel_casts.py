@@ -145,6 +145,7 @@ class _Inserter:
         self._taken = names_in(model.graph)
         self._readers = consumers(model.graph.node)
         self._outputs = {value.name for value in model.graph.output}
+        self._widened: set[str] = set()  # tensors that stay in float32, whatever the model declares
 
     def rewrite(self, graph: GraphProto, inferred: GraphProto, outer: _Scope | None) -> None:
         """Rewrite the nodes of a graph; `inferred` is the same graph with the types of its tensors."""
@@ -157,6 +158,10 @@ class _Inserter:
             else:
                 self._surround(node, scope)
         replace_nodes(graph, scope.nodes)
+        if outer is None and self._widened:
+            declared = [value for value in graph.value_info if value.name not in self._widened]
+            del graph.value_info[:]
+            graph.value_info.extend(declared)
 
     def _runs(self, node: NodeProto, scope: _Scope) -> bool:
         if node.domain not in _STANDARD or node.op_type in _ANY_DTYPE:
@@ -179,6 +184,7 @@ class _Inserter:
         for at, name in enumerate(node.output):
             if name and self._stays_float32(node, name, scope):
                 scope.types[name] = "float32"
+                self._widened.add(name)
             elif name and scope.types[name] in _CODES:
                 node.output[at] = unique(f"{name}/float32", self._taken)
                 scope.nodes.append(self._cast(node.output[at], name, _CODES[scope.types[name]]))

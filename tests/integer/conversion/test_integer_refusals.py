@@ -149,9 +149,9 @@ def test_a_refusal_names_the_node_the_reason_and_the_remedy(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_float16_scales_are_refused_by_name(tmp_path):
-    with pytest.raises(qsdk.FileFormatError, match=r"'node_quantizelinear_2' has float16 scales.*convert the file to"):
-        qsdk.to_integer(float_scales(), tmp_path / "integer.onnx")
+def test_float16_scales_make_a_model_of_integers_too(tmp_path):
+    summary = qsdk.to_integer(float_scales(), tmp_path / "integer.onnx").summary
+    assert (summary["float_tensors"], summary["operations_max_lsb"] <= 1) == (0, True)
 
 
 def test_what_is_still_float_gets_a_remedy_of_its_own(tmp_path):

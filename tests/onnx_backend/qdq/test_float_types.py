@@ -132,9 +132,11 @@ def linear_model(mark_between):
 @pytest.mark.parametrize("mark_between", [True, False])
 def test_what_lies_inside_one_op_of_the_module_is_rounded_behind_it_alone(mark_between):
     model = linear_model(mark_between)
+    model.graph.value_info.append(value("m", TensorProto.BFLOAT16, [2, 3]))
     note_single_roundings(model)
     plain, _ = insert(model, Plan({}), {})
     adds = [n for n in plain.graph.node if n.op_type == "Add"]
+    onnx.checker.check_model(plain, full_check=True)
     sums = {n.output[0] for n in plain.graph.node if n.op_type == "MatMul"}
     assert (adds[0].input[0] in sums) == (not mark_between)
     again = onnx.ModelProto()
