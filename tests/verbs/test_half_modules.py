@@ -413,7 +413,7 @@ def test_a_batch_in_another_dtype_is_an_error_of_torch_as_for_the_float_module(n
 
 @pytest.mark.slow
 def test_weight_only_int4_of_a_bfloat16_module_never_holds_the_model_in_float32():
-    """Peak memory: 1.25 times the bfloat16 weights and one layer in float32."""
+    """Peak memory: 1.25 times the bfloat16 weights and one layer in float32, in 24 layers of 2048."""
     script = Path(__file__).parents[2] / "benchmarks" / "half_precision.py"
-    printed = subprocess.run([sys.executable, script, "12"], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run([sys.executable, script, "24"], check=True, capture_output=True, text=True).stdout
     assert json.loads(printed)["memory"]["ratio"] <= 1.25
