@@ -1,8 +1,8 @@
 """The float type of a marked tensor, and the pair that quantizes it: the runtimes' pairs compute in float32.
 
-A float16 tensor whose scales are float16 too has a pair of its own type: it computes the same in float32 (measured on
-ONNX Runtime, and what `precision` says from opset 23 on). All others are cast to float32 in front of the pair and back
-behind it, and these casts record their site.
+A float16 tensor whose scales are float16 too has a pair of its own type, which ONNX Runtime computes in float32 as well
+(measured; from opset 23 on the attribute `precision` says so, before it no file can). All others are cast to float32 in
+front of the pair and back behind it, and these casts record their site.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from onnx import ModelProto, NodeProto, helper
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
-from onnx_backend.proto.opsets import OPSET, at_opset
+from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
@@ -25,6 +25,7 @@ from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Decision, Plan
 
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
+_PRECISION = 23  # the opset from which a QuantizeLinear says in which type it divides
 Array = npt.NDArray[Any]
 
 
@@ -155,6 +156,8 @@ def _quantize(
         attribute = {"output_dtype": int(code)}
     else:
         attribute = {}
+    if own_type != FLOAT32 and opset_of(at.model) >= _PRECISION:
+        attribute["precision"] = FLOAT_CODES[FLOAT32]  # without it, the division is in the scale's type
     codes = unique(f"{site}/quantized", at.taken)
     at.add("QuantizeLinear", [source, *inputs], codes, f"{site}/quantize", **options, **attribute)
     name = at.target(site, output, "dequantized")

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 from torch import nn
 
 import qsdk
@@ -184,7 +184,7 @@ def _run(path, x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES_BY_COST)
-def test_a_changed_weight_and_a_changed_scale_fail_parity(road, tmp_path, dtype):
+def test_a_changed_weight_fails_parity_and_so_does_a_changed_scale(road, tmp_path, dtype):
     sim, batches, path = road("block", dtype, "w8a8")
     model = onnx.load(path)
     codes = next(t for t in model.graph.initializer if t.name.endswith("head.weight_quantized"))
@@ -192,6 +192,10 @@ def test_a_changed_weight_and_a_changed_scale_fail_parity(road, tmp_path, dtype)
     report = qsdk.check_parity(sim, model, batches[:1], progress=False)
     assert report.summary["weights_max_lsb"] == 1
     assert not report.summary["passed"]
+    model = onnx.load(path)
+    scale = next(t for t in model.graph.initializer if t.name == "head:output/scale")
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * 2, scale.name))
+    assert not qsdk.check_parity(sim, model, batches[:1], progress=False).summary["passed"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES_BY_COST)

@@ -7,7 +7,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.proto.weightless import types_of
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
@@ -79,7 +79,7 @@ def _is_site_cast(node: NodeProto) -> bool:
 
 
 def _casts_float_to_float(node: NodeProto, floats: set[str]) -> bool:
-    return node.input[0] in floats and node.attribute[0].i in FLOAT_NAMES
+    return node.input[0] in floats and attributes(node)["to"] in FLOAT_NAMES  # `saturate` may stand before it
 
 
 def _name_float32(node: NodeProto) -> None:

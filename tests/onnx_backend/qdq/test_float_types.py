@@ -166,3 +166,29 @@ def test_a_float32_file_is_its_own_view_also_with_a_float16_island():
     nodes = [node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT), node("Cast", ["wide"], ["y"], to=TensorProto.FLOAT16)]
     model.graph.node.extend(nodes)
     assert in_float32(model) is model
+
+
+def test_the_float32_view_keeps_a_cast_to_integers_whatever_the_order_of_its_attributes():
+    plan, encodings = planned("uint8", COARSE)
+    lowered, _ = insert(marked("float16"), plan, encodings)
+    cast = node("Cast", ["y"], ["whole"], to=TensorProto.INT32)
+    cast.attribute.insert(0, helper.make_attribute("saturate", 1))
+    lowered.graph.node.append(cast)
+    lowered.graph.output.append(value("whole", TensorProto.INT32, [2, 3]))
+    view = in_float32(lowered)
+    assert [n.op_type for n in view.graph.node if n.output[0] == "whole"] == ["Cast"]
+    onnx.checker.check_model(view, full_check=True)
+
+
+@pytest.mark.parametrize(("opset", "says"), [(21, None), (23, TensorProto.FLOAT), (25, TensorProto.FLOAT)])
+@pytest.mark.parametrize(("dtype", "dialect"), [("float16", "onnxruntime"), ("bfloat16", "onnx")])
+def test_a_pair_of_a_narrow_type_says_that_it_divides_in_float32_where_it_can(dtype, dialect, opset, says):
+    plan, encodings = planned("uint8", COARSE)
+    first, _ = insert(marked(dtype), plan, encodings, dialect=dialect, opset=opset)
+    onnx.checker.check_model(first, full_check=True)
+    said = {attributes(n).get("precision") for n in first.graph.node if n.op_type == "QuantizeLinear"}
+    assert said == {says}
+    assert read(first) == encodings
+    second, _ = insert(open_qdq(first).model, plan, encodings, dialect=dialect, opset=opset)
+    assert onnx.printer.to_text(first.graph) == onnx.printer.to_text(second.graph)
+    assert read(in_float32(first)) == encodings
