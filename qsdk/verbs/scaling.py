@@ -217,7 +217,7 @@ def _clip(sim: Sim, seen: ObservedRegions) -> dict[str, Any]:
     state = sim.snapshot()
     if not state.own:
         return {"clipped": "no: the sim is not calibrated"}
-    clippings = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site])[site])
+    clippings = clipping.clip_all(seen, state, lambda site: sim.stored_floats([site]).get(site))
     sim.restore(replace(state, own={**state.own, **{site: one.encoding for site, one in clippings.items()}}))
     errors = np.array([[one.error_before, one.error_after] for one in clippings.values()]).reshape(-1, 2)
     before, after = errors.mean(axis=0) if len(errors) else (0.0, 0.0)

@@ -9,7 +9,7 @@ from scaling_models import DOORS, Block, Chain, data, in_float, inputs, sim_at, 
 from torch import nn
 
 import qsdk
-from qsdk import ConfigError, DataError, w8a8, w8a16, weight_only
+from qsdk import ConfigError, DataError, w4a8, w8a8, w8a16, weight_only
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.verbs.quantize import calibrate
 
@@ -241,6 +241,32 @@ def test_awq_lowers_the_error_of_weights_and_clipping_lowers_it_again(door):
     assert report.summary["error_after_clipping"] < report.summary["error_before_clipping"]
     assert errors["scaled"] < errors["nearest"] / 2
     assert errors["clipped"] < errors["scaled"]
+
+
+class Reader(nn.Module):
+    """Cross attention: queries and keys read other rows of one packed weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(self.norm(x), x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_awq_clips_the_rows_of_a_packed_weight_that_one_layer_reads(dtype):
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 7, 16, dtype=dtype) for _ in range(4)]
+    sim = qsdk.quantize(Reader().eval().to(dtype), batches[0], w4a8())
+    calibrate(sim, batches, progress=False)
+    rows_of = [f"attention:in_proj_weight_{part}" for part in ("q", "kv")]
+    before = {site: sim.encodings[site].scale for site in rows_of}
+    report = qsdk.awq(sim, batches, progress=False)
+    assert report.summary["clipped"] == 3  # and the projection of the output
+    assert report.summary["error_after_clipping"] < report.summary["error_before_clipping"]
+    for site in rows_of:
+        assert (sim.encodings[site].scale < 0.95 * before[site]).any()
 
 
 @both

@@ -36,13 +36,14 @@ _STEPS, _LEAST = 20, 0.5  # shares of the range that are tried, and the smallest
 Array = npt.NDArray[np.floating]
 
 
-def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Array]) -> dict[str, ClippedWeight]:
+def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Array | None]) -> dict[str, ClippedWeight]:
     """Return a narrower encoding by site, for each weight of a layer that improves by it.
 
     Args:
         seen: the factors, which the stored tensors contain by now, and the observed activations.
         state: of the sim, calibrated with these factors.
-        stored: returns the values at the site of a bias.
+        stored: returns the values at the site of a weight or bias, None where the model stores nothing. A site may be
+            part of a parameter (the queries' rows of a packed projection), which no name of the graph leads to.
     """
     graph, result = seen.graph, {}
     for index in range(len(graph.ops)):
@@ -53,21 +54,26 @@ def clip_all(seen: ObservedRegions, state: SimState, stored: Callable[[str], Arr
         decision, now = state.plan.decisions.get(site), state.own.get(site)
         if decision is None or now is None or now.frozen or not owns_encoding(decision) or site in result:
             continue
+        weight = stored(site)
+        if weight is None:
+            continue
         rows = seen.observers[layer.tensor].rows
         scaled = rows * seen.scalings.activation_factors(layer.tensor, input_axis(graph, index))
-        better = clip(layer, seen.scalings.stored(layer.root), np.asarray(scaled, np.float32))
+        better = clip(layer, np.asarray(weight, np.float32), np.asarray(scaled, np.float32))
         if better is not None and better.error_after < better.error_before:
             result[site] = replace(better, encoding=_with_room(site, better.encoding, state, stored))
     return result
 
 
-def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array]) -> Encoding:
+def _with_room(site: str, encoding: Encoding, state: SimState, stored: Callable[[str], Array | None]) -> Encoding:
     """Return the encoding, wide enough for the int32 biases that depend on it."""
     for bias, decision in state.plan.decisions.items():
         if decision.bias_of is not None and decision.bias_of[1] == site and decision.bias_of[0] in state.own:
             spec = state.plan.decisions[site].spec
             bits = None if spec is None else spec.scale_bits
-            encoding = with_room_for(stored(bias), state.own[decision.bias_of[0]], encoding, bits)
+            values = stored(bias)
+            if values is not None:
+                encoding = with_room_for(values, state.own[decision.bias_of[0]], encoding, bits)
     return encoding
 
 
