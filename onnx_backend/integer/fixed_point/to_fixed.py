@@ -295,14 +295,14 @@ def move_integers(ctx: LoweringContext, value: FixedPoint, step: Movement) -> Fi
     """Write a movement of the integers: a Reshape, Transpose, Slice, Expand, Pad, ...
 
     Raises:
-        Refused: the movement compares values, or the value still has a scale per channel and a mask.
+        Refused: the movement compares values.
     """
     kind = step.node.op_type
     if kind in ("MaxPool", "ReduceMax", "GlobalMaxPool"):
         raise Refused("it compares values that are not quantized", _BETWEEN)
-    if value.masked:
-        raise Refused("it moves a mask of infinities", "add the mask behind it")
     value = single_scale(ctx, value)
+    if value.masked:
+        return _move_masked(ctx, value, step)
     if step.fill is None:
         return replace(value, name=move(ctx, step, value.name, _ANY, step.node.output[step.output]))
     if abs(step.fill) > math.ldexp(abs(float(value.scale)), ROOM - 2):
@@ -312,6 +312,24 @@ def move_integers(ctx: LoweringContext, value: FixedPoint, step: Movement) -> Fi
     inputs = (step.inputs[0], b.constant(fill, np.int32 if value.narrow else np.int64), *step.inputs[1:])
     name = move(ctx, Movement(step.node, inputs, step.output), value.name, _ANY, step.node.output[step.output])
     return replace(value, name=name, lo=min(value.lo, fill), hi=max(value.hi, fill), error=max(value.error, 0.5))
+
+
+def _move_masked(ctx: LoweringContext, value: FixedPoint, step: Movement) -> FixedPoint:
+    """Write a movement of integers and mask together: an integer below all others marks where the mask is.
+
+    The mask may have a larger shape than the integers, which are then broadcast to it before they move.
+    """
+    b = ctx.builder
+    fill = 0 if step.fill is None else round(step.fill / float(value.scale))
+    mark = min(value.lo, fill) - 1
+    narrow = value.narrow and fits_int32(mark, value.hi)
+    name, kind = (value.name, np.int32) if narrow else (int64(ctx, value), np.int64)
+    marked = b.node("Where", [value.masked, b.constant(mark, kind), name])
+    moved = move_integers(ctx, replace(value, name=marked, lo=mark, narrow=narrow, masked=""), step)
+    masked = b.node("Equal", [moved.name, b.constant(mark, np.int32 if moved.narrow else np.int64)])
+    if not reach(value) and not fill:  # a mask alone: no integers beside it
+        moved = replace(moved, name=b.constant(0, kind), lo=0)
+    return replace(moved, masked=masked)
 
 
 def integer_scores(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:

@@ -67,6 +67,55 @@ def test_a_mask_hides_what_it_hides_in_float(kind, low, form):
             assert result.certificate["requantizations"][-1]["error_bound"] < 5.0
 
 
+def turned(net, x):
+    return net.op("Transpose", x, perm=[0, 2, 1])
+
+
+def spread_over_heads(net, x):
+    """As nn.MultiheadAttention does with a padding mask, for four heads."""
+    x = net.op("Reshape", x, net.const([-1, 1, 1, 6]))
+    x = net.op("Expand", x, net.const([1, 4, 1, 1]))
+    return net.op("Reshape", x, net.const([-1, 4, 6]))
+
+
+def padded(net, x):
+    return net.op(
+        "Pad", net.op("Slice", x, net.const([0]), net.const([4]), net.const([2])), net.const([0, 0, 1, 0, 0, 1])
+    )
+
+
+def padded_with_less(net, x):
+    """The fill is below every score, and hides nothing."""
+    part = net.op("Slice", x, net.const([0]), net.const([4]), net.const([2]))
+    return net.op("Pad", part, net.const([0, 0, 0, 0, 0, 2]), net.const(np.float32(-9)))
+
+
+def picked(net, x):
+    return net.op("Gather", x, net.const([5, 0, 0, 3, 1, 2]), axis=2)
+
+
+MOVES = [turned, padded, padded_with_less, picked]
+
+
+@pytest.mark.parametrize("target", ["standard", "onnxruntime"])
+@pytest.mark.parametrize(
+    ("beside", "moved"),
+    [("nothing", spread_over_heads), *((beside, moved) for beside in ("nothing", "scores") for moved in MOVES)],
+)
+def test_a_mask_of_infinities_hides_the_same_scores_after_it_has_moved(beside, moved, target):
+    net = Net()
+    scores = net.qdq(net.input(["n", 4, 6]), 0.05, 117)
+    hidden, nothing = net.input(["n", 1, 6], "mask", TensorProto.BOOL), net.const(np.float32(0))
+    # the mask has the shape of one row, which the scores beside it repeat
+    x = net.op("Where", hidden, net.const(np.float32(-np.inf)), scores if beside == "scores" else nothing)
+    x = moved(net, x)
+    shape, axis = (["n", 6, 4], 1) if moved is turned else (["n", 4, 6], 2)
+    if beside == "nothing":
+        x = net.op("Add", net.op("Transpose", scores, perm=[0, 2, 1]) if moved is turned else scores, x)
+    net.output(net.qdq(net.op("Softmax", x, axis=axis), 1 / 255), shape)
+    compare(net.model(), {"x": noise((3, 4, 6), 2.0), "mask": KEPT == 0}, tolerance=0.1, target=target)
+
+
 def test_the_certificate_says_where_the_bounds_of_a_type_are_not_kept():
     certificate = convert(attention(TensorProto.INT64, LOWEST, "(1 - m) * low", UINT8)).certificate
     assert ["swallows" in line for line in certificate["assumed"]] == [True]
