@@ -88,7 +88,7 @@ def prepare(
         ModelError: the model cannot be copied, wrapped or run on the example.
     """
     require_wrappable(model)
-    given = replace(as_example(example), dynamic_shapes=plain_shapes(dynamic_shapes))
+    given = replace(as_example(example), dynamic_shapes=plain_shapes(dynamic_shapes)).beside(model)
     own = model if in_place else _copy_model(model)
     modes = {module: module.training for module in own.modules()} if in_place else {}
     undo_steps: list[Callable[[], None]] = []

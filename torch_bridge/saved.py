@@ -17,6 +17,7 @@ from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
 from torch_bridge.torch_values.parameters import STEPS, dtype_name, main_dtype
+from torch_bridge.torch_values.pytree import Path, map_arguments
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import FOLDED
 
@@ -36,6 +37,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
     given = sim.current_example
     example = {"args": given.args, "kwargs": dict(given.kwargs), "dynamic_shapes": given.dynamic_shapes}
+    example |= {"apart": [list(path) for path in sorted(given.apart)]} if given.apart else {}
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
         _require_plain(what, value)
@@ -82,7 +84,8 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
     """
     read = _read(parts, EXAMPLE, where)
     try:
-        return Example(tuple(read["args"]), dict(read["kwargs"]), read.get("dynamic_shapes"))
+        apart = frozenset(tuple(path) for path in read.get("apart", ()))
+        return Example(tuple(read["args"]), dict(read["kwargs"]), read.get("dynamic_shapes"), apart=apart)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
 
@@ -130,21 +133,14 @@ def load_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
 
 
 def on_device_of(model: nn.Module, example: Example) -> Example:
-    """Return the example on the device of the model's first tensor."""
+    """Return the example on the device of the model's first tensor, apart from tensors that were on another one."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    args = tuple(_to_device(value, device) for value in example.args)
-    kwargs = {name: _to_device(value, device) for name, value in example.kwargs.items()}
+
+    def move(path: Path, leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) and path not in example.apart else leaf
+
+    args, kwargs = map_arguments(model.forward, example.args, example.kwargs, move)
     return replace(example, args=args, kwargs=kwargs)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {name: _to_device(item, device) for name, item in value.items()}
-    return value
 
 
 def _encoding_keys(model: nn.Module) -> set[str]:

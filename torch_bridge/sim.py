@@ -109,8 +109,8 @@ class QuantSim(StatefulSim):
 
     @property
     def current_example(self) -> Example:
-        """Return the example in the model's present dtype, which `sim.model.half()` may have changed."""
-        return self.example.converted(self.dtype_when_quantized, main_dtype(self.model))
+        """Return the example in the model's present dtype and on its device, after any `sim.model.to()`."""
+        return self.example.converted(self.dtype_when_quantized, main_dtype(self.model)).placed(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Simulate: the module's own outputs, without gradients."""

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from qsdk.core.errors import DataError, QsdkError
-from torch_bridge.torch_values.pytree import map_leaves
+from torch_bridge.torch_values.pytree import Path, argument_leaves, map_arguments, map_leaves
 
 Forward = Callable[[Any, Any], Any]
 
@@ -23,11 +23,27 @@ class Example:
         args: positional.
         kwargs: by keyword.
         dynamic_shapes: the dynamic axes, as the user named them; None for the batch axis where that is possible.
+        device: of the model that it was given with; None where that lies on several.
+        apart: the paths of tensors that were on another device then, such as the lengths of a packed sequence.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any = None
+    device: torch.device | None = None
+    apart: frozenset[Path] = frozenset()
+
+    def beside(self, model: nn.Module) -> "Example":
+        """Return the example with the device of its model, and the tensors that are on another one."""
+        device = only_device(model)
+        leaves = argument_leaves(model.forward, self.args, self.kwargs)
+        apart = {path for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.device != device}
+        return replace(self, device=device, apart=frozenset() if device is None else frozenset(apart))
+
+    def placed(self, model: nn.Module) -> "Example":
+        """Return the example on the device of the model, which may have moved; what was apart from it stays."""
+        args, kwargs = move_arguments(model, self.args, self.kwargs, self)
+        return replace(self, args=args, kwargs=kwargs)
 
     def converted(self, old: torch.dtype | None, new: torch.dtype | None) -> "Example":
         """Return the example with its tensors of one dtype converted to another."""
@@ -55,8 +71,34 @@ def as_example(value: Any) -> Example:
     raise DataError(f"expected a tensor, a tuple or a mapping, got {type(value).__name__}; convert it to tensors first")
 
 
+def only_device(model: nn.Module) -> torch.device | None:
+    """Return the device of all parameters of a model (or buffers, if it has none); None where they are on several."""
+    devices = {tensor.device for tensor in model.parameters()} or {tensor.device for tensor in model.buffers()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def move_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], example: Example
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with their tensors on the device of the model.
+
+    A tensor that was apart from the model in the example stays where it is. Where the model has moved since, the
+    example cannot tell which ones that are; arguments of which any is on the model's device then stay as they are.
+    """
+    device = only_device(model)
+    present = {leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)}
+    if device is None or present <= {device} or (device in present and device != example.device):
+        return args, dict(kwargs)
+    return map_arguments(
+        model.forward,
+        args,
+        kwargs,
+        lambda path, leaf: leaf.to(device) if isinstance(leaf, Tensor) and path not in example.apart else leaf,
+    )
+
+
 def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None, where: str) -> Any:
-    """Call the model on a batch.
+    """Call the model on a batch, which goes to the model's device unless the user calls the model himself.
 
     Raises:
         DataError: the batch has more elements than the example, or the model does not take it.
@@ -70,8 +112,9 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
             f"{where} has {len(given.args)} elements, the model was quantized with {len(example.args)}; if the rest "
             "are labels, pass forward=lambda m, b: m(b[0])"
         )
+    args, kwargs = move_arguments(model, given.args, given.kwargs, example)
     try:
-        return model(*given.args, **given.kwargs)
+        return model(*args, **kwargs)
     except QsdkError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:

@@ -99,5 +99,19 @@ def argument_leaves(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[Path, Any]]:
     """Return the leaves of a call's arguments in order; their paths begin with the parameter names of forward."""
-    named = [*zip(input_names(forward, args), args, strict=True), *kwargs.items()]
-    return [leaf for name, value in named for leaf in leaves_of(value, tuple(name.split(".")))]
+    result: list[tuple[Path, Any]] = []
+    map_arguments(forward, args, kwargs, lambda path, leaf: result.append((path, leaf)))
+    return result
+
+
+def map_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], each: Callable[[Path, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with every leaf replaced by `each(path, leaf)`; paths as of `argument_leaves`.
+
+    More positional arguments than the forward takes, which it will refuse, have paths that begin with their number.
+    """
+    names = input_names(forward, args)
+    names += [str(i) for i in range(len(names), len(args))]
+    mapped = tuple(map_leaves(arg, each, tuple(name.split("."))) for name, arg in zip(names, args, strict=True))
+    return mapped, {name: map_leaves(value, each, tuple(name.split("."))) for name, value in kwargs.items()}

@@ -1,0 +1,160 @@
+"""A module on another device: verbs take batches of the host, and sims cross devices. No hardware is needed."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from second_device import FAR, second_device
+from test_devices import MODELS, VERBS
+from torch import nn
+
+import qsdk
+from torch_bridge.torch_values.batches import Example, move_arguments
+
+# calibration with more methods feeds its batches in the same way, and a training loop is the user's own
+SHARED = {"moving_average", "percentile", "mse", "training", "sim"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _second_device():
+    with second_device():
+        yield
+
+
+def sims(kind, *, fold=True):
+    """One sim on the CPU and one on the second device, calibrated with data of their own devices."""
+    return (*(copy.deepcopy(sim) for sim in quantized(kind, fold)), MODELS[kind][1])
+
+
+@functools.cache
+def quantized(kind, fold):
+    make, data = MODELS[kind]
+    found = []
+    for device in (torch.device("cpu"), FAR):
+        torch.manual_seed(0)
+        own = [x.to(device) for x in data]
+        sim = qsdk.quantize(make().eval().to(device), own[0], qsdk.w4a8(), fold_batch_norm=fold)
+        qsdk.calibrate(sim, own, progress=False)
+        found.append(sim)
+    return found
+
+
+def require_same(one, other):
+    assert one.encodings == other.encodings
+    values, others = one.model.state_dict(), other.model.state_dict()
+    assert values.keys() == others.keys()
+    for name, value in values.items():
+        assert torch.equal(value.cpu(), others[name].cpu()), name
+
+
+def devices_of(sim):
+    return {value.device for value in sim.model.state_dict().values()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb"),
+    [("images", verb) for verb in VERBS if verb not in SHARED] + [("text", "gptq"), ("text", "awq")],
+)
+def test_verbs_take_batches_of_the_host_for_a_module_on_another_device(kind, verb):
+    here, far, data = sims(kind, fold=verb != "reestimate_batch_norm")
+    for sim in (here, far):
+        VERBS[verb](sim, data)
+    assert devices_of(far) == {FAR}
+    require_same(here, far)
+
+
+def test_files_of_a_module_on_another_device_are_those_of_the_cpu(tmp_path):
+    here, far, data = sims("text")
+    moved = copy.deepcopy(here)
+    moved.model.to(FAR)
+    for name, sim in (("here", here), ("far", far), ("moved", moved)):
+        qsdk.export(sim, tmp_path / f"{name}.onnx")
+        assert qsdk.check_parity(sim, tmp_path / f"{name}.onnx", data, progress=False).summary["passed"]
+    files = [(tmp_path / f"{name}.onnx").read_bytes() for name in ("here", "far", "moved")]
+    assert files[0] == files[1] == files[2]
+
+
+def test_sims_are_saved_and_loaded_across_devices(tmp_path):
+    here, far, data = sims("images")
+    wanted = here(data[0])
+    for name, sim in (("here", here), ("far", far)):
+        qsdk.save(sim, tmp_path / name)
+        for device in (torch.device("cpu"), FAR):
+            torch.manual_seed(1)
+            back = qsdk.load(tmp_path / name, MODELS["images"][0]().eval().to(device))
+            assert devices_of(back) == {device}
+            require_same(back, here)
+            assert torch.equal(back(data[0].to(device)).cpu(), wanted)
+            qsdk.calibrate(back, data, progress=False)
+
+
+def test_copies_and_moved_sims_compute_the_same():
+    here, far, data = sims("images")
+    wanted = here(data[0])
+    to_far, to_cpu = copy.deepcopy(here), copy.deepcopy(far)
+    to_far.model.to(FAR)
+    to_cpu.model.to("cpu")
+    for sim, device in ((to_far, FAR), (to_cpu, "cpu"), (copy.deepcopy(far), FAR), (copy.deepcopy(to_far), FAR)):
+        assert torch.equal(sim(data[0].to(device)).cpu(), wanted)
+        qsdk.calibrate(sim, data, progress=False)
+    assert devices_of(to_cpu) == {torch.device("cpu")}
+    assert torch.equal(pickle.loads(pickle.dumps(here))(data[0]), wanted)
+
+
+class Lengths(nn.Module):
+    """As code that packs sequences: lengths live on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, lengths, scale=None):
+        if lengths.device.type != "cpu":
+            raise RuntimeError("lengths are on the device")
+        x = self.layer(x)
+        return x if scale is None else x * scale
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_an_argument_that_was_on_the_host_in_the_example_stays_there(keywords, tmp_path):
+    x, lengths = torch.randn(3, 8), torch.tensor([3, 2, 1])
+    sim = qsdk.quantize(Lengths().to(FAR), (x.to(FAR), lengths), qsdk.w8a8())
+    batch = {"x": x, "lengths": lengths, "scale": torch.ones(3, 1)} if keywords else [x, lengths]
+    qsdk.calibrate(sim, [batch], progress=False)
+    qsdk.save(sim, tmp_path / "sim")
+    qsdk.calibrate(qsdk.load(tmp_path / "sim", Lengths().to(FAR)), [batch], progress=False)
+    with pytest.raises(qsdk.DataError, match="lengths are on the device"):
+        qsdk.calibrate(sim, [(x, lengths.to(FAR))], progress=False)
+
+
+def test_a_batch_that_its_owner_has_placed_stays_as_it_is_after_the_module_has_moved():
+    x, lengths = torch.randn(3, 8), torch.tensor([3, 2, 1])
+    sim = qsdk.quantize(Lengths(), (x, lengths), qsdk.w8a8())
+    sim.model.to(FAR)
+    qsdk.calibrate(sim, [(x.to(FAR), lengths)], progress=False)
+    with pytest.raises(
+        qsdk.DataError, match=r"lengths are on the device.*forward="
+    ):  # nothing says that they are apart
+        qsdk.calibrate(sim, [(x, lengths)], progress=False)
+    qsdk.calibrate(sim, [(x, lengths)], forward=lambda m, b: m(b[0].to(FAR), b[1]), progress=False)
+
+
+def test_with_forward_the_batch_is_the_users():
+    x, seen = torch.randn(3, 8), []
+    sim = qsdk.quantize(nn.Linear(8, 4).to(FAR), x.to(FAR), qsdk.w8a8())
+
+    def forward(model, batch):
+        seen.append(batch)
+        return model(batch.to(FAR))
+
+    qsdk.calibrate(sim, [x], forward=forward, progress=False)
+    assert seen[0] is x
+
+
+def test_a_module_on_several_devices_gets_its_batches_as_they_are():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).to(FAR)), torch.randn(3, 8)
+    args, kwargs = move_arguments(model, (x,), {"y": x}, Example((x,), {}).beside(model))
+    assert args[0] is x
+    assert kwargs["y"] is x
