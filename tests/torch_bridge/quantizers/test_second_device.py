@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+from device_models import MODELS, VERBS
 from second_device import FAR, second_device
-from test_devices import MODELS, VERBS
 from torch import nn
 
 import qsdk
