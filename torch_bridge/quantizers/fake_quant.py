@@ -25,8 +25,6 @@ _MINIFLOATS = {
     "float8e5m2fnuz": torch.float8_e5m2fnuz,
 }
 _FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# float4e2m1: the values of its grid, and the midpoints between them with the side a tie falls on (to even)
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class _BroadcastFakeQuant(torch.autograd.Function):
@@ -155,11 +153,8 @@ def cast(x: Tensor, dtype: DType) -> Tensor:
 
 
 def _round_to_float4(x: Tensor) -> Tensor:
-    values = torch.tensor(_FLOAT4, dtype=x.dtype, device=x.device)
-    middles = (values[1:] + values[:-1]) / 2
+    """Return x at 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives; a tie goes to the value with an even code."""
     magnitude = x.abs()
-    # a tie goes to the value with an even code: below for middles at even positions, above for odd ones
-    below = torch.bucketize(magnitude, middles)
-    above = torch.bucketize(magnitude, middles, right=True)
-    index = torch.where(below % 2 == 0, below, above)
-    return torch.copysign(values[index], x)
+    # steps of 0.5 below 2, of 1 below 4, else of 2: in each of them the even multiple has the even code
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(x.dtype)
+    return torch.copysign((magnitude / step).round_().mul_(step), x)

@@ -83,6 +83,6 @@ def align(parameter: Any, shape: tuple[int, ...], axis: int | None, block_size: 
     blocks = -(-shape[axis] // block_size)
     if result != (*shape[:axis], blocks, *shape[axis + 1 :]):
         raise ValueError(f"a scale of shape {result} does not fit blocks of {block_size} (axis {axis}) in {shape}")
-    index = [slice(None)] * len(shape)
-    index[axis] = [position // block_size for position in range(shape[axis])]  # type: ignore[call-overload]
-    return parameter[tuple(index)]
+    # an array of NumPy repeats its elements, a tensor of torch itself, so that its method for elements has another name
+    repeat = getattr(parameter, "repeat_interleave", parameter.repeat)
+    return repeat(block_size, axis)[(slice(None),) * axis + (slice(shape[axis]),)]

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from device_models import MODELS, VERBS
-from second_device import FAR, second_device
+from second_device import FAR, noting_waits, second_device
 from torch import nn
 
 import qsdk
@@ -158,3 +158,82 @@ def test_a_module_on_several_devices_gets_its_batches_as_they_are():
     args, kwargs = move_arguments(model, (x,), {"y": x}, Example((x,), {}).beside(model))
     assert args[0] is x
     assert kwargs["y"] is x
+
+
+# --- what a GPU would have to wait for ---
+
+
+CONFIGS = {
+    "w4a8": qsdk.w4a8(),
+    "per tensor": qsdk.w8a8().override("*", per_channel=False),
+    "blocks": qsdk.w4a16(block_size=4),
+    "float8": qsdk.w8a8().override("*", weight="float8e4m3fn", activation="float8e4m3fn"),
+    "float4": qsdk.w8a8().override("*", weight="float4e2m1"),
+    "dynamic": qsdk.w8a8().override("*", dynamic_activations=True),
+}
+OPTIONS = [{}, {"learn_scales": True, "learn_zero_points": True}, {"learn_scales": True, "gradient": "pact"}]
+
+
+def test_reads_of_a_device_are_noted():
+    x = torch.arange(4.0).to(FAR)
+    reads = [
+        lambda: x[0].item(),
+        lambda: bool(x[0] > 1),
+        lambda: x.tolist(),
+        lambda: x.cpu(),
+        lambda: torch.zeros(4).copy_(x),
+        lambda: x[x > 1],
+        lambda: x[[0, 1]],
+        lambda: torch.tensor([1.0], device=FAR),
+        lambda: x.copy_(torch.zeros(4)),
+    ]
+    for number, read in enumerate(reads):
+        with noting_waits() as waits:
+            read()
+        assert len(waits) == 1, number
+    with noting_waits() as waits:
+        (x * 2 + 1).sum().clamp(0, 5) / torch.ones(4, device=FAR)
+    assert waits == []
+
+
+def waits_of_training(sim, batch, options):
+    with sim.training(**options) as model:
+        optimizer = torch.optim.SGD(sim.parameter_groups(lr=1e-4))
+        with noting_waits() as waits:
+            for _ in range(2):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return waits
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_waits_for_nothing_in_any_dtype(config):
+    make, data = MODELS["text"]
+    torch.manual_seed(0)
+    batch = data[0].to(FAR)
+    sim = qsdk.quantize(make().eval().to(FAR), batch, CONFIGS[config])
+    qsdk.calibrate(sim, [batch], progress=False)
+    for options in OPTIONS:
+        assert waits_of_training(sim, batch, options) == []
+    with noting_waits() as waits:
+        sim(batch)
+    assert waits == []
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_training_step_with_batch_norms_waits_for_nothing(options):
+    _, far, data = sims("images")
+    assert waits_of_training(far, data[0].to(FAR), options) == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_calibration_waits_once_for_each_batch(kind):
+    _, far, data = sims(kind)
+    counts = []
+    for batches in (data[:1], data):
+        own = [x.to(FAR) for x in batches]
+        with noting_waits() as waits:
+            qsdk.calibrate(far, own, progress=False)
+        counts.append(len(waits))
+    assert counts[1] - counts[0] == len(data) - 1
