@@ -212,9 +212,9 @@ def _add_to_integer(commands: Any) -> None:
     )
     integer.add_argument(
         "--target",
-        choices=("standard", "onnxruntime"),
+        choices=("standard", "onnxruntime", "portable"),
         default="standard",
-        help="operators to write",
+        help="operators to write; portable: the same integers on every runtime",
     )
     integer.add_argument("--rounding", default="half_even", help="of requantization (default: half_even)")
     integer.add_argument(

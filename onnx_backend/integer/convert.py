@@ -23,6 +23,8 @@ from onnx_backend.integer.ir.values import Codes, Failed, FloatInput, Refused, V
 from onnx_backend.integer.lowering.edges import edge_dtype, leave
 from onnx_backend.integer.lowering.float_islands import Islands
 from onnx_backend.integer.lowering.walk import QDQ, Refusal, walk
+from onnx_backend.integer.portable.handlers import HANDLERS
+from onnx_backend.integer.portable.rewrite import proven_bounds, rewritten
 from onnx_backend.integer.verify.integer_only import integer_findings, require_integer_only
 from qsdk.core.errors import ConfigError, IntegerError
 from qsdk.core.numerics.fixed_point import ROUNDINGS, Rounding
@@ -67,9 +69,8 @@ class IntegerResult:
     def integers(self) -> bool:
         """Return True if the model computes on integers alone: no kernels with float scales, no float islands."""
         certificate = self.certificate
-        return (certificate["target"], certificate["requantize"]) == ("standard", "integer") and not certificate[
-            "float_nodes"
-        ]
+        kernels = certificate["target"] == "onnxruntime" or certificate["requantize"] == "qlinear"
+        return not kernels and not certificate["float_nodes"]
 
 
 def convert(
@@ -89,7 +90,8 @@ def convert(
     Args:
         model: a model of opset 13 or later whose activations pass QuantizeLinear/DequantizeLinear of at most 8 bits,
             per tensor, and whose weights are integers behind a DequantizeLinear.
-        target: `standard` writes standard ONNX operators, `onnxruntime` the quantized kernels of that runtime too.
+        target: `standard` writes standard ONNX operators, `onnxruntime` the quantized kernels of that runtime too,
+            `portable` the operators and ranges that every runtime computes exactly, for the codes of `standard`.
         edges: `float` keeps float inputs and outputs behind one QuantizeLinear/DequantizeLinear each; `integer` takes
             and gives integers, with scale and zero point in the model's metadata.
         rounding: of exact ties in the requantization; `gemmlowp` rounds twice. Kernels round ties to even.
@@ -124,7 +126,7 @@ def convert(
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     used = _kernels(kernels, weights)
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
-    integer = _assembled(source, context, outputs, opset, used)
+    integer = _assembled(source, context, outputs, opset, used, portable=target == "portable")
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding, "tables": tables}
     if used is not None:
@@ -137,8 +139,12 @@ def convert(
 def _require_options(
     target: str, edges: str, rounding: str, requantize: str, weights: str, product_bits: int, tables: str
 ) -> None:
-    if target not in ("standard", "onnxruntime"):
-        raise ConfigError(f'target={target!r} is unknown; choose "standard" or "onnxruntime"')
+    if target not in ("standard", "onnxruntime", "portable"):
+        raise ConfigError(f'target={target!r} is unknown; choose "standard", "onnxruntime" or "portable"')
+    if target == "portable" and (requantize != "integer" or product_bits != 64):
+        raise ConfigError(
+            'target="portable" computes everything in 32 bits by itself; leave requantize="integer" and product_bits=64'
+        )
     if requantize not in ("integer", "qlinear"):
         raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
     if weights not in ("auto", "unsigned", "signed"):
@@ -197,7 +203,13 @@ def _message(refusals: Sequence[Refusal]) -> str:
 
 
 def _assembled(
-    model: ModelProto, ctx: LoweringContext, outputs: dict[str, Codes | None], opset: int, kernels: KernelChoice | None
+    model: ModelProto,
+    ctx: LoweringContext,
+    outputs: dict[str, Codes | None],
+    opset: int,
+    kernels: KernelChoice | None,
+    *,
+    portable: bool = False,
 ) -> ModelProto:
     graph = onnx.GraphProto()
     graph.name = f"{model.graph.name or 'model'}.integer"
@@ -218,7 +230,10 @@ def _assembled(
                 metadata[f"qsdk.{kind}.{info.name}.scale"] = repr(scale)
                 metadata[f"qsdk.{kind}.{info.name}.zero_point"] = str(point)
     ctx.builder.shapes = {codes.name: ctx.shapes[site] for site, codes in ctx.sites.items() if site in ctx.shapes}
-    graph.node.extend(expand(ctx.builder, {info.name for info in graph.output}, kernels))
+    exact: set[str] = set()
+    bounds = proven_bounds(ctx.builder) if portable else {}
+    results = {info.name for info in graph.output}
+    graph.node.extend(expand(ctx.builder, results, kernels, portable=exact if portable else None))
     used = {name for node in graph.node for name in node.input}
     graph.initializer.extend(tensor for tensor in ctx.builder.initializers if tensor.name in used)
     written = max(opset, _WRITTEN_OPSET)
@@ -233,7 +248,25 @@ def _assembled(
     )
     assembled.producer_name = "qsdk"
     helper.set_model_props(assembled, metadata)
+    if portable:
+        _rewrite(assembled, ctx.builder, exact, bounds)
     return assembled
+
+
+def _rewrite(model: ModelProto, b: Builder, exact: set[str], bounds: Mapping[str, tuple[int, int]]) -> None:
+    """Rewrite a model in operators and ranges that every runtime computes exactly.
+
+    Raises:
+        IntegerError: naming every node without such a form.
+    """
+    refused = rewritten(model, b, exact, bounds, HANDLERS)
+    if refused:
+        raise IntegerError(_message([Refusal(node, op, r.reason, r.remedy) for node, op, r in refused]))
+    nodes = live(b.nodes, {info.name for info in model.graph.output})
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.extend(node for node in nodes if isinstance(node, onnx.NodeProto))
+    used = {name for node in model.graph.node for name in node.input}
+    model.graph.initializer.extend(tensor for tensor in b.initializers if tensor.name in used)
 
 
 def _edge_encoding(codes: Codes) -> tuple[float, int]:

@@ -27,6 +27,7 @@ from onnx_backend.integer.ir.operations import (
 )
 from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding
+from onnx_backend.integer.portable import requantize
 
 _STANDARD: Mapping[type, Callable[[Builder, Any], None]] = MappingProxyType(
     {
@@ -40,8 +41,14 @@ _STANDARD: Mapping[type, Callable[[Builder, Any], None]] = MappingProxyType(
 )
 
 
-def expand(b: Builder, outputs: set[str], kernels: KernelChoice | None = None) -> list[NodeProto]:
-    """Return the nodes that compute `outputs`, and fill the certificate with a row per requantization and table."""
+def expand(
+    b: Builder, outputs: set[str], kernels: KernelChoice | None = None, *, portable: set[str] | None = None
+) -> list[NodeProto]:
+    """Return the nodes that compute `outputs`, and fill the certificate with a row per requantization and table.
+
+    With `portable` requantizations are written in 32 bits where that gives the same codes; the results of their nodes
+    are added to it.
+    """
     recorded, b.nodes = live(b.nodes, outputs), []
     readers = _readers(recorded, outputs)
     b.indices = set() if kernels else _indices(recorded, outputs)
@@ -54,7 +61,7 @@ def expand(b: Builder, outputs: set[str], kernels: KernelChoice | None = None) -
             waiting[operation.result] = operation
         else:
             inputs = {name: waiting.pop(name) for name in operation.input if name in waiting}
-            _write(b, operation, inputs, kernels)
+            _write(b, operation, inputs, kernels, portable)
     # a kernel that replaces several operations leaves some without a reader
     return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
 
@@ -99,17 +106,33 @@ def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool
     return isinstance(operation, Table) and operation.plain is not None and isinstance(reader, Join)
 
 
-def _write(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kernels: KernelChoice | None) -> None:
+def _write(
+    b: Builder,
+    operation: Recorded,
+    inputs: Mapping[str, Recorded],
+    kernels: KernelChoice | None,
+    portable: set[str] | None = None,
+) -> None:
     b.label = operation.result
     if kernels is None or not _fused(b, operation, inputs, kernels):
         for part in inputs.values():
             _write(b, part, {}, kernels)
         b.label = operation.result
-        _STANDARD[type(operation)](b, operation)
+        if portable is None or not _in_32_bits(b, operation, portable):
+            _STANDARD[type(operation)](b, operation)
         inputs = {}
     for part in (*inputs.values(), operation):
         if isinstance(part, Requantization | Table):
             b.certificate.append(part.row)
+
+
+def _in_32_bits(b: Builder, operation: Recorded, results: set[str]) -> bool:
+    """Write a requantization in 32 bits and note the results of its nodes; False if it has no such form."""
+    before = len(b.nodes)
+    if not isinstance(operation, Requantization) or not requantize.requantize(b, operation):
+        return False
+    results.update(name for node in b.nodes[before:] for name in node.output)
+    return True
 
 
 def _fused(b: Builder, operation: Recorded, inputs: Mapping[str, Recorded], kernels: KernelChoice) -> bool:

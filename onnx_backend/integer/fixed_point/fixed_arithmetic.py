@@ -74,6 +74,7 @@ def int64_value(
 
 def int64(ctx: LoweringContext, value: FixedPoint) -> str:
     """Return the name of the integers as int64."""
+    ctx.builder.proven.setdefault(value.name, (value.lo, value.hi))
     return ctx.builder.cast(value.name, TensorProto.INT64) if value.narrow else value.name
 
 

@@ -36,6 +36,7 @@ class Builder:
         self.facts: dict[str, dict[str, Any]] = {}  # facts of the certificate about a node of the Q/DQ model
         self.indices: set[str] = set()  # codes that only tables read, written as int32
         self.assumed: list[str] = []  # the certificate's notes on numbers that only their type bounds
+        self.proven: dict[str, tuple[int, int]] = {}  # bounds of 64-bit tensors, tighter than those of their operators
         self.shapes: Mapping[str, Sequence[int | None]] = {}  # of codes, where known
         self._taken = set(reserved)
         self._constants: dict[tuple[Any, ...], str] = {}

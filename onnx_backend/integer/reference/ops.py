@@ -285,8 +285,9 @@ def _quantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) -> A
     return np.asarray(codes).astype(zero_point.dtype)
 
 
-def _dequantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array) -> Array:
+def _dequantize(attrs: Attributes, x: Array, scale: Array, zero_point: Array | None = None) -> Array:
     axis = int(attrs.get("axis", 1)) if scale.ndim else None
+    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
     scales, zeros = (affine.align(part, x.shape, axis, None) for part in (scale, zero_point.astype(np.float32)))
     return np.asarray(affine.dequantize(x.astype(np.float32), scales, zeros))
 
@@ -301,6 +302,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "ArgMin": _arg(np.argmin),
         "BitShift": _bit_shift,
         "BitwiseAnd": lambda a, x, y: x & y,
+        "BitwiseOr": lambda a, x, y: x | y,
         "Cast": _cast,
         "Clip": _clip,
         "Concat": lambda a, *parts: np.concatenate(parts, a["axis"]),

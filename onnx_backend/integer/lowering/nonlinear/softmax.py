@@ -137,6 +137,7 @@ def _rows(ctx: LoweringContext, node: NodeProto, args: Args) -> _Rows:
     exponentials, error = _exponentials(ctx, near, step, last, empty=bool(scores.masked) or last <= most)
     wide = b.cast(exponentials, TensorProto.INT64)
     sums = b.node("ReduceSum", [wide, constant64(ctx, np.asarray([axis]))], keepdims=1)
+    b.proven[sums] = 1 << _BITS, (length or _DYNAMIC) << _BITS  # the largest score counts as 1
     relative = error_of_exponential(2.0 * spread(scores) * step)
     return _Rows(below, exponentials, sums, missing, error, relative, scores, length or _DYNAMIC)
 

@@ -1,0 +1,1 @@
+"""Integer models in operators and ranges that every installed runtime computes exactly. Import the files."""

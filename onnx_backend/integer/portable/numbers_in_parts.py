@@ -1,0 +1,299 @@
+"""Integers of up to 64 bits as several int32 tensors, computed with operators that every runtime computes exactly.
+
+A number is `sum of parts[i] * 2**(14 * i)`: all parts but the last are in 0..2**14-1, the last one has the sign.
+Products of two parts stay below 2**28, so several of them can be added in int32. Static bounds decide how many parts a
+number has; one that fits in int32 is a single tensor, which is only cut into parts where something needs them.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnx_backend.integer.ir.builder import Builder
+from onnx_backend.integer.ir.values import Array, Refused
+from onnx_backend.integer.portable.exact_ranges import FLOAT32, INT32
+
+PART = 14
+_MASK = (1 << PART) - 1
+_MOST_SHIFT = 28
+
+
+@dataclass(frozen=True)
+class Number:
+    """An integer tensor with static bounds.
+
+    Attributes:
+        parts: int32 tensors, the lowest first; one part is the number itself. Empty for a constant.
+        lo: smallest value it can have.
+        hi: largest value it can have.
+        array: its values if it is constant, as Python integers.
+    """
+
+    parts: tuple[str, ...]
+    lo: int
+    hi: int
+    array: Array | None = None
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A summand of weight `2**(14 * i)`, with its bounds; an array if it is constant."""
+
+    what: str | Array
+    lo: int
+    hi: int
+
+
+def constant(values: Array) -> Number:
+    """Return a constant."""
+    array = np.asarray(values).astype(object)
+    flat = [int(value) for value in array.reshape(-1)] or [0]
+    return Number((), min(flat), max(flat), array)
+
+
+def count_parts(lo: int, hi: int) -> int:
+    """Return how many parts hold a range if it has to be cut."""
+    return max(-(-max(hi.bit_length(), (-lo - 1).bit_length() if lo < 0 else 0) // PART), 1)
+
+
+def fits(lo: int, hi: int) -> bool:
+    """Return True if bounds fit in int32."""
+    return lo >= -INT32 and hi < INT32
+
+
+class Arithmetic:
+    """Writes operations on numbers in parts."""
+
+    def __init__(self, b: Builder) -> None:
+        self.b = b
+
+    def int32(self, values: Array | int) -> str:
+        """Return the name of an int32 constant.
+
+        Raises:
+            Refused: it does not fit.
+        """
+        array = np.asarray(values, object)
+        if array.size and not fits(int(array.min()), int(array.max())):
+            raise Refused("one of its constants does not fit in 32 bits", 'use target="standard"')
+        return self.b.constant(array.astype(np.int64), np.int32)
+
+    def flat(self, x: Number) -> str:
+        """Return a number that fits in int32 as one tensor.
+
+        Raises:
+            Refused: its bounds are beyond int32.
+        """
+        if x.array is not None:
+            return self.int32(x.array)
+        if len(x.parts) == 1:
+            return x.parts[0]
+        if not fits(x.lo, x.hi):
+            raise Refused("a number of more than 32 bits is read as a whole", 'use target="standard"')
+        parts = self._without_sign_parts(list(x.parts), count_parts(x.lo, x.hi))
+        name = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            name = self.b.node("Add", [name, self.b.node("Mul", [part, self.int32(1 << (PART * i))])])
+        return name
+
+    def cut(self, x: Number, count: int = 0) -> list[_Column]:
+        """Return the parts of a number: `count`, or as many as its bounds need if these are more."""
+        count = max(count, count_parts(x.lo, x.hi))
+        if x.array is not None:
+            lower = [(x.array >> (PART * i)) & _MASK for i in range(count - 1)]
+            return [_of_array(part) for part in (*lower, x.array >> (PART * (count - 1)))]
+        parts = self._without_sign_parts(list(x.parts), count)
+        while len(parts) < count:
+            low, high = self._split(parts.pop(), PART)
+            parts += [low, high]
+        return self._bounded(parts, x.lo, x.hi)
+
+    def _bounded(self, parts: Sequence[str], lo: int, hi: int) -> list[_Column]:
+        last = PART * (len(parts) - 1)
+        lower = [_Column(part, 0, _MASK) for part in parts[:-1]]
+        return [*lower, _Column(parts[-1], lo >> last, hi >> last)]
+
+    def _split(self, name: str, bits: int) -> tuple[str, str]:
+        """Write the low bits of an int32 tensor, and the rest of it divided by their unit, rounded down."""
+        low = self.b.node("BitwiseAnd", [name, self.int32((1 << bits) - 1)])
+        return low, self.b.node("Div", [self.b.node("Sub", [name, low]), self.int32(1 << bits)])
+
+    def _op(self, op_type: str, left: _Column, right: _Column) -> _Column:
+        """Write one operation on columns; constants are computed."""
+        function: Callable[[Any, Any], Any] = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}[op_type]
+        ends = [function(a, b) for a in (left.lo, left.hi) for b in (right.lo, right.hi)]
+        lo, hi = min(ends), max(ends)
+        if not isinstance(left.what, str) and not isinstance(right.what, str):
+            return _of_array(function(left.what, right.what))
+        if not fits(lo, hi):
+            raise Refused("its sums do not fit in parts of 32 bits", 'use target="standard"')
+        if op_type == "Mul" and any((one.lo, one.hi) == (0, 0) for one in (left, right)):
+            return _of_array(np.asarray(0, object))
+        for one, other in ((left, right), (right, left)):
+            neutral = (1, 1) if op_type == "Mul" else (0, 0)
+            single = not isinstance(other.what, str) and other.what.size == 1 and (other.lo, other.hi) == neutral
+            if single and isinstance(one.what, str) and (op_type != "Sub" or one is left):
+                return one
+        names = [side.what if isinstance(side.what, str) else self.int32(side.what) for side in (left, right)]
+        return _Column(self.b.node(op_type, names), lo, hi)
+
+    def carried(self, columns: Sequence[_Column], lo: int, hi: int) -> Number:
+        """Return the number that columns sum up to, with the carries added from the lowest up."""
+        parts: list[str] = []
+        carry = _of_array(np.asarray(0, object))
+        for i, column in enumerate(columns):
+            total = self._op("Add", column, carry)
+            carry = _of_array(np.asarray(0, object))
+            name = total.what if isinstance(total.what, str) else self.int32(total.what)
+            if i < len(columns) - 1 and (total.lo < 0 or total.hi > _MASK):
+                name, over = self._split(name, PART)
+                carry = _Column(over, total.lo >> PART, total.hi >> PART)
+            parts.append(name)
+        count = count_parts(lo, hi)
+        parts = self._without_sign_parts(parts, count)
+        while len(parts) < count:
+            parts.extend(self._split(parts.pop(), PART))
+        return Number(tuple(parts), lo, hi)
+
+    def _without_sign_parts(self, parts: list[str], count: int) -> list[str]:
+        """Add parts beyond `count` to the last one that stays: they are nothing but its sign."""
+        while len(parts) > count:
+            top = self.b.node("Mul", [parts.pop(), self.int32(1 << PART)])
+            parts[-1] = self.b.node("Add", [parts[-1], top])
+        return parts
+
+    def add(self, left: Number, right: Number, *, sign: int = 1) -> Number:
+        """Write `left + sign * right`."""
+        other = (right.lo, right.hi) if sign > 0 else (-right.hi, -right.lo)
+        lo, hi = left.lo + other[0], left.hi + other[1]
+        kind = "Add" if sign > 0 else "Sub"
+        if fits(lo, hi) and fits(left.lo, left.hi) and fits(right.lo, right.hi):
+            return Number((self.b.node(kind, [self.flat(left), self.flat(right)]),), lo, hi)
+        count = max(count_parts(*ends) for ends in ((left.lo, left.hi), (right.lo, right.hi), (lo, hi)))
+        sides = self.cut(left, count), self.cut(right, count)
+        return self.carried([self._op(kind, a, b) for a, b in zip(*sides, strict=True)], lo, hi)
+
+    def multiply(self, left: Number, right: Number) -> Number:
+        """Write the product."""
+        ends = [a * b for a in (left.lo, left.hi) for b in (right.lo, right.hi)]
+        lo, hi = min(ends), max(ends)
+        if fits(lo, hi) and fits(left.lo, left.hi) and fits(right.lo, right.hi):
+            return Number((self.b.node("Mul", [self.flat(left), self.flat(right)]),), lo, hi)
+        sides = self.cut(left), self.cut(right)
+        columns = [_of_array(np.asarray(0, object)) for _ in range(len(sides[0]) + len(sides[1]) - 1)]
+        for i, a in enumerate(sides[0]):
+            for j, b in enumerate(sides[1]):
+                columns[i + j] = self._op("Add", columns[i + j], self._op("Mul", a, b))
+        return self.carried(columns, lo, hi)
+
+    def shifted_right(self, x: Number, by: int) -> Number:
+        """Write `x >> by`, rounded down."""
+        lo, hi = x.lo >> by, x.hi >> by
+        if not by:
+            return x
+        if (lo, hi) == (0, 0):
+            return constant(np.asarray(0))
+        if fits(x.lo, x.hi) and by > _MOST_SHIFT:
+            return self.shifted_right(self.shifted_right(x, _MOST_SHIFT), by - _MOST_SHIFT)
+        if fits(x.lo, x.hi) and lo >= -FLOAT32 and hi < FLOAT32:
+            return Number((self._split(self.flat(x), by)[1],), lo, hi)
+        whole, bits = divmod(by, PART)
+        parts = self.cut(x, whole + 1)[whole:]
+        names = [part.what if isinstance(part.what, str) else self.int32(part.what) for part in parts]
+        if bits:
+            halves = [self._split(name, bits) for name in names]
+            lows = [self.b.node("Mul", [low, self.int32(1 << (PART - bits))]) for low, _ in halves[1:]]
+            names = [self.b.node("Add", [h, low]) for (_, h), low in zip(halves[:-1], lows, strict=True)]
+            names.append(halves[-1][1])
+        return self.carried(self._bounded(names, lo, hi), lo, hi)
+
+    def power(self, exponent: Number) -> Number:
+        """Write `2**exponent` for an exponent of 0..62, by a table for each part."""
+        table = np.asarray([1 << i for i in range(exponent.hi + 1)], object)
+        if exponent.array is not None:
+            return constant(np.left_shift(np.asarray(1, object), exponent.array))
+        return self.looked_up(table, self.flat(exponent), lambda t, i: self.b.node("Gather", [t, i]))
+
+    def looked_up(self, table: Array, index: str, gather: Callable[[str, str], str]) -> Number:
+        """Write `table[index]`, a look-up for each part of the table."""
+        whole = constant(table)
+        if fits(whole.lo, whole.hi):
+            return Number((gather(self.int32(table), index),), whole.lo, whole.hi)
+        parts = tuple(gather(self.int32(np.asarray(part.what)), index) for part in self.cut(whole))
+        return Number(parts, whole.lo, whole.hi)
+
+    def masked(self, x: Number, mask: Number) -> Number:
+        """Write the bits that two numbers that are not negative have in common."""
+        hi = min(x.hi, mask.hi)
+        if fits(x.lo, x.hi) and fits(mask.lo, mask.hi):
+            return Number((self.b.node("BitwiseAnd", [self.flat(x), self.flat(mask)]),), 0, hi)
+        sides = self.cut(x), self.cut(mask)
+        names = [[c.what if isinstance(c.what, str) else self.int32(c.what) for c in side] for side in sides]
+        count = count_parts(0, hi)
+        parts = [self.b.node("BitwiseAnd", [a, c]) for a, c in list(zip(*names, strict=False))[:count]]
+        return Number(tuple(parts), 0, hi)
+
+    def negative(self, x: Number) -> str:
+        """Write the test if a number is below 0, a bool tensor."""
+        name = self.flat(x) if fits(x.lo, x.hi) else self.cut(x)[-1].what
+        name = name if isinstance(name, str) else self.int32(name)
+        if fits(x.lo, x.hi) and max(-x.lo, x.hi) > FLOAT32:
+            name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(0)])
+        return self.b.node("Less", [name, self.int32(0)])
+
+    def is_zero(self, x: Number) -> str:
+        """Write the test if a number is 0, a bool tensor."""
+        if fits(x.lo, x.hi):
+            name = self.flat(x)
+            if max(-x.lo, x.hi) > FLOAT32:
+                name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(1)])
+            return self.b.node("Equal", [name, self.int32(0)])
+        names = [c.what if isinstance(c.what, str) else self.int32(c.what) for c in self.cut(x)]
+        found = names[0]
+        for name in names[1:]:
+            found = self.b.node("BitwiseOr", [found, name])
+        return self.b.node("Equal", [found, self.int32(0)])
+
+    def each_part(self, numbers: Sequence[Number], write: Callable[[list[str]], str]) -> Number:
+        """Write an operation that moves or selects elements, once for each part."""
+        lo, hi = min(x.lo for x in numbers), max(x.hi for x in numbers)
+        if fits(lo, hi):
+            return Number((write([self.flat(x) for x in numbers]),), lo, hi)
+        count = max(max(len(x.parts), count_parts(x.lo, x.hi)) for x in numbers)
+        rows = [
+            [c.what if isinstance(c.what, str) else self.int32(c.what) for c in self.cut(x, count)] for x in numbers
+        ]
+        return Number(tuple(write(list(row)) for row in zip(*rows, strict=True)), lo, hi)
+
+    def summed(self, x: Number, count: int, write: Callable[[str], str]) -> Number:
+        """Write sums of `count` elements by `write`, which sums one int32 tensor."""
+        lo, hi = min(x.lo * count, 0), max(x.hi * count, 0)
+        if max(-lo, hi) <= FLOAT32:
+            return Number((write(self.flat(x)),), lo, hi)
+        bits = PART
+        while count << bits > FLOAT32:
+            bits -= 1
+        if bits < 1:
+            raise Refused(f"it sums {count} numbers", 'use target="standard"')
+        columns = []
+        for part in self.cut(x):
+            name = part.what if isinstance(part.what, str) else self.int32(part.what)
+            if bits >= PART and max(-part.lo, part.hi) * count <= FLOAT32:
+                columns.append(_Column(write(name), part.lo * count, part.hi * count))
+                continue
+            if part.hi >> (2 * bits) or part.lo < -(1 << (2 * bits)):
+                raise Refused(f"it sums {count} numbers", 'use target="standard"')
+            low, high = self._split(name, bits)
+            top = _Column(write(high), (part.lo >> bits) * count, (part.hi >> bits) * count)
+            raised = self._op("Mul", top, _of_array(np.asarray(1 << bits, object)))
+            columns.append(self._op("Add", raised, _Column(write(low), 0, count << bits)))
+        return self.carried(columns, lo, hi)
+
+
+def _of_array(values: Array) -> _Column:
+    array = np.asarray(values, object)
+    flat = [int(value) for value in array.reshape(-1)] or [0]
+    return _Column(array, min(flat), max(flat))

@@ -1,0 +1,345 @@
+"""Requantization in 32 bits that gives the codes of the 64-bit one: the constants, and their proof.
+
+The 64-bit form is `floor((sum of x * m + c) / 2**n)`. Here every mantissa m is cut into parts of so few bits that a
+product with x stays below 2**31; the sums of the parts are added from the lowest up, each with the carry of the one
+below, which gives the same number. One accumulator is first cut to the window in which its code changes, so that it has
+few bits. As its code changes at 255 places at most, a mantissa of fewer bits often does, which is proven by trying
+both sides of every such place: the form never falls as accumulators grow. Of two tensors of codes, all pairs are tried.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onnx_backend.integer.ir.operations import Requantization
+from onnx_backend.integer.ir.requantization import RequantMultiplier
+from onnx_backend.integer.ir.values import Array, Term
+from qsdk.core.numerics.fixed_point import round_shift
+
+_MOST_PARTS = 4
+#: A better mantissa is searched within its share of 2**-8.
+_NEARBY = 8
+#: Up to so many codes per step of an accumulator, the ends of its window are on the grid.
+_GENTLE = 0.9
+#: Places, over all channels, at which a form is tried.
+_MOST_PLACES = 1 << 22
+_PAIRS = 1 << 16
+#: How far below a step the last sum has to stay: a division in float32 rounds numbers below 2**31 by at most 64, and
+#: the carry may be one too large. With the low bits cut off in front of the last division only the carry is left, and
+#: with those of all sums nothing is.
+_MARGINS = ((0, 66), (1, 2), (2, 0))
+
+
+@dataclass(frozen=True)
+class SplitTerm:
+    """A term as a distance that is not negative: `clip(t, lo, hi) - lo`, or `hi - clip(t, lo, hi)` where it falls.
+
+    Attributes:
+        name: the tensor.
+        codes: True if it is a tensor of codes.
+        lo: int64, lower end of the window.
+        hi: int64, upper end of the window.
+        cuts: whether the tensor can be below, and above, the window.
+        rising: False if the product falls as the term rises.
+        parts: of the mantissa, int64, the lowest first.
+    """
+
+    name: str
+    codes: bool
+    lo: Array
+    hi: Array
+    cuts: tuple[bool, bool]
+    rising: bool
+    parts: tuple[Array, ...] = ()
+
+    def distance(self, values: Array) -> Array:
+        """Return the distances of values."""
+        inside = np.clip(values, self.lo, self.hi)
+        return np.asarray(inside - self.lo if self.rising else self.hi - inside)
+
+
+@dataclass(frozen=True)
+class SplitProducts:
+    """The constants of a requantization in 32 bits: `clip((last sum >> shift) + after, bounds)`.
+
+    Attributes:
+        terms: the summands.
+        addends: one for each part.
+        bits: of every part but the last.
+        shift: int64, broadcasts against the tensor.
+        masked: in front of which divisions the low bits are cut off: 0 none, 1 the last, 2 all.
+        ties: True if a quotient without a rest is made even.
+        after: what is added to the quotient.
+        clips: True if codes beyond the bounds have to be cut.
+    """
+
+    terms: tuple[SplitTerm, ...]
+    addends: tuple[Array, ...]
+    bits: int
+    shift: Array
+    masked: int = 0
+    ties: bool = False
+    after: int = 0
+    clips: bool = False
+
+    def quotients(self, distances: Sequence[Array], *, through_float32: bool) -> Array:
+        """Return the quotients of distances, with divisions in integers or as a runtime divides in float32."""
+        carry = rest = np.zeros((), np.int64)
+        for part, addend in enumerate(self.addends[:-1]):
+            total = carry + self._sum(distances, part, addend)
+            low = total & ((1 << self.bits) - 1)
+            carry = _quotient(total - low if self.masked > 1 else total, np.asarray(self.bits), through_float32)
+            rest = rest | low
+        total = carry + self._sum(distances, -1, self.addends[-1])
+        low = total & ((np.int64(1) << self.shift) - 1)
+        found = _quotient(total - low if self.masked else total, self.shift, through_float32)
+        return np.asarray(found - (found & ((rest | low) == 0))) if self.ties else found
+
+    def largest(self, distances: Sequence[Array]) -> int:
+        """Return a bound of all sums."""
+        return max(int(np.max(self._sum(distances, i, a))) for i, a in enumerate(self.addends)) + (1 << 10)
+
+    def _sum(self, distances: Sequence[Array], part: int, addend: Array) -> Array:
+        total = addend
+        for distance, term in zip(distances, self.terms, strict=True):
+            total = total + distance * term.parts[part]
+        return total
+
+
+def split_products(op: Requantization) -> SplitProducts | None:
+    """Return a requantization in 32 bits with the same codes, None if there is none of few parts."""
+    plan = op.plan
+    if not isinstance(plan, RequantMultiplier) or any(np.any(m > 0) and np.any(m < 0) for m in plan.mantissas):
+        return None
+    terms = [
+        SplitTerm(term.name, term.codes, term.lo, term.hi, (False, False), not np.any(mantissa < 0))
+        for term, mantissa in zip(op.value.terms, plan.mantissas, strict=True)
+    ]
+    if len(terms) == 1:
+        return _of_one(op, plan, terms[0])
+    spans = [int(np.max(term.hi - term.lo)) + 1 for term in terms]
+    scalars = all(a.size == 1 for term in terms for a in (term.lo, term.hi)) and plan.shift.size == plan.addend.size
+    if len(terms) == 2 and scalars and plan.shift.size == 1 and spans[0] * spans[1] <= _PAIRS:
+        return _of_two(op, plan, terms)
+    return None
+
+
+def _quotient(total: Array, shift: Array, through_float32: bool) -> Array:
+    if not through_float32:
+        return np.asarray(total >> shift)
+    return np.trunc(np.ldexp(total.astype(np.float32).astype(np.float64), -shift)).astype(np.int64)
+
+
+def _rounded(op: Requantization, plan: RequantMultiplier, values: Sequence[Array]) -> Array:
+    """Return the codes of the 64-bit form."""
+    total = plan.addend
+    for value, mantissa in zip(values, plan.mantissas, strict=True):
+        total = total + value * mantissa
+    rounded = round_shift(total, plan.shift, rounding=op.rounding)  # type: ignore[arg-type]
+    return np.asarray(np.clip(rounded + op.encoding.zero_point, *op.bounds))
+
+
+def _places(op: Requantization, plan: RequantMultiplier, term: Term, codes: Array) -> Array | None:
+    """Return the first accumulator that has at least each code, one beyond the bounds if none has; None if in doubt."""
+    sign = -1 if np.any(plan.mantissas[0] < 0) else 1
+    mantissa = np.abs(plan.mantissas[0]).astype(np.float64)
+    reals = np.ldexp(codes - op.encoding.zero_point - 0.5, plan.shift) - plan.addend
+    near = sign * np.where(mantissa > 0, reals / np.maximum(mantissa, 1.0), 0.0)
+    middle = np.floor(np.clip(near, term.lo - 3.0, term.hi + 3.0)).astype(np.int64)
+    first, last = (term.lo, term.hi) if sign > 0 else (term.hi, term.lo)
+    found: Array = np.broadcast_to(last + sign, middle.shape)
+    for step in range(4, -5, -1):  # from the far side, so that the first accumulator with the code stays
+        place = np.clip(middle + sign * step, term.lo, term.hi)
+        found = np.where(_rounded(op, plan, [place]) >= codes, place, found)
+    before = np.where(found == first, first, found - sign)
+    early = (found != first) & (_rounded(op, plan, [before]) >= codes)
+    return None if np.any(early) or np.any((found == last + sign) & (early | (before != last))) else found
+
+
+def _of_one(op: Requantization, plan: RequantMultiplier, term: SplitTerm) -> SplitProducts | None:
+    (lo, hi), source, sign = op.bounds, op.value.terms[0], 1 if term.rising else -1
+    arrays = (source.lo, source.hi, plan.mantissas[0], plan.shift, plan.addend)
+    if lo >= hi or (hi - lo) * max(a.size for a in arrays) > _MOST_PLACES:
+        return None
+    codes = np.arange(lo + 1, hi + 1).reshape(-1, *(1 for _ in range(max(a.ndim for a in arrays))))
+    places = _places(op, plan, source, codes)
+    if places is None:
+        return None
+    has_at, has_before = ((p >= source.lo) & (p <= source.hi) for p in (places, places - sign))
+    changes = has_at & has_before
+    low, high = _window(changes, *((places - sign, places) if term.rising else (places, places - sign)))
+    low, high = (np.where(np.any(changes, 0), end, source.lo) for end in (low, high))
+    cuts = bool(np.any(low > source.lo)), bool(np.any(high < source.hi))
+    term = replace(term, lo=low, hi=high, cuts=cuts)
+    bits = 30 - int(np.max(high - low)).bit_length()
+    steps = _Steps(codes, term.distance(places), term.distance(places - sign), has_at, has_before)
+    for count in range(1, _MOST_PARTS + 1):
+        found = (_tried(op, plan, term, bits, (count, *margin), steps) for margin in _MARGINS if bits > 3)
+        form = next((form for form in found if form is not None), None) or _exact(op, plan, term, bits, count, steps)
+        if form is not None:
+            return form
+    return None
+
+
+def _window(inside: Array, below: Array, at: Array) -> tuple[Array, Array]:
+    """Return the smallest and the largest of the places that count, per channel."""
+    least, most = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    return np.min(np.where(inside, below, least), 0), np.max(np.where(inside, at, most), 0)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The places where codes change, as distances: at the code, and one before; and whether the tensor has them."""
+
+    codes: Array
+    at: Array
+    before: Array
+    has_at: Array
+    has_before: Array
+
+    def addends(
+        self, mantissa: Array, wanted: Array, ends: tuple[Array, Array], room: int, span: Array
+    ) -> tuple[Array, Array]:
+        """Return the smallest and the largest addend with which the codes change at these places."""
+        least = np.max(np.where(self.has_at, wanted - mantissa * self.at, 0), 0)
+        most = np.min(np.where(self.has_before, wanted - mantissa * self.before - room - 1, 1 << 62), 0)
+        return np.maximum(least, ends[0]), np.minimum(most, ends[1] - mantissa * span)
+
+    def widest(self, mantissa: Array, wanted: Array, ends: tuple[Array, Array], room: int, span: Array) -> Array:
+        """Return the mantissas near the given ones that leave the addend most room, which is concave in a mantissa."""
+
+        def width(mantissa: Array) -> Array:
+            least, most = self.addends(mantissa, wanted, ends, room, span)
+            return np.asarray(most - least)
+
+        low, high = mantissa - (mantissa >> _NEARBY), mantissa + (mantissa >> _NEARBY)
+        if np.all(width(mantissa) >= 0):
+            return mantissa
+        while np.any(high - low > 2):
+            third = (high - low) // 3
+            rising = width(low + third) <= width(high - third)
+            low, high = np.where(rising, low + third, low), np.where(rising, high, high - third)
+        found = np.stack([low, (low + high) >> 1, high])
+        widths = np.stack([width(candidate) for candidate in found])
+        return np.asarray(np.take_along_axis(found, np.argmax(widths, 0)[None], 0)[0])
+
+    def hold(self, made: SplitProducts, op: Requantization, span: Array) -> bool:
+        """Return True if codes change at these places alone, in integers and with divisions in float32."""
+        if made.largest([span]) >= 1 << 31:
+            return False
+        for through_float32 in (False, True):
+            at, before, first, last = (
+                made.quotients([distances], through_float32=through_float32) + made.after
+                for distances in (self.at, self.before, np.zeros_like(span), span)
+            )
+            if np.any((at < self.codes) & self.has_at) or np.any((before >= self.codes) & self.has_before):
+                return False
+            if not made.clips and (np.any(first < op.bounds[0]) or np.any(last > op.bounds[1])):
+                return False
+        return True
+
+
+def _tried(
+    op: Requantization,
+    plan: RequantMultiplier,
+    term: SplitTerm,
+    bits: int,
+    form: tuple[int, int, int],
+    steps: _Steps,
+) -> SplitProducts | None:
+    """Return the constants with so many parts, if codes then change where they should, and stay a margin below that."""
+    count, masked, margin = form
+    whole, room = bits * (count - 1), margin << (bits * (count - 1))
+    alive = plan.mantissas[0] != 0
+    steepest = float(np.max(np.ldexp(np.abs(plan.mantissas[0]).astype(np.float64), -plan.shift)))
+    lift = math.ceil(steepest) if steepest > _GENTLE else 0  # the ends of the window are so far beyond the grid
+    lo, hi = op.bounds[0], op.bounds[1] + 2 * lift
+    code_bits = (hi + 1).bit_length()
+    shift = np.minimum(np.minimum(31 - code_bits + whole, np.where(alive, plan.shift, 61)), 61 - code_bits)
+    if np.any(shift - whole < 1):
+        return None
+    mantissa = np.rint(np.ldexp(np.abs(plan.mantissas[0]).astype(np.float64), shift - plan.shift)).astype(np.int64)
+    once = np.sum(steps.has_at & steps.has_before, 0) == 1  # 0 or 1 then: any slope will do, and a steep one is safe
+    mantissa = np.where(once, np.int64(1) << shift, mantissa)
+    span, wanted = term.hi - term.lo, (steps.codes + lift) << shift
+    ends = np.int64(lo) << shift, (np.int64(hi + 1) << shift) - room - 1
+    mantissa = np.where(once, mantissa, steps.widest(mantissa, wanted, ends, room, span))
+    least, most = steps.addends(mantissa, wanted, ends, room, span)
+    if np.any(least > most):
+        return None
+    middle = (least + most) >> 1
+    coarse = -((-middle >> whole) << whole)  # an addend without low bits saves a step
+    addend = coarse if np.all((coarse >= least) & (coarse <= most)) else middle
+    parts = (replace(term, parts=_parts(mantissa, bits, count)),)
+    addends = _parts(addend, bits, count)
+    made = SplitProducts(parts, addends, bits, np.asarray(shift - whole), masked, after=-lift, clips=lift > 0)
+    return made if steps.hold(made, op, span) else None
+
+
+def _exact(
+    op: Requantization, plan: RequantMultiplier, term: SplitTerm, bits: int, count: int, steps: _Steps
+) -> SplitProducts | None:
+    """Return the constants of the 64-bit form itself, less common factors of two, where ties to even are possible."""
+    if op.rounding != "half_even":
+        return None
+    lift = max(op.encoding.zero_point - op.bounds[0] + 2, 0)
+    lift += lift & 1  # even, so that the parity of the quotient is its own
+    mantissa, shift = np.abs(plan.mantissas[0]), plan.shift
+    ends = [side * plan.mantissas[0] for side in (term.lo if term.rising else term.hi,)]
+    if np.max(np.abs(ends[0].astype(np.float64))) + lift * np.ldexp(1.0, int(np.max(shift))) > 2.0**61:
+        return None
+    addend = plan.addend + ends[0] + (np.int64(1) << (shift - 1)) + (np.int64(lift) << shift)
+    both = mantissa | addend
+    common = np.minimum(np.log2((both & -both).astype(np.float64)).astype(np.int64), shift - 1)
+    shift, whole = shift - common, bits * (count - 1)
+    if np.any(shift - whole < 1) or bits < 4:
+        return None
+    parts = (replace(term, parts=_parts(mantissa >> common, bits, count)),)
+    made = SplitProducts(
+        parts,
+        _parts(addend >> common, bits, count),
+        bits,
+        np.asarray(shift - whole),
+        masked=2,
+        ties=True,
+        after=op.encoding.zero_point - lift,
+        clips=True,
+    )
+    return made if steps.hold(made, op, term.hi - term.lo) else None
+
+
+def _parts(number: Array, bits: int, count: int) -> tuple[Array, ...]:
+    lower = [np.asarray((number >> (bits * i)) & ((1 << bits) - 1)) for i in range(count - 1)]
+    return (*lower, np.asarray(number >> (bits * (count - 1))))
+
+
+def _of_two(op: Requantization, plan: RequantMultiplier, terms: Sequence[SplitTerm]) -> SplitProducts | None:
+    """Return the exact form in two parts, with as few steps as give the right codes for all pairs."""
+    values = np.meshgrid(*(np.arange(t.lo.item(), t.hi.item() + 1) for t in terms), indexing="ij")
+    wanted, shift = _rounded(op, plan, values), int(plan.shift.item())
+    bits = min(28 - max(int(np.max(t.hi - t.lo)).bit_length() for t in terms), shift - 1)
+    addend = int(plan.addend.item()) + (1 << (shift - 1))
+    for term, mantissa in zip(terms, plan.mantissas, strict=True):
+        addend += int(mantissa.item()) * int((term.lo if term.rising else term.hi).item())
+    lift = max(-(addend >> shift), 0)
+    lift += lift & 1  # even, so that the parity of the quotient is its own
+    addend += lift << shift
+    if bits < 1 or (addend >> bits) >= 1 << 30:
+        return None
+    split = tuple(
+        replace(term, parts=_parts(np.abs(mantissa), bits, 2))
+        for term, mantissa in zip(terms, plan.mantissas, strict=True)
+    )
+    addends = tuple(np.asarray(part, np.int64) for part in (addend & ((1 << bits) - 1), addend >> bits))
+    distances = [term.distance(value) for term, value in zip(split, values, strict=True)]
+    after = op.encoding.zero_point - lift
+    for masked, ties in ((0, False), (2, False), (2, True)):
+        made = SplitProducts(split, addends, bits, np.asarray(shift - bits), masked, ties, after, clips=True)
+        if made.largest(distances) >= 1 << 31:
+            return None
+        found = [made.quotients(distances, through_float32=through) + after for through in (False, True)]
+        if all(np.array_equal(np.clip(codes, *op.bounds), wanted) for codes in found):
+            return made
+    return None

@@ -1,0 +1,46 @@
+"""An integer model on every runtime that is installed: its outputs by runtime."""
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from integer_models import LEVELS
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from onnx_backend.integer.reference.run import run_reference
+
+
+class GatherElements(OpRun):
+    """The operator as ONNX has it: onnx's own raises for tables of more than 64 rows."""
+
+    def _run(self, data: Any, indices: Any, axis: int = 0) -> tuple[Any]:
+        return (np.take_along_axis(data, indices.astype(np.int64), axis),)
+
+
+def openvino(model: Any, feeds: Any) -> list[Any]:
+    """The outputs of OpenVINO's CPU plugin; skips where it is not installed."""
+    core = pytest.importorskip("openvino", reason="the extra qsdk[openvino] is not installed").Core()
+    compiled = core.compile_model(
+        core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    found = compiled(dict(feeds))
+    return [found[output] for output in compiled.outputs]
+
+
+def onnxruntime(model: Any, feeds: Any, level: str = "ORT_ENABLE_ALL") -> list[Any]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(feeds))
+
+
+def every_runtime(model: Any, feeds: Any) -> dict[str, list[Any]]:
+    """The outputs of a model on ONNX Runtime at every level, OpenVINO, onnx's evaluator and the NumPy reference."""
+    found = {level: onnxruntime(model, feeds, level) for level in LEVELS}
+    found["openvino"] = openvino(model, feeds)
+    found["evaluator"] = ReferenceEvaluator(model, new_ops=[GatherElements]).run(None, dict(feeds))
+    reference = run_reference(model, feeds)
+    found["numpy"] = [reference[info.name] for info in model.graph.output]
+    return found

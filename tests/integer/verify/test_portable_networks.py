@@ -1,0 +1,101 @@
+"""The portable target: the same integers as `standard`, on every runtime, in operators of its table alone."""
+
+import numpy as np
+import onnx
+import pytest
+from every_runtime import every_runtime, onnxruntime
+from firmware_models import MODELS
+from integer_models import UINT8, Net
+from onnx import TensorProto, shape_inference
+
+from onnx_backend.integer.convert import convert
+from onnx_backend.integer.decompose.prepare import prepare
+from onnx_backend.integer.portable.exact_ranges import LIMITS
+from onnx_backend.integer.verify.run_both import random_inputs
+from qsdk.core.errors import ConfigError, IntegerError
+
+#: onnx's own evaluator gives a MaxPool with auto_pad another shape than the standard says.
+OTHER_SHAPES = {"pools": ("evaluator",)}
+EDGES = {"QuantizeLinear", "DequantizeLinear"}
+
+
+def both(model, **options):
+    prepared = prepare(model, ())
+    return tuple(convert(prepared, target=target, **options) for target in ("standard", "portable"))
+
+
+def codes(standard, model, seed=0):
+    """Inputs of a model with integer edges, over the whole range of their type."""
+    rng = np.random.default_rng(seed)
+    feeds = random_inputs(standard.model, model, rng)
+    for name, values in feeds.items():
+        if values.dtype.itemsize <= 2 and values.dtype != bool:
+            info = np.iinfo(values.dtype)
+            feeds[name] = rng.integers(info.min, info.max, values.shape, endpoint=True).astype(values.dtype)
+    return feeds
+
+
+def require_same(standard, portable, feeds, without=()):
+    expected = onnxruntime(standard.model, feeds)
+    for runtime, found in every_runtime(portable.model, feeds).items():
+        for one, other in zip(expected, found, strict=True) if runtime not in without else ():
+            np.testing.assert_array_equal(one, other, err_msg=runtime)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "joined"])
+def test_a_network_has_the_integers_of_the_standard_target_on_every_runtime(name):
+    model, _ = MODELS[name]()
+    standard, portable = both(model, edges="integer")
+    require_same(standard, portable, codes(standard, model), OTHER_SHAPES.get(name, ()))
+    assert {node.op_type for node in portable.model.graph.node} <= {*LIMITS, *EDGES}
+
+
+@pytest.mark.parametrize("name", ["cnn", "residual", "softmax"])
+def test_float_edges_leave_the_model_the_same(name):
+    model, feeds = MODELS[name]()
+    standard, portable = both(model, edges="float")
+    for one, other in zip(onnxruntime(standard.model, feeds), onnxruntime(portable.model, feeds), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_no_64_bit_tensor_is_computed_with():
+    model, _ = MODELS["softmax"]()
+    _, portable = both(model, edges="integer")
+    inferred = shape_inference.infer_shapes(portable.model)
+    wide = {
+        info.name
+        for info in inferred.graph.value_info
+        if info.type.tensor_type.elem_type in (TensorProto.INT64, TensorProto.UINT64)
+    }
+    sizes = {name for node in portable.model.graph.node if node.op_type == "Shape" for name in node.output}
+    assert wide <= sizes
+
+
+def deep(channels, value):
+    """A layer whose sums leave the range that float32 adds exactly."""
+    net = Net()
+    x = net.qdq(net.input([3, channels]), 0.03, 255)
+    weight = np.full((channels, 4), value, np.int8)
+    weight[::3, 1:] -= np.arange(3, dtype=np.int8)
+    stored = net.op("DequantizeLinear", net.const(weight), net.const(np.float32(0.01)))
+    net.output(net.qdq(net.op("MatMul", x, stored), 40.0, 250), [3, 4])
+    return net.model()
+
+
+def test_the_sums_of_a_deep_layer_are_added_in_two_halves():
+    model = deep(2000, 127)
+    standard, portable = both(model, edges="integer")
+    require_same(standard, portable, codes(standard, model))
+    assert sum(node.op_type == "MatMulInteger" for node in portable.model.graph.node) == 2
+
+
+def test_a_layer_beyond_int32_sums_of_halves_is_refused_by_name():
+    with pytest.raises(IntegerError, match="MatMulInteger '.*': its sums can reach .*; split the layer into layers of"):
+        convert(prepare(deep(20000, 127), ()), target="portable", edges="integer")
+
+
+def test_options_that_portable_does_not_know_are_refused():
+    model, _ = MODELS["cnn"]()
+    for options in ({"product_bits": 32}, {"requantize": "qlinear"}):
+        with pytest.raises(ConfigError, match='target="portable" computes everything in 32 bits by itself'):
+            convert(model, target="portable", **options)
