@@ -91,7 +91,7 @@ def convert(
         model: a model of opset 13 or later whose activations pass QuantizeLinear/DequantizeLinear of at most 8 bits,
             per tensor, and whose weights are integers behind a DequantizeLinear.
         target: `standard` writes standard ONNX operators, `onnxruntime` the quantized kernels of that runtime too,
-            `portable` the operators and ranges that every runtime computes exactly, for the codes of `standard`.
+            `portable` the integers of `standard` in operators and ranges that every runtime computes exactly.
         edges: `float` keeps float inputs and outputs behind one QuantizeLinear/DequantizeLinear each; `integer` takes
             and gives integers, with scale and zero point in the model's metadata.
         rounding: of exact ties in the requantization; `gemmlowp` rounds twice. Kernels round ties to even.
@@ -110,12 +110,10 @@ def convert(
         ConfigError: an option that does not exist in this version.
         IntegerError: listing every node that has no integer form, with its reason and remedy.
     """
-    _require_options(target, edges, rounding, requantize, weights, product_bits, tables)
+    _require_options(target, edges, rounding, requantize, weights, product_bits, tables, allow_float)
     kernels = "onnxruntime" if target == "onnxruntime" else "qlinear" if requantize == "qlinear" else ""
     source = inliner.inline_local_functions(model) if model.functions else model
-    opset = max((entry.version for entry in source.opset_import if entry.domain in ("", "ai.onnx")), default=0)
-    if opset < _FIRST_OPSET:
-        raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
+    opset = _opset(source)
     builder = Builder(_reserved(source), rounding, product_bits, interpolates=tables == "interpolated")
     context = lowering_context(source, builder, edges, composes=kernels != "onnxruntime")
     islands = Islands(allow_float)
@@ -126,7 +124,7 @@ def convert(
     islands.require_used([label(node) for node in source.graph.node if node.op_type not in ("Constant", *QDQ)])
     used = _kernels(kernels, weights)
     operations = tuple(live(builder.nodes, {info.name for info in source.graph.output}))
-    integer = _assembled(source, context, outputs, opset, used, portable=target == "portable")
+    integer = _assembled(source, context, outputs, opset, used, target == "portable")
     require_integer_only(integer, edges=edges, kernels=kernels, islands=context.floats)
     options = {"target": target, "requantize": requantize, "edges": edges, "rounding": rounding, "tables": tables}
     if used is not None:
@@ -136,14 +134,33 @@ def convert(
     return IntegerResult(integer, certificate, report, context.sites, operations, constants)
 
 
+def _opset(model: ModelProto) -> int:
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset < _FIRST_OPSET:
+        raise IntegerError(f"the model has opset {opset}; convert it to {_FIRST_OPSET} or later first")
+    return opset
+
+
 def _require_options(
-    target: str, edges: str, rounding: str, requantize: str, weights: str, product_bits: int, tables: str
+    target: str,
+    edges: str,
+    rounding: str,
+    requantize: str,
+    weights: str,
+    product_bits: int,
+    tables: str,
+    allow_float: Sequence[str],
 ) -> None:
     if target not in ("standard", "onnxruntime", "portable"):
         raise ConfigError(f'target={target!r} is unknown; choose "standard", "onnxruntime" or "portable"')
     if target == "portable" and (requantize != "integer" or product_bits != 64):
         raise ConfigError(
             'target="portable" computes everything in 32 bits by itself; leave requantize="integer" and product_bits=64'
+        )
+    if target == "portable" and allow_float:
+        raise ConfigError(
+            'runtimes differ in what they compute in float: target="portable" takes no allow_float; quantize '
+            + ", ".join(allow_float)
         )
     if requantize not in ("integer", "qlinear"):
         raise ConfigError(f'requantize={requantize!r} is unknown; choose "integer" or "qlinear"')
@@ -208,8 +225,7 @@ def _assembled(
     outputs: dict[str, Codes | None],
     opset: int,
     kernels: KernelChoice | None,
-    *,
-    portable: bool = False,
+    portable: bool,
 ) -> ModelProto:
     graph = onnx.GraphProto()
     graph.name = f"{model.graph.name or 'model'}.integer"

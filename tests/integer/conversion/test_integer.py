@@ -678,7 +678,7 @@ def test_conversion_is_deterministic():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"target": "tflite"}, 'choose "standard" or "onnxruntime"'),
+        ({"target": "tflite"}, 'choose "standard", "onnxruntime" or "portable"'),
         ({"requantize": "float"}, 'choose "integer" or "qlinear"'),
         ({"weights": "int8"}, 'choose "auto", "unsigned" or "signed"'),
         ({"edges": "none"}, '"float" or "integer"'),

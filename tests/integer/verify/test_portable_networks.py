@@ -1,11 +1,10 @@
 """The portable target: the same integers as `standard`, on every runtime, in operators of its table alone."""
 
 import numpy as np
-import onnx
 import pytest
 from every_runtime import every_runtime, onnxruntime
 from firmware_models import MODELS
-from integer_models import UINT8, Net
+from integer_models import Net
 from onnx import TensorProto, shape_inference
 
 from onnx_backend.integer.convert import convert
@@ -90,7 +89,9 @@ def test_the_sums_of_a_deep_layer_are_added_in_two_halves():
 
 
 def test_a_layer_beyond_int32_sums_of_halves_is_refused_by_name():
-    with pytest.raises(IntegerError, match="MatMulInteger '.*': its sums can reach .*; split the layer into layers of"):
+    with pytest.raises(
+        IntegerError, match=r"MatMulInteger '.*': its sums can reach .*; split the layer into layers of"
+    ):
         convert(prepare(deep(20000, 127), ()), target="portable", edges="integer")
 
 
@@ -99,3 +100,5 @@ def test_options_that_portable_does_not_know_are_refused():
     for options in ({"product_bits": 32}, {"requantize": "qlinear"}):
         with pytest.raises(ConfigError, match='target="portable" computes everything in 32 bits by itself'):
             convert(model, target="portable", **options)
+    with pytest.raises(ConfigError, match='target="portable" takes no allow_float; quantize Relu, head'):
+        convert(model, target="portable", allow_float=["Relu", "head"])
