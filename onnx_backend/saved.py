@@ -1,11 +1,7 @@
 """Save and restore what an ONNX sim holds besides its state: the marked model, and notes on how it was opened."""
 
-import shutil
-import tempfile
-import weakref
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -20,6 +16,7 @@ from onnx_backend.sim import OnnxSim
 from qsdk.core.errors import FileFormatError
 from qsdk.core.layers.folded_norms import norms_to_json, read_norms
 from qsdk.core.planning.plan import Plan
+from qsdk.core.shared_folder import SharedFolder
 from qsdk.core.sims.plan_json import plan_to_json, read_plan
 from qsdk.core.sims.sim_file import WEIGHTS, Part, SimFile
 
@@ -88,16 +85,12 @@ def restore_sim(file: SimFile, where: str) -> OnnxSim:
         sim = OnnxSim.from_state(model, file.state, notes, opened)
         sim.run_on(providers)
         return sim
-    folder = Path(tempfile.mkdtemp(prefix="qsdk-"))
-    try:
-        file.unpack(WEIGHTS, folder / "weights")
-        refer_to(model, folder / "weights", places_of(stubs))
-        sim = OnnxSim.from_state(model, file.state, notes, opened)
-        sim.run_on(providers)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(sim, shutil.rmtree, folder, ignore_errors=True)
+    folder = SharedFolder()
+    file.unpack(WEIGHTS, folder.path / "weights")
+    refer_to(model, folder.path / "weights", places_of(stubs))
+    sim = OnnxSim.from_state(model, file.state, notes, opened)
+    sim.run_on(providers)
+    sim.weights_folder = folder
     return sim
 
 

@@ -1,8 +1,5 @@
 """The sim of an ONNX model: graph, plan and encodings. It simulates by running the Q/DQ model it would export."""
 
-import shutil
-import tempfile
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +43,7 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import PERCENTILE
 from qsdk.core.ranges.statistics import Gather, single_process
 from qsdk.core.report import Report
+from qsdk.core.shared_folder import SharedFolder
 from qsdk.core.sims.bias_remarks import with_notes, with_reasons
 from qsdk.core.sims.calibration import calibrate_sites
 from qsdk.core.sims.corrected_biases import OriginalBiases
@@ -68,6 +66,7 @@ class OnnxSim(StatefulSim):
         given: the user's own float values of tensors that verbs have changed since.
         in_memory: the most bytes of quantized weights kept in memory; beyond that they go to a temporary file.
         providers: ONNX Runtime's, on which it runs; see `run_on`.
+        weights_folder: the temporary folder of its weights, where they came from a saved sim and are large.
     """
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
@@ -86,7 +85,8 @@ class OnnxSim(StatefulSim):
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
         self._changing = OwnLock()  # sessions are built from one state, and dropped with it
-        self._spools: list[weakref.finalize[..., OnnxSim]] = []
+        self._spools: list[SharedFolder] = []  # of the simulation
+        self.weights_folder: SharedFolder | None = None
 
     @classmethod
     def from_float(
@@ -302,9 +302,8 @@ class OnnxSim(StatefulSim):
         lowered = lower(self._marked, self.plan, self.encodings, dialect=dialect)
         if lowered.nbytes <= self.in_memory:
             return with_large(lowered.model, lowered.large)
-        folder = tempfile.mkdtemp(prefix="qsdk-")
-        self._spools.append(weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True))
-        return spool_large_tensors(lowered.model, lowered.large, Path(folder) / "weights")
+        self._spools.append(SharedFolder())
+        return spool_large_tensors(lowered.model, lowered.large, self._spools[-1].path / "weights")
 
     def __call__(self, *args: Any) -> list[Array]:
         """Simulate: the inputs in order, or one mapping by name."""
@@ -372,11 +371,15 @@ class OnnxSim(StatefulSim):
 
     # --- state and sessions ---------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, which builds its own sessions."""
+        with self._changing:
+            return {**self.__dict__, "_session": None, "_capturing": None, "_observing": SessionCache()}
+
     def _set(self, own: dict[str, Encoding]) -> None:
         with self._changing:
             self._own, self._lowered, self._session, self._capturing = own, None, None, None
-            while self._spools:
-                self._spools.pop()()  # removes the files of the old simulation
+            self._spools = []
 
     def _current(self) -> ModelProto:
         if self._lowered is None:
