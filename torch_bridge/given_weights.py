@@ -12,24 +12,27 @@ from qsdk.core.errors import ModelError
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.weight_snapshot import Key, state_tensors
 
+#: float dtype -> digest of a tensor's values in it
+Digests = Mapping[torch.dtype, bytes]
+
 
 class GivenWeights:
     """The store of a tensor's given value, in host memory, from the moment that a verb writes over it.
 
-    What the user writes over a verb's values (a checkpoint, say) is given by the user too: a digest of what the verb
-    left distinguishes the two.
+    What the user writes over a verb's values (a checkpoint, say) is given by the user too: digests of what the verb
+    left distinguish the two, also after `.half()` has rounded it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._bounds = relu6_bounds(model)  # of ReLU6 modules
-        self._values: dict[Key, tuple[Tensor, bytes]] = {}
+        self._values: dict[Key, tuple[Tensor, Digests]] = {}
         self._writing: dict[Key, Tensor] = {}  # given values of tensors that are being written
 
-    def contents(self) -> Mapping[Key, tuple[Tensor, bytes]]:
+    def contents(self) -> Mapping[Key, tuple[Tensor, Digests]]:
         """Return the current contents, for `restore_contents`."""
         return dict(self._values)
 
-    def restore_contents(self, known: Mapping[Key, tuple[Tensor, bytes]]) -> None:
+    def restore_contents(self, known: Mapping[Key, tuple[Tensor, Digests]]) -> None:
         """Restore contents that belong to the values which the tensors have again."""
         self._values = dict(known)
 
@@ -53,7 +56,7 @@ class GivenWeights:
             if _are_equal(given, current):
                 self._values.pop(key, None)
             else:
-                self._values[key] = given, _digest(current)
+                self._values[key] = given, _digests(current)
 
     @contextmanager
     def recording_changes(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
@@ -93,16 +96,14 @@ class GivenWeights:
         for key, value in values.items():
             if key not in tensors_by_key or tensors_by_key[key].shape != value.shape:
                 raise ModelError(f"{'.'.join(key).lstrip('.')} is no tensor of the model, or of another shape")
-        self._values = {key: (value, _digest(_local(tensors_by_key[key]).cpu())) for key, value in values.items()}
+        self._values = {key: (value, _digests(_local(tensors_by_key[key]).cpu())) for key, value in values.items()}
 
     def _given(self, key: Key, tensor: Tensor) -> Tensor | None:
         """Return the given value where a verb's value is stored; None where the user's own is."""
         if key in self._writing:
             return self._writing[key]
         known = self._values.get(key)
-        if known is None or known[1] != _digest(_local(tensor).cpu()):
-            return None
-        return known[0]
+        return known[0] if known is not None and _is_one_of(_local(tensor).cpu(), known[1]) else None
 
 
 @contextmanager
@@ -147,3 +148,20 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 def _digest(tensor: Tensor) -> bytes:
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return hashlib.blake2b(data, digest_size=16).digest()  # type: ignore[arg-type]
+
+
+def _digests(tensor: Tensor) -> Digests:
+    """Return the digests of a tensor and of what it may become: in half precision, and from float64 in float32."""
+    narrower = [torch.float16, torch.bfloat16] if tensor.is_floating_point() else []
+    if tensor.dtype == torch.float64:
+        narrower.append(torch.float32)
+    return {dtype: _digest(tensor.to(dtype)) for dtype in (tensor.dtype, *narrower)}
+
+
+def _is_one_of(tensor: Tensor, digests: Digests) -> bool:
+    """Return whether a tensor holds the values of a digest, in any dtype that holds them exactly."""
+    for dtype, known in digests.items():
+        narrow = tensor.to(dtype)
+        if (dtype == tensor.dtype or torch.equal(narrow.to(tensor.dtype), tensor)) and _digest(narrow) == known:
+            return True
+    return False

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +15,7 @@ from qsdk.core.planning.plan import Plan
 from qsdk.core.sims.state import SimState
 
 Array = npt.NDArray[Any]
+_HALF = (np.float16, ml_dtypes.bfloat16)
 #: site -> the original bias, and the shifted one
 OriginalBiases = dict[str, tuple[Array, Array]]
 
@@ -129,7 +131,15 @@ def float_biases(sim: HasBiases) -> dict[str, Array]:
 
 def _still_shifted(sim: HasBiases, now: Mapping[str, Array]) -> OriginalBiases:
     pairs = sim.original_biases.items()
-    return {site: pair for site, pair in pairs if site in now and np.array_equal(now[site], pair[1])}
+    return {site: pair for site, pair in pairs if site in now and _is_stored_as(now[site], pair[1])}
+
+
+def _is_stored_as(now: Array, shifted: Array) -> bool:
+    """Return whether a bias is the shifted one, or that in the half precision to which the model was converted."""
+    if np.array_equal(now, shifted):
+        return True
+    with np.errstate(over="ignore"):
+        return any(np.array_equal(now, shifted.astype(half).astype(now.dtype)) for half in _HALF)
 
 
 def biases_to_json(sim: HasBiases) -> dict[str, list[float]]:

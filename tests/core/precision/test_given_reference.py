@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import qsdk
+from qsdk.core.sims.corrected_biases import float_biases
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 BATCHES = list(IMAGES.split(2))
@@ -184,3 +185,42 @@ def test_a_precision_that_is_set_by_hand_takes_its_shift_back_too(sim):
     sim.set_precision(site.replace(":bias", ":weight"), "int8")
     now = biases(sim)
     assert all(np.array_equal(now[s], given[s] if s == site else shifted[s]) for s in given)
+
+
+CONVERT = {
+    "float16": (lambda model: model.half(), torch.float16),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+    "float64": (lambda model: model.double(), torch.float64),
+    "float16 and back": (lambda model: model.half().float(), torch.float32),
+    "bfloat16 and float64": (lambda model: model.bfloat16().double(), torch.float64),
+}
+
+
+@pytest.mark.parametrize("door", ["torch"])
+@pytest.mark.parametrize("conversion", CONVERT)
+def test_what_was_given_follows_the_model_to_another_dtype(sim, conversion: str):
+    convert, dtype = CONVERT[conversion]
+    exact = trained().to(dtype)(BATCHES[0].to(dtype)).detach()
+    MOVE["twice"](sim, BATCHES)
+    sim = copy.deepcopy(sim)
+    shifted, rounded = biases(sim), float_biases(sim)
+    assert rounded
+    convert(sim.model)
+
+    def close(model) -> float:
+        return -float((model(BATCHES[0].to(dtype)) - exact).abs().max())
+
+    data = [batch.to(dtype) for batch in BATCHES]
+    summary = qsdk.mixed_precision(sim, data, close, max_drop=float("inf"), progress=False).summary
+    assert summary["reference"] == pytest.approx(0, abs=0.02)  # it is rounded to the dtype as `exact` is
+    assert summary["float_now"] < 5 * min(summary["reference"], -0.01)
+    assert float_biases(sim).keys() == rounded.keys()
+    for site, original in float_biases(sim).items():
+        np.testing.assert_array_equal(original, rounded[site])
+        assert not np.array_equal(shifted[site], original)
+    with torch.no_grad():  # what the user writes over them is given
+        for parameter in sim.model.parameters():
+            parameter.mul_(1.5)
+    assert float_biases(sim) == {}
+    summary = qsdk.mixed_precision(sim, data, close, max_drop=float("inf"), progress=False).summary
+    assert summary["reference"] == pytest.approx(summary["float_now"], abs=1e-6)
