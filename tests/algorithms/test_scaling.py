@@ -358,3 +358,28 @@ def test_options_that_do_not_exist_are_refused():
     calibrate(sim, batches, progress=False)
     with pytest.raises(ConfigError, match="give data to calibrate it again"):
         qsdk.equalize(sim)
+
+
+@both
+def test_factors_stay_within_the_numbers_of_float16(door, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    with torch.no_grad():  # the factors that equalize the weights are about 1e-3, and the bias is 1000
+        model[0].weight.mul_(1e-4)
+        model[0].bias.fill_(1000.0)
+        model[2].weight.mul_(100.0)
+    model.half()
+    batches = [torch.randn(4, 8).half() for _ in range(3)]
+    exact = model(batches[0]).float()
+    source = model
+    if door == "onnx":
+        source = tmp_path / "half.onnx"
+        torch.onnx.export(model, (batches[0],), source, dynamo=True, verbose=False)
+        batches = [batch.numpy() for batch in batches]
+    sim = qsdk.quantize(source, batches[0] if door == "torch" else None, PER_TENSOR)
+    calibrate(sim, batches, progress=False)
+    report = qsdk.equalize(sim, batches, absorb_bias=False, progress=False)
+    assert 0.0 < min(row["smallest_factor"] for row in report.rows if not row["reason"]) < 0.1
+    found = sim(batches[0]) if door == "torch" else torch.from_numpy(sim.run(batches[0])[0])
+    assert found.isfinite().all()
+    assert (found.float() - exact).abs().max() <= 0.03 * exact.abs().max()

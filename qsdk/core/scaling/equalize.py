@@ -34,37 +34,25 @@ def equalize(scalings: Scalings, iterations: int) -> int:
     Each region takes `sqrt(r1 / r2)`. Where a depthwise layer lies between two regions, alternating between them
     converges to the cube roots that the paper has for three layers.
     """
-    weights = {edit.root for region in scalings.regions for edit in region.edits if edit.role == "weight"}
-    maxima = {root: _maxima(scalings, root) for root in weights}
     for count in range(iterations):
         largest = 0.0
         for number in range(len(scalings.regions)):
-            shrinking, growing = ranges(scalings, number, maxima)
-            step = balance(shrinking, growing)
-            scalings.multiply(number, step)
+            step = scalings.multiply(number, balance(*ranges(scalings, number)))
             largest = max(largest, float(np.abs(np.log(step)).max(initial=0.0)))
         if largest < _CONVERGED:
             return count + 1
     return iterations
 
 
-def ranges(scalings: Scalings, number: int, maxima: dict[int, FloatArray] | None = None) -> tuple[Factors, Factors]:
+def ranges(scalings: Scalings, number: int) -> tuple[Factors, Factors]:
     """Return the largest weight of each channel, on the side that is divided and on the side that is multiplied."""
     region = scalings.regions[number]
     result = {-1: np.zeros(region.channels), 1: np.zeros(region.channels)}
     for edit in region.edits:
         if edit.role == "weight":
-            held = _maxima(scalings, edit.root) if maxima is None else maxima[edit.root]
-            magnitudes = held * scalings.multiplier(edit.root)
+            magnitudes = scalings.largest(edit.root) * scalings.multiplier(edit.root)
             result[edit.power] = np.maximum(result[edit.power], widest(magnitudes, edit.ids, region.channels))
     return result[-1], result[1]
-
-
-def _maxima(scalings: Scalings, root: int) -> FloatArray:
-    """Return the largest magnitudes of an unscaled weight, along the axes that no factor depends on (a kernel's)."""
-    magnitudes = np.abs(scalings.stored(root))
-    flat = tuple(axis for axis, size in enumerate(scalings.multiplier_shape(root)) if size == 1)
-    return np.asarray(magnitudes.max(axis=flat, keepdims=True))
 
 
 # --- high biases (section 4.1.3) ----------------------------------------------------------------------------------

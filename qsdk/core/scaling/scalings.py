@@ -15,6 +15,8 @@ from qsdk.core.scaling.regions import Region
 FloatArray = npt.NDArray[np.float32]
 Factors = npt.NDArray[np.float64]
 _LARGEST = 1e6  # factor: beyond it products may overflow float32
+_LARGEST_IN_FLOAT16 = 2.0**8  # the root of the largest number, so that neither side leaves the type's range at once
+_TOP_OF_FLOAT16 = 2.0**15  # of scaled values; half of the largest number, since factors and data are samples
 
 
 class Scalings:
@@ -29,14 +31,50 @@ class Scalings:
     def __init__(self, graph: Graph, regions: Sequence[Region], stored: Mapping[str, npt.NDArray[np.generic]]) -> None:
         self.graph, self.regions, self._stored = graph, list(regions), stored
         self.factors: list[Factors] = [np.ones(region.channels) for region in regions]
+        self._largest: dict[int, FloatArray] = {}
         self._edits: dict[int, list[tuple[int, Edit]]] = {}
         for number, region in enumerate(regions):
             for edit in region.edits:
                 self._edits.setdefault(edit.root, []).append((number, edit))
 
-    def multiply(self, number: int, by: Factors) -> None:
-        """Multiply the factors of a region."""
-        self.factors[number] = np.clip(self.factors[number] * by, 1 / _LARGEST, _LARGEST)
+    def multiply(self, number: int, by: Factors) -> Factors:
+        """Multiply the factors of a region, as far as `bounded` allows; return what they were multiplied by."""
+        applied = self.bounded(number, by)
+        self.factors[number] = self.factors[number] * applied
+        return applied
+
+    def bounded(self, number: int, by: Factors, magnitudes: Mapping[int, Factors] | None = None) -> Factors:
+        """Return factors to multiply a region's by, cut so that no scaled tensor overflows its type.
+
+        Args:
+            number: of the region.
+            by: the factors.
+            magnitudes: tensor id -> largest magnitude in each channel, for the activations where it is known.
+        """
+        region, tensors = self.regions[number], self.graph.tensors
+        narrow = {t for t in (*region.members, *(e.root for e in region.edits)) if tensors[t].dtype == "float16"}
+        most = _LARGEST_IN_FLOAT16 if narrow else _LARGEST
+        low, high = 1 / most / self.factors[number], most / self.factors[number]
+        stored = [(edit.power, self._magnitudes(edit, region.channels)) for edit in region.edits if edit.root in narrow]
+        known = magnitudes or {}
+        held = [(place.power, known[t]) for t, place in region.members.items() if t in narrow and t in known]
+        for power, magnitude in (*stored, *held):
+            room = _TOP_OF_FLOAT16 / np.maximum(magnitude, 1 / _TOP_OF_FLOAT16)
+            low, high = (low, np.minimum(high, room)) if power > 0 else (np.maximum(low, 1 / room), high)
+        return np.clip(by, low, high)
+
+    def _magnitudes(self, edit: Edit, channels: int) -> Factors:
+        """Return the largest magnitude in each channel of an edit's stored tensor, scaled."""
+        scaled = self.largest(edit.root) * self.multiplier(edit.root)
+        return widest(scaled, edit.ids.reshape((1,) * (scaled.ndim - edit.ids.ndim) + edit.ids.shape), channels)
+
+    def largest(self, root: int) -> FloatArray:
+        """Return the largest magnitudes of an unscaled stored tensor, along the axes that no factor depends on."""
+        if root not in self._largest:
+            magnitudes = np.abs(self.stored(root))
+            flat = tuple(axis for axis, size in enumerate(self.multiplier_shape(root)) if size == 1)
+            self._largest[root] = np.asarray(magnitudes.max(axis=flat, keepdims=True))
+        return self._largest[root]
 
     def stored(self, root: int) -> FloatArray:
         """Return a stored tensor as it is in the model now, unscaled until the factors are written."""

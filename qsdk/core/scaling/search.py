@@ -80,6 +80,12 @@ class ObservedRegions:
                 np.maximum.at(result, flat, values)
         return result
 
+    def bounded(self, number: int, factors: Factors) -> Factors:
+        """Return factors cut so that neither stored tensors nor the observed activations overflow their type."""
+        members = self.scalings.regions[number].members
+        known = {t: self._of_activations(number, [t]) for t in members if t in self.observers}
+        return self.scalings.bounded(number, factors, known)
+
     def error(self, number: int, factors: Factors) -> float:
         """Return the mean relative error of the outputs of a region's readers, with these factors applied on top."""
         region = self.scalings.regions[number]
@@ -128,7 +134,7 @@ def search_smooth_quant(seen: ObservedRegions, number: int, alphas: Sequence[flo
     before = seen.error(number, np.ones_like(shrinking))
     tried = []
     for alpha in alphas:
-        factors = center(balance(shrinking, growing, alpha))
+        factors = seen.bounded(number, center(balance(shrinking, growing, alpha)))
         tried.append(FactorChoice(factors, alpha, before, seen.error(number, factors)))
     return _best(tried, before, forced=len(alphas) == 1)
 
@@ -140,7 +146,7 @@ def search_awq(seen: ObservedRegions, number: int, grid: int) -> FactorChoice:
     tried = []
     for step in range(1, grid + 1):
         alpha = step / grid
-        factors = center(np.where(magnitude > 0, np.maximum(magnitude, 1e-4), 1.0) ** alpha)
+        factors = seen.bounded(number, center(np.where(magnitude > 0, np.maximum(magnitude, 1e-4), 1.0) ** alpha))
         tried.append(FactorChoice(factors, alpha, before, seen.error(number, factors)))
     return _best(tried, before, forced=False)
 
