@@ -17,6 +17,7 @@ from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.insert import lower
+from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
 from onnx_backend.qdq.runtime_table import Dialect, require_kernels
 from onnx_backend.runtime.session_options import needed_options
 from qsdk.core.encodings import qsdk_format
@@ -75,6 +76,7 @@ def write_model(
         require_kernels(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
     lowered, rows = qdq.model, qdq.rows
+    narrow_islands(lowered, dialect)
     # the model embeds facts that its nodes cannot express; their scales are not written twice
     encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
@@ -112,9 +114,11 @@ def _require_valid(model: ModelProto) -> None:
 
 def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> dict[str, T]:
     """Sort by the order of the nodes, so that a file that is opened and exported again comes out the same."""
-    sites = [metadata(node).get("qsdk.site", "") for node in lowered.graph.node]
-    places = {site: place for place, site in reversed(list(enumerate(sites)))}
-    return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(sites))))
+    places: dict[str, int] = {}
+    for place, node in enumerate(lowered.graph.node):
+        for site in (metadata(node).get("qsdk.site", ""), *sites_inside(node)):
+            places.setdefault(site, place)
+    return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(lowered.graph.node))))
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from qsdk.core.errors import ModelError
@@ -36,6 +37,8 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
                 _required_quantizer(runtime, decision.bias_of[0]),
                 _required_quantizer(runtime, decision.bias_of[1]),
             )
+    computed_in = {site: decision.computes_in for site, decision in plan.decisions.items() if decision.computes_in}
+    runtime.islands = {site: getattr(torch, name) for site, name in computed_in.items()}
     runtime.reused_modules = frozenset(_reused_modules(modules, plan.decisions))
     runtime.phase = "quantize"
 

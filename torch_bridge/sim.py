@@ -377,7 +377,7 @@ class QuantSim(StatefulSim):
                 captured[site] = to_numpy(result).copy()
             return result
 
-        with self.runtime.in_phase("visit", keep):
+        with self.runtime.in_phase("visit", keep, quantizes=True):
             yield captured
 
     def unwrap(self) -> nn.Module:

@@ -21,6 +21,7 @@ from onnx_backend.proto.nodes import attributes, drop_unused_initializers, lift_
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.proto.weightless import Types, dtype_name, types_of
+from onnx_backend.qdq.islands.narrow import widened
 from qsdk.core.errors import FileFormatError
 
 _RUNTIME = "com.microsoft"
@@ -39,13 +40,15 @@ def normalize_qdq(model: ModelProto) -> ModelProto:
     """Return a Q/DQ model of any tool as standard Q/DQ at opset 21 or above, with stored parameters.
 
     Args:
-        model: it is not changed.
+        model: it is not changed. What it has in a narrow float type by a rule of its config comes in float32, between
+            casts.
 
     Raises:
         FileFormatError: it holds quantization that is no Q/DQ, or Q/DQ that no encoding describes; names the node.
         ModelError: it cannot be raised.
     """
     _require_pairs(model)
+    model = widened(model)
     if not _is_foreign(model):
         return model
     require_known_opset(model)

@@ -16,6 +16,7 @@ from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
 from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, in_units, lsb
 from onnx_backend.proto.graph_queries import input_names
 from onnx_backend.proto.model_io import load
+from onnx_backend.qdq.islands.narrow import widened
 from onnx_backend.qdq.read import qdq_pairs
 from onnx_backend.runtime.feeds import as_declared, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers
@@ -60,7 +61,7 @@ def check(
         FileFormatError: the model cannot be read or loaded.
         DataError: no batches, or one of nothing or with NaN.
     """
-    model = load(model)
+    model = widened(load(model))
     found = qdq_pairs(model)
     tallies = {place.site: Tally(place.kind or ("weight" if place.stored else "activation")) for place in found}
     compare_encodings(found, encodings, tallies)

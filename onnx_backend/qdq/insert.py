@@ -14,6 +14,7 @@ from onnx_backend.proto.opsets import OPSET, at_opset, opset_of
 from onnx_backend.qdq.float_types import dequantize_to, pair_type, scales_as, type_of_mark, widen
 from onnx_backend.qdq.fusion_barriers import insert_barriers
 from onnx_backend.qdq.graph_editor import GraphEditor, write_site
+from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
 from onnx_backend.qdq.runtime_table import Dialect, form_of
@@ -84,6 +85,7 @@ def lower(
     lift_constants(model)
     containers = {encoding.dtype.container for encoding in encodings.values()}
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
+    note_islands(model, plan)
     lowering = GraphEditor(model, dialect, large)
     lowering.merge_marks()
     for node in list(model.graph.node):
@@ -93,6 +95,7 @@ def lower(
         elif node.output[0] not in lowering.folded:
             lowering.nodes.append(node)
     lowering.finish()
+    round_entries(lowering)
     if dialect == "onnxruntime":
         insert_barriers(model, large)
         insert_kernel_casts(model)

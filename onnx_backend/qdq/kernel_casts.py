@@ -170,7 +170,8 @@ class _Inserter:
         needed = {*reads, *writes, *map(_dtype_of, node.attribute)} & _CODES.keys()
         if any(node.op_type not in KERNELS[dtype] for dtype in needed):
             return False
-        return all(_takes(node.op_type, at, dtype, self._opset) for at, dtype in enumerate(reads) if dtype in needed)
+        known = [(at, dtype) for at, dtype in enumerate(reads) if dtype in needed]
+        return all(takes_dtype(node.op_type, at, dtype, self._opset) for at, dtype in known)
 
     def _surround(self, node: NodeProto, scope: _Scope) -> None:
         for at, name in enumerate(node.input):
@@ -226,8 +227,8 @@ def _types_in(graph: GraphProto, inferred: GraphProto) -> dict[str, str]:
 
 
 @cache
-def _takes(op: str, at: int, dtype: str, opset: int) -> bool:
-    """Return True if the schema of an op lets an input have a dtype."""
+def takes_dtype(op: str, at: int, dtype: str, opset: int) -> bool:
+    """Return True if the schema of a standard op lets the input at a position have a dtype."""
     try:
         inputs = onnx.defs.get_schema(op, opset).inputs
     except onnx.defs.SchemaError:

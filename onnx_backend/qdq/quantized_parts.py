@@ -1,9 +1,10 @@
-"""Find out if anything in a model is quantized: Q/DQ, integer kernels, stored codes, casts of a float16 site."""
+"""Find out if anything in a model is quantized: Q/DQ, integer kernels, stored codes, sites in a narrow float type."""
 
 from onnx import ModelProto, NodeProto, TensorProto
 
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import all_nodes, bodies
+from onnx_backend.qdq.islands.entries import TYPE_KEY
 
 _STARTS = (
     "QLinear",
@@ -35,4 +36,14 @@ def is_anything_quantized(model: ModelProto) -> bool:
 def _is_quantized(node: NodeProto) -> bool:
     if node.op_type in _PAIRS or node.op_type.startswith(_STARTS):
         return True
-    return node.op_type == "Cast" and "qsdk.site" in metadata(node)
+    return _is_narrow_site(node)
+
+
+def has_narrow_sites(model: ModelProto) -> bool:
+    """Return True if our export kept a site of a model in a narrow float type."""
+    return any(_is_narrow_site(node) for node in model.graph.node)
+
+
+def _is_narrow_site(node: NodeProto) -> bool:
+    facts = metadata(node)
+    return (node.op_type == "Cast" and "qsdk.site" in facts) or TYPE_KEY in facts

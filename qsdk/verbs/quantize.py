@@ -15,6 +15,7 @@ from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.proto import graph_queries, model_io
+from onnx_backend.qdq.quantized_parts import has_narrow_sites
 from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
@@ -139,7 +140,7 @@ def _open_onnx(
 ) -> OnnxSim:
     """Return the sim of an ONNX model, which is loaded once."""
     model = model_io.load(source)
-    if config is None and graph_queries.is_quantized(model):
+    if config is None and (graph_queries.is_quantized(model) or has_narrow_sites(model)):
         _require_no_inputs(inputs, "the file has encodings of its own already")
         return OnnxSim.from_qdq(checked_qdq(model, source))
     if inputs:

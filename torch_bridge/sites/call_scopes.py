@@ -6,6 +6,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
+class NarrowParameters(Protocol):
+    """The interface of what casts the parameters that a call reads."""
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Return a tensor in the type that the call computes in."""
+        ...
+
+
 @dataclass
 class Frame:
     """One call of a wrapped module.
@@ -21,6 +29,7 @@ class Frame:
         counts: number of calls so far of each op in this frame.
         calls: number of calls so far of each module in the whole forward pass; all frames of the pass share it,
             because a module may call another one that lies deep inside a third.
+        island: casts the parameters of the module while it computes in a narrow float type.
     """
 
     path: str
@@ -32,6 +41,7 @@ class Frame:
     training: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    island: "NarrowParameters | None" = None
 
     def count_op(self, name: str) -> int:
         """Count a call of an op and return its number, from 0."""

@@ -25,6 +25,7 @@ from torch_bridge.sites.checkpointing import (
 from torch_bridge.sites.export_forms import export_form
 from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad
 from torch_bridge.sites.fused_relu import relu_ceiling_of_call
+from torch_bridge.sites.islands import run_narrow
 from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only
 from torch_bridge.sites.runtime_state import RuntimeState
 from torch_bridge.sites.source_lines import RecordedCall, require_same_line, source_line
@@ -104,6 +105,9 @@ class Runtime(RuntimeState):
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
         self.frame = frame
+        narrow_type = self.island_at(frame.name) if leaf else None
+        if narrow_type is not None:
+            forward = functools.partial(_run_narrow_forward, narrow_type, frame, forward)
         try:
             if leaf and self.loss_inputs is not None and self.loss_inputs.is_read_by(args, kwargs):
                 return self.loss_inputs.add_result(
@@ -125,6 +129,15 @@ class Runtime(RuntimeState):
         finally:
             self.frame = parent
         return result
+
+    def island_at(self, owner: str) -> torch.dtype | None:
+        """Return the narrow float type that an op or leaf module computes in, None for the model's own."""
+        return self.islands.get(site_name(owner, "output")) if self.has_islands else None
+
+    @property
+    def has_islands(self) -> bool:
+        """Return whether any op computes in a narrow float type now: none does in the float model."""
+        return bool(self.islands) and (self.phase == "quantize" or self.visitor_quantizes)
 
     def call_foreign(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a foreign module, one that came into the model after wrapping (an adapter, say), in float.
@@ -215,11 +228,12 @@ class Runtime(RuntimeState):
         """Run several torch functions as one op of the calling module, with one site for the result."""
         frame, self.frame = self.frame, None
         assert frame is not None
+        owner = frame.next_owner(name)
         try:
-            result = computes(x)
+            result = run_narrow(self.island_at(owner), None, computes, (x,), None)
         finally:
             self.frame = frame
-        return self.emit(site_name(frame.next_owner(name), "output"), result)
+        return self.emit(site_name(owner, "output"), result)
 
     def quantize_relu(self, owner: str, ceiling: float, args: tuple[Any, ...]) -> Tensor | None:
         """Return the result of a ReLU quantized by one operation, or None where that takes two."""
@@ -316,6 +330,8 @@ class SiteMode(TorchFunctionMode):
                 return self._quantize_relu(
                     self.runtime.name_call(frame.next_owner(name), frame), func, ceiling, args, kwargs
                 )
+            if name and self.runtime.has_islands:
+                return self._run_op(frame, name, func, args, kwargs)
         recorder = self.runtime.recorder if frame is not None else None
         if recorder is not None:
             recorder.before_call((args, kwargs))
@@ -328,6 +344,14 @@ class SiteMode(TorchFunctionMode):
         if name is None or not computes_floats(name, args, kwargs):
             return result
         owner = self.runtime.name_call(frame.next_owner(name), frame)
+        return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
+
+    def _run_op(self, frame: Frame, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a function of a sim with islands, in the type in which it computes."""
+        if not computes_floats(name, args, kwargs):
+            return func(*args, **(kwargs or {}))
+        owner = self.runtime.name_call(frame.next_owner(name), frame)
+        result = run_narrow(self.runtime.island_at(owner), None, func, args, kwargs)
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -351,3 +375,9 @@ class SiteMode(TorchFunctionMode):
         if result is None:
             result = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
         return result
+
+
+def _run_narrow_forward(
+    narrow_type: torch.dtype, frame: Frame, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return run_narrow(narrow_type, frame, forward, args, kwargs)

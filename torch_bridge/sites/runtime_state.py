@@ -34,7 +34,9 @@ class RuntimeState:
         phase: `float` does nothing, `quantize` simulates, `visit` hands every site's tensor to `visitor`, `mark`
             writes the site's name into a graph that is being traced.
         quantizers: by site; None where the plan keeps float32.
+        islands: site of a result -> the narrow float type in which its op computes.
         visitor: called in the phase `visit` with (site, tensor); returns the tensor to go on with.
+        visitor_quantizes: whether it does what the phase `quantize` does, and more.
         recorder: notified of every torch function and every write in place while the dataflow is recorded.
         views: sites of views that share memory with a tensor that is written later; they are not quantized.
         write_back: sites of in-place ops whose tensor is read again by its old name.
@@ -63,7 +65,9 @@ class RuntimeState:
     def __init__(self) -> None:
         self.phase: Phase = "float"
         self.quantizers: dict[str, Quantizer | None] = {}
+        self.islands: dict[str, torch.dtype] = {}
         self.visitor: Visitor | None = None
+        self.visitor_quantizes = False
         self.recorder: DataflowRecorder | None = None
         self.views: frozenset[str] = frozenset()
         self.write_back: frozenset[str] = frozenset()
@@ -195,15 +199,15 @@ class RuntimeState:
             self.owner_thread = before
 
     @contextmanager
-    def in_phase(self, phase: Phase, visitor: Visitor | None = None) -> Iterator[None]:
-        """Set the phase for a while."""
+    def in_phase(self, phase: Phase, visitor: Visitor | None = None, *, quantizes: bool = False) -> Iterator[None]:
+        """Set the phase, the visitor and whether that quantizes for a while."""
         with self.alone():
-            before = self.phase, self.visitor
-            self.phase, self.visitor = phase, visitor
+            before = self.phase, self.visitor, self.visitor_quantizes
+            self.phase, self.visitor, self.visitor_quantizes = phase, visitor, quantizes
             try:
                 yield
             finally:
-                self.phase, self.visitor = before
+                self.phase, self.visitor, self.visitor_quantizes = before
 
     @contextmanager
     def observing_sites(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:

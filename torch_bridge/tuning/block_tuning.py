@@ -125,7 +125,7 @@ class BlockRun:
 
     def run_quantized(self, arguments: Arguments) -> list[Tensor]:
         """Return the block's outputs as it is now."""
-        with self.sim.runtime.in_phase("visit", self._visit):
+        with self.sim.runtime.in_phase("visit", self._visit, quantizes=True):
             return floats_of(self.module(*arguments.args, **arguments.kwargs))
 
     def run_float(self, arguments: Arguments) -> list[Tensor]:

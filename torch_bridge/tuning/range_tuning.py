@@ -85,7 +85,7 @@ class RangeTuner:
 
     def error(self, batch: Any, wanted: Sequence[Tensor], where: str) -> Tensor:
         """Return the squared error of the outputs, relative to their energy, with the present ranges."""
-        with self.sim.runtime.in_phase("visit", self._visit):
+        with self.sim.runtime.in_phase("visit", self._visit, quantizes=True):
             outputs = floats_of(feed(self.sim.model, batch, self.sim.example, self.forward, where))
         errors = [
             (x - y).float().square().sum() / y.float().square().sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -21,6 +21,7 @@ from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, read_n
 from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keeping_float32, prepare_buffers
 from torch_bridge.sites.checkpointing import is_recording_gradients
 from torch_bridge.sites.fused_relu import relu_ceiling
+from torch_bridge.sites.islands import run_batch_norm
 from torch_bridge.sites.loss_inputs import LossInputs
 from torch_bridge.sites.recurrent import run_recurrent
 from torch_bridge.sites.runtime import Runtime
@@ -123,6 +124,8 @@ class _QuantizedModule(nn.Module):
             inner = functools.partial(run_recurrent, self, runtime)
         elif runtime.phase != "float" and is_cell(self):
             inner = functools.partial(run_cell, self)
+        elif runtime.islands and isinstance(self, nn.modules.batchnorm._BatchNorm):
+            inner = functools.partial(run_batch_norm, self, inner)
         if state.path == "" and runtime.frame is None and runtime.writes_inputs:  # the caller's inputs stay unchanged
             args, kwargs = map_leaves((args, kwargs), _clone_tensor)
         if state.path == "" and runtime.frame is None and runtime.phase != "float":
@@ -332,10 +335,10 @@ def _quantized_property(name: str) -> property:
         # typed: an AttributeError in here would make nn.Module return the raw parameter
         state: ModuleState | None = self.__dict__.get(STATE)
         if state is not None and state.active_norm is not None and state.runtime.frame is not None:
-            return state.active_norm.read_parameter(self, name, state.path, state.runtime)
+            return _as_read(state.runtime, state.active_norm.read_parameter(self, name, state.path, state.runtime))
         if raw is None or state is None or state.runtime.frame is None:
             return raw
-        return state.runtime.emit(site_name(state.path, name), raw)
+        return _as_read(state.runtime, state.runtime.emit(site_name(state.path, name), raw))
 
     def write(self: nn.Module, value: Any) -> None:
         # nn.Module.__setattr__ takes Parameters; what reaches the property is a plain tensor or None
@@ -343,6 +346,12 @@ def _quantized_property(name: str) -> property:
         target[name] = value
 
     return property(read, write)
+
+
+def _as_read(runtime: Runtime, value: Tensor | None) -> Tensor | None:
+    """Return a parameter in the type in which the op that reads it computes."""
+    frame = runtime.frame
+    return value if value is None or frame is None or frame.island is None else frame.island.narrow(value)
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -10,6 +10,7 @@ from onnx_backend.proto.graph_queries import initializers
 from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.proto.weightless import types_of
+from onnx_backend.qdq.islands.entries import ENTRY_KEY, remove_entries
 from onnx_backend.qdq.kernel_casts import remove_kernel_casts
 from onnx_backend.qdq.read import CAST_KEY, FLOAT_NAMES
 
@@ -21,15 +22,20 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 def in_float32(model: ModelProto) -> ModelProto:
     """Return a model whose pairs quantize tensors of other float types with all of these as float32.
 
-    Sites that a rule keeps in a float type, casts and back, stay. A model of float32 pairs alone is returned as it is.
+    Sites that a rule keeps in a float type, casts and back, stay, but what their ops read is not rounded. A model of
+    float32 pairs alone is returned as it is.
 
     Args:
         model: with its stored tensors; it is not changed.
     """
-    if not _quantizes_other_floats(model):
+    others = _quantizes_other_floats(model)
+    if not others and not any(ENTRY_KEY in metadata(node) for node in model.graph.node):
         return model
     result = ModelProto()
     result.CopyFrom(model)
+    remove_entries(result)
+    if not others:
+        return result
     remove_kernel_casts(result)
     floats = {name for name, (dtype, _) in types_of(result).items() if dtype in FLOAT_NAMES.values()}
     _rewrite(result.graph, floats)

@@ -128,10 +128,10 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
             result[site] = replace(result[site], tied_to=None)
     for site, encoding in encodings.items():
         if result[site].rule != THE_FILE:
-            alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None)
+            alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None, computes_in="")
             result[site] = replace(alone, spec=spec_of(encoding), reason=as_given[site], rule=THE_FILE)
     for site, dtype in casts.items():
-        alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None)
+        alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None, computes_in="")
         result[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
     _plan_biases(graph, result, encodings)
     return Plan(result, plan.inside)

@@ -12,6 +12,7 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.activations import plan_activations
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.hardware import constrain_matmuls, constrain_norms
+from qsdk.core.planning.islands.find import with_islands
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.stored import plan_stored
 from qsdk.core.site import nearest_in_words, owner_of
@@ -35,7 +36,7 @@ def make_plan(
     _require_matches(context, tuple(extra_owners))
     activations = constrain_matmuls(context, plan_activations(context))
     stored = constrain_norms(context, activations, plan_stored(context, activations))
-    by_tensor = {**activations, **stored}
+    by_tensor = with_islands(graph, context.groups, {**activations, **stored})
     decisions, inside = {}, []
     for tensor in sorted(by_tensor):
         site = graph.tensors[tensor].site

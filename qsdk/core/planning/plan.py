@@ -26,6 +26,7 @@ class Decision:
         bias_of: `(input site, weight site)` whose scales multiply to a bias's scale.
         shape: of the tensor, where known.
         tensor_type: float type of the tensor in the model.
+        computes_in: the narrow float type in which the op computes that makes the tensor (`planning.islands`), or "".
     """
 
     site: str
@@ -39,6 +40,7 @@ class Decision:
     bias_of: tuple[str, str] | None = None
     shape: tuple[int | str | None, ...] | None = None
     tensor_type: str = "float32"
+    computes_in: str = ""
 
     @property
     def quantized(self) -> bool:

@@ -89,17 +89,19 @@ def _stored(
 def _statistic(context: PlanningContext, op: int, operand: StoredOperand, bare: Decision, reader: str) -> Decision:
     """Decide a parameter that stays float, in a narrower float type if a rule asks for that.
 
-    Those of a BatchNorm stay float32: its variances may lie outside of a narrower type, and torch updates them.
+    Those of a BatchNorm that the model reads by itself stay float32: torch updates them. `planning.islands` decides on
+    those without a site.
     """
     reason = f"a parameter of {reader} that has no integer form of its own"
     choice = context.resolver.at(context.stored_place(op, operand.root))
     wanted, rule = choice.wanted.weight, choice.decided_by("weight")
     if not isinstance(wanted, DType) or wanted.is_quantized or float_spec(wanted, bare.tensor_type) is None:
         return replace(bare, reason=reason)
-    if context.graph.ops[op].type == "BatchNormalization":
+    facts = context.graph.tensors[operand.root]
+    if context.graph.ops[op].type == "BatchNormalization" and facts.site is not None:
         source = "the config" if rule == "default" else f"the rule {rule}"
         return replace(bare, reason=f"{reason}; {source} rounds the result of the BatchNorm alone to {wanted}")
-    if context.graph.tensors[operand.root].site is None or is_scalar(context.graph, op, operand):
+    if is_scalar(context.graph, op, operand):
         return replace(bare, reason=reason)
     return _kept_float(replace(bare, rule=rule), wanted)
 

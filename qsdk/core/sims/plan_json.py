@@ -42,7 +42,8 @@ def _facts(decision: Decision | None) -> dict[str, Any] | None:
 
 
 def _decision_to_json(decision: Decision) -> dict[str, Any]:
-    return {**vars(decision), "spec": None if decision.spec is None else _spec_to_json(decision.spec)}
+    facts = {name: value for name, value in vars(decision).items() if value or name != "computes_in"}
+    return {**facts, "spec": None if decision.spec is None else _spec_to_json(decision.spec)}
 
 
 def _spec_to_json(spec: Spec) -> dict[str, Any]:
@@ -53,9 +54,10 @@ def _spec_to_json(spec: Spec) -> dict[str, Any]:
 
 
 def _read_decision(entry: Mapping[str, Any]) -> Decision:
-    # an older file lacks the float type of the tensor, which was float32
-    given = {field.name: entry[field.name] for field in fields(Decision) if field.name != "tensor_type"}
-    given["tensor_type"] = entry.get("tensor_type", "float32")
+    # an older file lacks the float type of the tensor, which was float32, and islands
+    later = {"tensor_type": "float32", "computes_in": ""}
+    given = {field.name: entry[field.name] for field in fields(Decision) if field.name not in later}
+    given |= {name: entry.get(name, default) for name, default in later.items()}
     for name in _TUPLES:
         given[name] = None if given[name] is None else tuple(given[name])
     return Decision(**{**given, "spec": None if given["spec"] is None else _read_spec(given["spec"])})

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from islands import BATCHES, DOORS, batches, dtypes, in_runtime, outputs, sim_at
+from onnx import TensorProto
 
 from onnx_backend.proto.model_io import load
 from qsdk.core.config.config import w4a8
@@ -27,8 +28,12 @@ def test_float16_layers_are_cast_islands_and_an_import_restores_them(door, tmp_p
     sim = _mixed(door)
     path, again = tmp_path / "m.onnx", tmp_path / "again.onnx"
     export(sim, path)
-    casts = {n.name for n in load(path).graph.node if n.op_type == "Cast"}
-    assert {"relu1:output/cast", "relu1:output/cast_back", "fc2:weight/cast_back"} <= casts
+    model = load(path)
+    casts = {n.name for n in model.graph.node if n.op_type == "Cast"}
+    assert {"conv1:output/dequantized/enter", "relu1:output/cast_back", "fc2:weight/cast_back"} <= casts
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+    assert [types[name] for node in norms for name in node.input[1:]] == [TensorProto.FLOAT16] * 8
     assert check_parity(sim, path, batches(door), progress=False).summary["passed"]
     np.testing.assert_allclose(in_runtime(path), outputs(sim), atol=2 * float(sim.encodings["fc2:output"].scale[0]))
     back = quantize(path, None, None)
