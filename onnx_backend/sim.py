@@ -294,7 +294,7 @@ class OnnxSim(StatefulSim):
         return TracedModel(self._marked, {}, self.graph)
 
     def qdq_model(self, dialect: Dialect = "onnxruntime") -> ModelProto:
-        """Return the model with Q/DQ, as it would be exported.
+        """Return the model with Q/DQ, as it would be exported; islands are in float32 between casts that round.
 
         Raises:
             CalibrationError: sites have no encoding.
