@@ -1,6 +1,6 @@
 """Islands: calls of ops that compute in float16 or bfloat16 inside a float32 model, as a rule of the config asks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -52,11 +52,7 @@ class NarrowCall:
 
 
 def run_narrow(
-    narrow_type: dtype | None,
-    frame: Frame | None,
-    op: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
+    narrow_type: dtype | None, frame: Frame | None, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run an op in a narrow float type.
 
@@ -68,15 +64,15 @@ def run_narrow(
         kwargs: keyword arguments of the call.
     """
     if narrow_type is None:
-        return op(*args, **(kwargs or {}))
+        return op(*args, **kwargs)
     call = NarrowCall(narrow_type)
-    if frame is None:
-        return call.results(op(*call.arguments(args), **call.arguments(dict(kwargs or {}))))
-    frame.island = call
+    if frame is not None:
+        frame.island = call
     try:
-        return call.results(op(*call.arguments(args), **call.arguments(dict(kwargs or {}))))
+        return call.results(op(*call.arguments(args), **call.arguments(kwargs)))
     finally:
-        frame.island = None
+        if frame is not None:
+            frame.island = None
 
 
 def run_batch_norm(module: nn.modules.batchnorm._BatchNorm, forward: Callable[..., Tensor], input: Tensor) -> Tensor:

@@ -105,9 +105,8 @@ class Runtime(RuntimeState):
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
         self.frame = frame
-        narrow_type = self.island_at(frame.name) if leaf else None
-        if narrow_type is not None:
-            forward = functools.partial(_run_narrow_forward, narrow_type, frame, forward)
+        if leaf and (narrow_type := self.island_at(frame.name)) is not None:
+            forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
             if leaf and self.loss_inputs is not None and self.loss_inputs.is_read_by(args, kwargs):
                 return self.loss_inputs.add_result(
@@ -230,7 +229,7 @@ class Runtime(RuntimeState):
         assert frame is not None
         owner = frame.next_owner(name)
         try:
-            result = run_narrow(self.island_at(owner), None, computes, (x,), None)
+            result = run_narrow(self.island_at(owner), None, computes, x)
         finally:
             self.frame = frame
         return self.emit(site_name(owner, "output"), result)
@@ -351,7 +350,7 @@ class SiteMode(TorchFunctionMode):
         if not computes_floats(name, args, kwargs):
             return func(*args, **(kwargs or {}))
         owner = self.runtime.name_call(frame.next_owner(name), frame)
-        result = run_narrow(self.runtime.island_at(owner), None, func, args, kwargs)
+        result = run_narrow(self.runtime.island_at(owner), None, func, *args, **(kwargs or {}))
         return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
 
     def _run_inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -375,9 +374,3 @@ class SiteMode(TorchFunctionMode):
         if result is None:
             result = self.runtime.emit_result(owner, func(*args, **(kwargs or {})), call_arguments(args, kwargs))
         return result
-
-
-def _run_narrow_forward(
-    narrow_type: torch.dtype, frame: Frame, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    return run_narrow(narrow_type, frame, forward, args, kwargs)
