@@ -62,7 +62,10 @@ def normalize(ctx: LoweringContext, value: FixedPoint, step: int) -> Normalized:
         shift = b.node("Expand", [b.constant(least, np.int32), b.node("Shape", [name])])
     unsigned = [b.cast(name, TensorProto.UINT64), b.cast(shift, TensorProto.UINT64)]
     raised = b.node("BitShift", unsigned, direction="LEFT")
-    return Normalized(b.cast(raised, TensorProto.INT64), shift, least, most)
+    name = b.cast(raised, TensorProto.INT64)
+    if value.lo > 0:
+        b.proven[name] = 1 << (ROOM - step), (1 << ROOM) - 1
+    return Normalized(name, shift, least, most)
 
 
 def _shifted_right(ctx: LoweringContext, name: str, by: int) -> str:
@@ -88,9 +91,13 @@ def integer_root(ctx: LoweringContext, name: str) -> str:
     middle = (np.arange(1 << _SEED_BITS) + 0.5) * 2.0 ** (ROOM - _SEED_BITS)
     seeds = np.floor(np.sqrt(middle)).astype(np.int64)
     root = gather_table(ctx, seeds, top, name, np.int64)
+    if name in b.proven:  # not 0, so the root is near the real one from the start
+        b.proven[root] = (1 << 30) - (1 << 23), (1 << 31) + (1 << 24)
     for _ in range(2):
         mean = b.node("Add", [root, b.node("Div", [name, root])])
         root = _shifted_right(ctx, mean, 1)
+        if name in b.proven:
+            b.proven[root] = 1 << 30, (1 << 31) + (1 << 12)  # a mean is never below the root
     large = b.node("Greater", [b.node("Mul", [root, root]), name])
     return b.node("Sub", [root, b.cast(large, TensorProto.INT64)])
 

@@ -23,8 +23,10 @@ _THROUGH_FLOAT32 = (
     "BitShift Clip ConvInteger Div Equal Greater GreaterOrEqual Less LessOrEqual MatMul MatMulInteger MaxPool Pad "
     "ReduceMax ReduceMin ReduceSum Resize"
 )
-#: Operators into whose float32 sums a runtime may take the arithmetic on their results.
-FUSING = frozenset(("ConvInteger", "MatMul", "MatMulInteger", "ReduceMax", "ReduceMin", "ReduceSum"))
+#: Operators into whose float32 kernels a runtime may take the arithmetic on their results: into a layer's as float32,
+#: into a reduction's with wrong results even of small numbers.
+FUSING = frozenset(("ConvInteger", "MatMul", "MatMulInteger"))
+REDUCTIONS = frozenset(("ReduceMax", "ReduceMin", "ReduceSum"))
 #: Operator -> magnitudes below this are computed exactly, as operands, results and partial sums. Of Clip and Pad it is
 #: their bounds and fill value that count.
 LIMITS: Mapping[str, int] = MappingProxyType(

@@ -7,6 +7,7 @@ Sizes, axes and indices stay int64, as ONNX wants them: they are small.
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper, shape_inference
@@ -16,8 +17,9 @@ from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import FIXED_SIZES
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import Array, Refused
-from onnx_backend.integer.portable.exact_ranges import FUSING, INT32, LIMITS
+from onnx_backend.integer.portable.exact_ranges import FUSING, INT32, LIMITS, REDUCTIONS
 from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
+from onnx_backend.proto.nodes import attributes
 
 _RANGES: Mapping[int, tuple[int, int]] = MappingProxyType(
     {
@@ -113,6 +115,10 @@ class Rewriter:
         """Return a tensor behind an operator that no kernel takes in, so that what follows is computed on integers."""
         return self.b.node("BitwiseAnd", [self.readable(name), self.arithmetic.int32(-1)])
 
+    def reduced(self, op_type: str, inputs: list[str], attrs: Mapping[str, Any]) -> str:
+        """Write a reduction of int32 apart from what follows it."""
+        return self.b.node("BitwiseAnd", [self.b.node(op_type, inputs, **attrs), self.arithmetic.int32(-1)])
+
     def copy(self, node: NodeProto, bounds: tuple[int, int] | None = None) -> None:
         """Copy a node whose inputs are what it needs."""
         copied = NodeProto()
@@ -120,7 +126,11 @@ class Rewriter:
         names = [self.numbers[n].parts[0] if node.op_type == "Shape" and self.is_wide(n) else n for n in node.input]
         del copied.input[:]
         copied.input.extend(self.readable(name) if name else "" for name in names)
-        self.b.nodes.append(copied)
+        if node.op_type in REDUCTIONS and self.types[node.output[0]] == TensorProto.INT32:
+            found = self.reduced(node.op_type, list(copied.input), attributes(node))
+            self.b.write("Identity", [found], node.output[0])
+        else:
+            self.b.nodes.append(copied)
         if node.op_type in FUSING:
             self.fusing.update(node.output)
         for name in node.output:

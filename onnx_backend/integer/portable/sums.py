@@ -98,7 +98,7 @@ def _sum(state: Rewriter, node: NodeProto) -> None:
         state.copy(node, (min(lo, 0), max(hi, 0)))
         return
     attrs, rest = attributes(node), list(node.input[1:])
-    found = state.arithmetic.summed(value, count, lambda name: state.b.node("ReduceSum", [name, *rest], **attrs))
+    found = state.arithmetic.summed(value, count, lambda name: state.reduced("ReduceSum", [name, *rest], attrs))
     state.found(node.output[0], found)
 
 
@@ -113,9 +113,9 @@ def _largest(state: Rewriter, node: NodeProto) -> None:
         raise Refused("it compares numbers of more than 24 bits", "keep the axes that it reduces")
     high = a.flat(a.shifted_right(value, PART))
     low = b.node("BitwiseAnd", [a.flat(value), a.int32((1 << PART) - 1)])
-    top = b.node("ReduceMax", [high, *axes], **attrs)
+    top = state.reduced("ReduceMax", [high, *axes], attrs)
     among = b.node("Where", [b.node("Equal", [high, top]), low, a.int32(-1)])
-    rest = b.node("ReduceMax", [among, *axes], **attrs)
+    rest = state.reduced("ReduceMax", [among, *axes], attrs)
     whole = b.node("Add", [b.node("Mul", [top, a.int32(1 << PART)]), rest])
     state.found(node.output[0], Number((whole,), value.lo, value.hi))
 

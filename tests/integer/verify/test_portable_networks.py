@@ -57,6 +57,43 @@ def test_float_edges_leave_the_model_the_same(name):
         np.testing.assert_array_equal(one, other)
 
 
+def layer_norm():
+    net = Net()
+    x = net.qdq(net.input([3, 5, 24]), 0.05, 119)
+    gain, bias = (net.const(net.rng.uniform(0.5, 1.5, 24).astype(np.float32)) for _ in range(2))
+    net.output(net.qdq(net.op("LayerNormalization", x, gain, bias), 0.03, 120), [3, 5, 24])
+    return net.model()
+
+
+def log_softmax():
+    net = Net()
+    x = net.qdq(net.input([3, 24]), 0.05, 119)
+    net.output(net.qdq(net.op("LogSoftmax", x), 0.1, 255), [3, 24])
+    return net.model()
+
+
+def root():
+    net = Net()
+    x = net.qdq(net.input([3, 24]), 0.05, 0)
+    mean = net.op("ReduceMean", net.op("Mul", x, x), net.const([-1]))
+    net.output(net.qdq(net.op("Sqrt", mean), 0.05, 0), [3, 1])
+    return net.model()
+
+
+def curve():
+    net = Net()
+    x = net.qdq(net.input([3, 24]), 0.05, 119)
+    sums = net.op("Add", x, net.qdq(net.input([3, 24], "z"), 0.031, 100))
+    net.output(net.qdq(net.op("Mul", sums, net.op("Sigmoid", sums)), 0.06, 8), [3, 24])
+    return net.model()
+
+
+@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve])
+def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
+    standard, portable = both(make(), edges="integer")
+    require_same(standard, portable, codes(standard, make()))
+
+
 def test_no_64_bit_tensor_is_computed_with():
     model, _ = MODELS["softmax"]()
     _, portable = both(model, edges="integer")
