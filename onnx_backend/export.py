@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,15 +11,21 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto
 
+from onnx_backend.dialects.dialect import Dialect, writing_of
+from onnx_backend.dialects.onnxruntime_table import require_kernels
+from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.fixed_shapes import with_shapes
+from onnx_backend.proto.graph_queries import nodes_reaching
+from onnx_backend.proto.inputs import noted_example, open_inputs
 from onnx_backend.proto.model_io import set_properties
-from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
-from onnx_backend.qdq.runtime_table import Dialect, require_kernels
 from onnx_backend.runtime.session_options import needed_options
+from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
 from qsdk.core.numerics.encoding import Encoding
@@ -49,6 +55,7 @@ def write_model(
     external_data: bool | None = None,
     weights: Mapping[str, npt.NDArray[Any]] | None = None,
     in_use: Collection[Path] = (),
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Report:
     """Lower a marked model, check it and write it with its encodings; nothing is ever half-written.
 
@@ -66,34 +73,86 @@ def write_model(
         external_data: True to keep large weights in a file of their own; None for only where one file cannot hold them.
         weights: the values of stored tensors that the model has only stubs of, by name.
         in_use: data files that a sim still reads.
+        shapes: input name -> all of its sizes, to fix open axes.
 
     Raises:
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
     _require_choices(path, opset, dialect)
-    if dialect == "onnxruntime":
+    if writing_of(dialect).for_onnxruntime:
         require_kernels(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
+    sizes = _fix_sizes(qdq.model, shapes, required=writing_of(dialect).fixed_sizes)
     lowered, rows = qdq.model, qdq.rows
     narrow_islands(lowered, dialect)
-    # the model embeds facts that its nodes cannot express; their scales are not written twice
-    encodings, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
-    kinds = {site: decision.kind for site, decision in plan.decisions.items()}
-    text, embedded = (
-        qsdk_format.dumps(found, provenance, casts, tensors=tensors or {}, kinds=kinds) for found in (encodings, {})
-    )
-    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
-    mark_frozen(lowered, encodings)
+    remarks = require_readable(lowered, dialect)
+    text = _embed_facts(lowered, plan, encodings, provenance, tensors or {})
     _require_valid(lowered)
     companion = encodings_path(path)
     written = write_file(
         path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
     )
-    saved = sum(int(row["zero_point_bytes_saved"]) for row in rows)
-    summary: dict[str, Any] = {"zero_point_bytes_saved": saved, "paths": [str(name) for name in written]}
+    summary: dict[str, Any] = {
+        "zero_point_bytes_saved": sum(int(row["zero_point_bytes_saved"]) for row in rows),
+        "paths": [str(name) for name in written],
+    }
     options = needed_options(lowered, dialect)
-    return Report("Export", rows, {**summary, "session_options": options} if options else summary)
+    facts = {"computed_otherwise": remarks, "fixed_shapes": sizes, "session_options": options}
+    return Report("Export", rows, summary | {name: value for name, value in facts.items() if value})
+
+
+def _embed_facts(
+    lowered: ModelProto,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    provenance: Mapping[str, Any],
+    tensors: Mapping[str, str],
+) -> str:
+    """Write into a lowered model what its nodes cannot express, and the hash of its encodings file; return that file.
+
+    The scales stand in the nodes, so the model has no second copy of them.
+    """
+    ordered, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
+    kinds = {site: decision.kind for site, decision in plan.decisions.items()}
+    text, embedded = (
+        qsdk_format.dumps(found, provenance, casts, tensors=tensors, kinds=kinds) for found in (ordered, {})
+    )
+    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
+    mark_frozen(lowered, ordered)
+    return text
+
+
+def _fix_sizes(
+    model: ModelProto, shapes: Mapping[str, Sequence[int]] | None, *, required: bool
+) -> dict[str, list[int | None]]:
+    """Fix the open axes of a lowered model's inputs, in place, and compute all that follows from their sizes.
+
+    Args:
+        model: lowered.
+        shapes: input name -> all of its sizes; None for those of the example where fixed ones are required.
+        required: the runtime takes inputs of one size alone.
+
+    Returns:
+        The sizes of the inputs that were open; nothing where all stay as they are.
+
+    Raises:
+        ConfigError: an unknown input or sizes that contradict the model; or an axis stays open that must not.
+    """
+    wanted = dict(shapes) if shapes is not None else noted_example(model) if required else {}
+    if wanted:
+        fixed = with_decided_sizes(with_shapes(model, wanted))
+        replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
+        drop_unused_initializers(fixed.graph)
+        model.CopyFrom(fixed)
+    left = open_inputs(model) if required else {}
+    if left:
+        named = ", ".join(f"{name}: {tuple('?' if n is None else n for n in sizes)}" for name, sizes in left.items())
+        raise ConfigError(
+            f"this dialect is compiled for one size of every input, and axes are open here: {named}; give all sizes, "
+            "such as shapes={" + f'"{next(iter(left))}": (1, 3, 224, 224)' + "}"
+        )
+    return {name: list(sizes) for name, sizes in wanted.items()}
 
 
 def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str) -> None:
@@ -101,8 +160,7 @@ def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str) -> 
         raise ExportError(f"cannot write: {os.fspath(path) or 'the path'} is a directory; give the name of a file")
     if opset not in _OPSETS:
         raise ConfigError(f"opset {opset} cannot be written; choose one of {_OPSETS[0]} to {_OPSETS[-1]}")
-    if dialect not in ("onnxruntime", "onnx"):
-        raise ConfigError(f'dialect={dialect!r} is unknown; choose "onnxruntime" or "onnx"')
+    writing_of(dialect)
 
 
 def _require_valid(model: ModelProto) -> None:

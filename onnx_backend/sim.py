@@ -11,6 +11,7 @@ from onnx import ModelProto
 
 from onnx_backend.calibration.observe import SessionCache, observe
 from onnx_backend.calibration.stored_tensors import simulated_tensors, stored_names, stored_tensors
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.opening.from_float import Notes, OpenedFloat, Source, open_float, with_reasons_of_file
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.opening.plan_of_qdq import adopted_plan, float_in_file, note_replaced_encodings
@@ -19,6 +20,7 @@ from onnx_backend.opening.stored_encodings import with_flags
 from onnx_backend.parity import parity
 from onnx_backend.parity.cuts import session_with_reads
 from onnx_backend.parity.expected_model import expected_model
+from onnx_backend.parity.teacher import RunOn
 from onnx_backend.proto.external_data import files_read, float_array
 from onnx_backend.proto.lazy_tensors import with_large
 from onnx_backend.proto.opsets import at_opset
@@ -26,7 +28,6 @@ from onnx_backend.proto.weight_edits import WeightEdits
 from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.marks import mark, open_qdq
-from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import simulation_session
@@ -334,7 +335,9 @@ class OnnxSim(StatefulSim):
         """Return site -> fake-quantized value, float32, of every stored tensor that does not stay float32."""
         return simulated_tensors(self._marked, self.plan, self.encodings)
 
-    def check_parity(self, model: ModelProto, data: Iterable[Any], *, progress: bool = True) -> Report:
+    def check_parity(
+        self, model: ModelProto, data: Iterable[Any], *, progress: bool = True, runtime: str | None = None
+    ) -> Report:
         """Compare an exported model with this sim, site by site, each fed with the sim's own input.
 
         Raises:
@@ -352,7 +355,7 @@ class OnnxSim(StatefulSim):
             while outputs:
                 yield outputs.pop(0)
 
-        on = self.providers
+        on = RunOn(self.providers, runtime)
         expected = expected_model(self.traced(), self.plan, self.encodings, model, self.opened)
         return parity.check(model, captures(), self.stored_values(), self.encodings, reference(), expected, on)
 

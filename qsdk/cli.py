@@ -15,6 +15,9 @@ INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 _CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
 
 
+_DIALECTS = ("onnxruntime", "onnx", "openvino", "qnn", "tensorrt")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 fine, 1 errors found or refused, 2 unreadable or wrong usage."""
     options = _parser().parse_args(arguments)
@@ -108,7 +111,12 @@ def _add_quantize(commands: Any) -> None:
         metavar="NAME",
         help="ONNX Runtime's execution providers to calibrate on, best first, such as CUDAExecutionProvider",
     )
-    quantize.add_argument("--dialect", choices=("onnxruntime", "onnx"), default="onnxruntime")
+    quantize.add_argument(
+        "--dialect",
+        choices=_DIALECTS,
+        default="onnxruntime",
+        help="the runtime that is to read the file; what it cannot have is changed in the config before calibration",
+    )
     quantize.set_defaults(run="qsdk.commands.quantize:run")
 
 
@@ -129,7 +137,7 @@ def _add_data(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="INPUT=1,3,224,224",
-        help="the shape of an input whose dimensions are open, for --random",
+        help="the shape of an input whose dimensions are open, for --random, and for --dialect qnn, which fixes it",
     )
     command.add_argument("--seed", type=int, default=0, help="of --random")
 
@@ -160,6 +168,7 @@ def _add_validate(commands: Any) -> None:
         "qsdk validate model.onnx --json",
     )
     validate.add_argument("model")
+    validate.add_argument("--dialect", choices=_DIALECTS, help="check for this runtime (default: ONNX Runtime's CPU)")
     validate.add_argument("--strict", action="store_true", help="exit 1 on warnings too")
     validate.set_defaults(run="qsdk.commands.validate:run")
 
@@ -193,6 +202,11 @@ def _add_parity(commands: Any) -> None:
     parity.add_argument("--float", metavar="FILE", help="the float model, to say how far the outputs are from it")
     parity.add_argument(
         "--min-float-sqnr", type=float, metavar="DB", help="what the outputs must reach, against those of --float"
+    )
+    parity.add_argument(
+        "--runtime",
+        choices=("onnxruntime", "openvino", "qnn"),
+        help="run the file there as an application would, with its fusions, in place of a session of --level",
     )
     parity.add_argument("--against", metavar="FILE", help="compare with the simulation of this Q/DQ file instead")
     parity.set_defaults(run="qsdk.commands.parity:run")

@@ -10,14 +10,14 @@ from typing import Any
 from onnx import ModelProto
 
 from onnx_backend.integer.convert import IntegerResult, convert
-from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
 from onnx_backend.integer.decompose.in_float32 import in_float32
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
-from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
+from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.fixed_shapes import with_shapes
 from onnx_backend.proto import model_io
 from onnx_backend.proto.inputs import open_inputs
 from qsdk.core.atomic_files import write_with_companions

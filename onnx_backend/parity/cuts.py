@@ -125,8 +125,13 @@ def cut_model(model: ModelProto, cuts: Sequence[Cut], free: Collection[str] = ()
     return cut, fed
 
 
-def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, dict[str, str]]:
+def cut_at_codes(model: ModelProto, cuts: Sequence[Cut], free: Sequence[str] = ()) -> tuple[ModelProto, dict[str, str]]:
     """Return the model in which every site's codes are an output, and its readers read a new input, quantized alike.
+
+    Args:
+        model: it is not changed.
+        cuts: the sites, each of which has a QuantizeLinear.
+        free: outputs of the model that stay, which are no cut's; they follow the codes.
 
     Returns:
         The model, and site -> name of its new float input, for every site that something reads.
@@ -149,6 +154,7 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
     fed = {site: name for site, name in fed.items() if any(node.input[0] == name for node in kept)}
     for node in reversed(kept):
         cut.graph.node.insert(0, node)
+    kept_outputs = {value.name: value for value in model.graph.output if value.name in free}
     del cut.graph.output[:]
     for item in cuts:
         name, code = item.compared, TensorProto.DataType.Value(item.dtype.upper())
@@ -157,8 +163,35 @@ def cut_at_codes(model: ModelProto, cuts: Sequence[Cut]) -> tuple[ModelProto, di
             name, code = unique(f"{item.site}/compared", taken), TensorProto.FLOAT
             cut.graph.node.append(helper.make_node("Cast", [item.compared], [name], name, to=code))
         cut.graph.output.append(helper.make_tensor_value_info(name, code, None))
+    cut.graph.output.extend(kept_outputs[name] for name in free)
     cut.graph.input.extend(helper.make_tensor_value_info(name, types[name], None) for name in fed.values())
     del cut.graph.value_info[:]
+    return cut, fed
+
+
+def cut_at_values(
+    model: ModelProto, cuts: Sequence[Cut], free: Sequence[str] = ()
+) -> tuple[ModelProto, dict[str, str]]:
+    """Return the model of `cut_at_codes` with what each site's readers read as its outputs, in place of the codes.
+
+    A runtime that removes a pair of nodes, with its rounding and its bounds, does so behind these outputs too, while
+    codes that leave the model would keep it from that.
+    """
+    cut, fed = cut_at_codes(model, cuts, free)
+    makers, taken = producers(model.graph.node), names_in(cut.graph)
+    left = list(cut.graph.output)[len(cuts) :]
+    del cut.graph.output[:]
+    for item in cuts:
+        maker = makers[item.read]
+        found = maker if maker.op_type == "DequantizeLinear" else makers[maker.input[0]]
+        again = NodeProto()
+        again.CopyFrom(found)
+        again.input[0], again.output[0] = item.compared, unique(f"{item.site}/value", taken)
+        again.name = unique(f"{item.site}/dequantize_again", taken)
+        cut.graph.node.append(again)
+        type_code = FLOAT_CODES[item.tensor_type if found is maker else FLOAT32]
+        cut.graph.output.append(helper.make_tensor_value_info(again.output[0], type_code, None))
+    cut.graph.output.extend(left)
     return cut, fed
 
 

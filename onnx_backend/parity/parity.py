@@ -1,32 +1,29 @@
 """Compute parity with teacher forcing: every site of an exported model is fed the simulation's own input."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.parity.cuts import Cut, cut_model, find_cuts
+from onnx_backend.parity.cuts import Cut, find_cuts
 from onnx_backend.parity.expected_model import ExpectedModel, compare_written
-from onnx_backend.parity.float_outputs import NoisyRuns, Verdict, free_outputs, verdict
+from onnx_backend.parity.float_outputs import Verdict, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
 from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, in_units, lsb
-from onnx_backend.proto.graph_queries import input_names
+from onnx_backend.parity.teacher import RunOn, Teacher, raw_inputs
+from onnx_backend.proto.graph_queries import producers
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.islands.narrow import widened
 from onnx_backend.qdq.read import qdq_pairs
-from onnx_backend.runtime.feeds import as_declared, run_session
-from onnx_backend.runtime.providers import CPU_ONLY, Providers
-from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError
-from qsdk.core.numerics.dtypes import uint8
+from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 Array = npt.NDArray[Any]
+_DIGITS = 3  # of a difference in steps; less is float rounding of the values
 _STORED = ("weight", "bias", "constant", "node")  # kinds of rows that are compared without data
 
 
@@ -37,7 +34,7 @@ def check(
     encodings: Mapping[str, Encoding],
     reference: Iterable[Sequence[Array]] | None = None,
     expected: ExpectedModel | None = None,
-    providers: Providers = CPU_ONLY,
+    on: RunOn | None = None,
 ) -> Report:
     """Compare a Q/DQ model with its simulation, site by site, each fed with the simulation's own input.
 
@@ -49,7 +46,7 @@ def check(
         reference: per batch: the simulation's outputs in graph order. An output that is no site is compared with them,
             fed with the simulation's values at the sites before it; all count for the end-to-end figure.
         expected: what the sim would write now, to compare nodes and float numbers; None to skip that.
-        providers: to run the model on.
+        on: what to run the model on; None for ONNX Runtime on the CPU.
 
     Returns:
         Rows `site`, `kind`, `max_lsb` (ulp for floats; of an output that is no site, in units of the error that float
@@ -66,12 +63,14 @@ def check(
     tallies = {place.site: Tally(place.kind or ("weight" if place.stored else "activation")) for place in found}
     compare_encodings(found, encodings, tallies)
     compare_stored(model, found, stored, tallies)
-    sqnr = _compare_activations(model, captures, reference, encodings, tallies, providers)
+    place = on or RunOn()
+    sqnr, title = _compare_activations(model, captures, reference, encodings, tallies, place)
     rewritten = 0 if expected is None else compare_written(model, expected, tallies)
-    return _report(tallies, sqnr, rewritten)
+    report = _report(tallies, sqnr, rewritten, title)
+    return report if place.runtime is None else _with_first_off(report, model)
 
 
-def _report(tallies: Mapping[str, Tally], sqnr: float | None, rewritten: int) -> Report:
+def _report(tallies: Mapping[str, Tally], sqnr: float | None, rewritten: int, title: str) -> Report:
     stored = [t.largest for t in tallies.values() if t.kind in _STORED]
     activations = [t.largest for t in tallies.values() if t.kind not in _STORED]
     compared = sum(t.elements for t in tallies.values() if t.kind not in _STORED)
@@ -86,77 +85,20 @@ def _report(tallies: Mapping[str, Tally], sqnr: float | None, rewritten: int) ->
         summary["reason"] = "nothing was compared: no site and no output has a value on this data"
     if rewritten:
         summary["nodes written in another way"] = rewritten
-    return Report("Parity with ONNX Runtime", [tally.row(site) for site, tally in tallies.items()], summary)
+    return Report(f"Parity with {title}", [tally.row(site) for site, tally in tallies.items()], summary)
 
 
-@dataclass(frozen=True)
-class _TeacherForced:
-    """The results of a model on one batch when it is fed with the simulation's values.
-
-    Attributes:
-        codes: at every site that the batch captured.
-        computed: the encodings that the model computed.
-        free: the outputs that are no sites.
-        feeds: the values that it was fed with.
-    """
-
-    codes: Mapping[str, Array]
-    computed: Mapping[str, Encoding]
-    free: Mapping[str, Array]
-    feeds: Mapping[str, Array]
-
-
-class _Teacher:
-    """The sessions over cut models, one per set of sites that a batch brings."""
-
-    def __init__(self, model: ModelProto, cuts: Sequence[Cut], free: Mapping[str, str], providers: Providers) -> None:
-        self.model, self.cuts, self.free, self.providers = model, cuts, free, providers
-        self.inputs = input_names(model.graph)
-        self.sessions: dict[frozenset[str], tuple[ort.InferenceSession, dict[str, str], NoisyRuns]] = {}
-
-    def run(self, batch: Mapping[str, Array]) -> _TeacherForced:
-        """Run the cut model on the captured values of a batch.
-
-        Raises:
-            DataError: the runtime does not run it.
-        """
-        cuts = [cut for cut in self.cuts if cut.site in batch]
-        if not cuts and not self.free:
-            return _TeacherForced({}, {}, {}, {})
-        session, fed, _ = self._opened(cuts)
-        feeds = {**raw_inputs(batch, self.inputs), **{name: batch[site] for site, name in fed.items()}}
-        # a graph input that only cut-off nodes read may be gone
-        types = {value.name: value.type for value in session.get_inputs()}
-        feeds = {name: as_declared(value, types[name]) for name, value in feeds.items() if name in types}
-        values = iter(run_session(session, feeds, "what the simulation gives"))
-        codes = {cut.site: next(values) for cut in cuts}
-        computed = {cut.site: Encoding(uint8, next(values), next(values)) for cut in cuts if cut.computed}
-        return _TeacherForced(codes, computed, {name: next(values) for name in self.free}, feeds)
-
-    def noisy(self, batch: Mapping[str, Array], forced: _TeacherForced) -> dict[str, list[Array]]:
-        """Return the free outputs with noise of the size of rounding in everything between them and the sites."""
-        *_, runs = self._opened([cut for cut in self.cuts if cut.site in batch])
-        return runs.run(forced.feeds, forced.free)
-
-    def _opened(self, cuts: Sequence[Cut]) -> tuple[ort.InferenceSession, dict[str, str], NoisyRuns]:
-        key = frozenset(cut.site for cut in cuts)
-        if key not in self.sessions:
-            model, fed = cut_model(self.model, cuts, self.free)
-            session = simulation_session(model, providers=self.providers)
-            self.sessions[key] = session, fed, NoisyRuns(model, list(self.free), self.providers)
-        return self.sessions[key]
-
-
-def raw_inputs(batch: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-    """Return the values of the graph inputs in a captured batch.
-
-    Raises:
-        DataError: one of them is missing.
-    """
-    missing = [name for name in names if name not in batch]
-    if missing:
-        raise DataError(f"the captures lack the graph input(s) {', '.join(missing)}; put them under their own names")
-    return {name: batch[name] for name in names}
+def _with_first_off(report: Report, model: ModelProto) -> Report:
+    """Name the first site in graph order that is more than a step off, and the op behind it."""
+    makers = producers(model.graph.node)
+    for place in qdq_pairs(model):
+        row = next((row for row in report.rows if row["site"] == place.site), None)
+        if place.quantize is None or row is None or row["max_lsb"] <= 1:
+            continue
+        op = makers.get(place.quantize.input[0])
+        of = f" ({op.op_type} {op.name!r})" if op is not None else ""
+        return Report(report.title, report.rows, {**report.summary, "first_off": f"{place.site}{of}"})
+    return report
 
 
 def require_values(batch: Mapping[str, Array], inputs: Sequence[str], number: int) -> None:
@@ -180,15 +122,15 @@ def _compare_activations(
     reference: Iterable[Sequence[Array]] | None,
     encodings: Mapping[str, Encoding],
     tallies: dict[str, Tally],
-    providers: Providers,
-) -> float | None:
-    """Fill the tallies, one batch in memory at a time; return the end-to-end signal-to-noise ratio in dB."""
+    on: RunOn,
+) -> tuple[float | None, str]:
+    """Fill the tallies, one batch in memory at a time; return the ratio from end to end in dB, and the runtime."""
     cuts = find_cuts(model)
     for cut in cuts:
         tallies.setdefault(cut.site, Tally(cut.kind))
     free = free_outputs(model, {cut.read for cut in cuts}) if reference is not None else {}
-    teacher, noise = _Teacher(model, cuts, free, providers), Noise()
-    whole = simulation_session(model, providers=providers) if reference is not None else None
+    teacher, noise = Teacher(model, cuts, free, on), Noise()
+    whole = on.open(model) if reference is not None or on.runtime else None
     names = [value.name for value in model.graph.output]
     batches = 0
     for batch, outputs in _paired(captures, reference):
@@ -201,14 +143,14 @@ def _compare_activations(
         wanted, feeds = dict(zip(names, outputs or (), strict=False)), raw_inputs(batch, teacher.inputs)
         try:
             _compare_taught(teacher, batch, wanted, encodings, tallies)
-            if whole is not None:
-                got = run_session(whole, feeds, f"batch {batches - 1}")
+            if reference is not None and whole is not None:
+                got = whole.run(feeds)
                 _compare_ends(dict(zip(names, got, strict=True)), wanted, noise, tallies)
         except DataError as error:
             _fail_whole(tallies, str(error))
     if not batches:
         raise DataError("there are no batches to compare on; give at least one (a generator can be used only once)")
-    return noise.decibels() if whole is not None else None
+    return noise.decibels() if reference is not None else None, whole.title if whole else "ONNX Runtime"
 
 
 def _fail_whole(tallies: dict[str, Tally], note: str) -> None:
@@ -228,7 +170,7 @@ def _compare_presence(
 
 
 def _compare_taught(
-    teacher: _Teacher,
+    teacher: Teacher,
     batch: Mapping[str, Array],
     wanted: Mapping[str, Array],
     encodings: Mapping[str, Encoding],
@@ -239,7 +181,8 @@ def _compare_taught(
     for cut in teacher.cuts:
         if cut.site in forced.codes:
             known = forced.computed if cut.computed else encodings
-            _compare(cut, forced.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
+            compare = _compare if teacher.on.runtime is None else _compare_values
+            compare(cut, forced.codes[cut.site], np.asarray(batch[cut.site]), known, tallies[cut.site])
 
     def judge(noisy: Mapping[str, Sequence[Array]]) -> dict[str, Verdict]:
         return {
@@ -303,3 +246,15 @@ def _compare(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Enco
         wanted = encodings[cut.site].quantize(captured)
         steps = lsb(got.astype(wanted.dtype), wanted)
         tally.add(in_units(steps, captured, encodings[cut.site], cut.tensor_type))
+
+
+def _compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[str, Encoding], tally: Tally) -> None:
+    """Compare what the readers of a site read, in steps of its scale; a removed rounding is a part of a step."""
+    if got.shape != captured.shape:
+        tally.fail(f"the model gives the shape {got.shape}, the simulation {captured.shape}")
+    elif cut.site in encodings:
+        known = encodings[cut.site]
+        step = affine.align(known.scale, captured.shape, known.axis, known.block_size)
+        steps = np.abs(got.astype(np.float64) - captured.astype(np.float64)) / step
+        exact = np.round(np.where(np.isnan(steps), np.inf, steps), _DIGITS)
+        tally.add(in_units(exact, captured, known, cut.tensor_type))

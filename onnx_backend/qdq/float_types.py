@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, helper
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.nodes import attributes, set_metadata
 from onnx_backend.qdq.graph_editor import GraphEditor
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
-from onnx_backend.qdq.runtime_table import Dialect
 from qsdk.core.numerics.encoding import Encoding
 
 _PAIRS: Mapping[Dialect, tuple[str, ...]] = MappingProxyType(

@@ -1,6 +1,6 @@
 """Work-arounds for the runtime: a node that keeps it from fusing or moving ops that its default level gets wrong.
 
-A Sum of one operand changes no value, and the runtime neither fuses nor moves it. `runtime_table` lists where one
+A Sum of one operand changes no value, and the runtime neither fuses nor moves it. `onnxruntime_table` lists where one
 is needed: behind the DequantizeLinear of an activation whose reader would be wrong, and in front of a QuantizeLinear of
 2 or 4 bits with a zero point, before which the runtime drops Relu and Clip and runs moves on codes. Seven more:
 QLinearMatMul does not run with a stack of matrices (3 dimensions or more) whose scales are per channel; a float bias
@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from onnx_backend.dialects.onnxruntime_table import NARROW, is_wrong
+from onnx_backend.dialects.readers import LAYERS, Readers, type_name
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
+from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
-from onnx_backend.proto.nodes import attributes, metadata, rename_inputs, replace_nodes
+from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
-from onnx_backend.qdq.runtime_table import NARROW, Form, is_wrong
 
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
@@ -35,7 +36,6 @@ _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
 _MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Sum", "Transpose", "Unsqueeze"})
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
-_LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 
 
 def insert_barriers(model: ModelProto, large: Mapping[str, LargeTensor] | None = None) -> None:
@@ -53,9 +53,9 @@ class _BarrierInserter:
 
     def __init__(self, model: ModelProto, large: Mapping[str, LargeTensor]) -> None:
         self.graph, self.large = model.graph, large
-        self.stored, self.makers = initializers(model.graph), producers(model.graph.node)
-        self.readers, self.taken = consumers(model.graph.node), names_in(model.graph)
-        self.outputs = {value.name for value in model.graph.output}
+        self.known, self.taken = Readers(model.graph), names_in(model.graph)
+        self.stored, self.makers = self.known.stored, self.known.makers
+        self.readers, self.outputs = self.known.readers, self.known.outputs
         self.unsized = of_data_dependent_size(model.graph)
 
     def insert(self) -> None:
@@ -77,9 +77,9 @@ class _BarrierInserter:
 
     def _drops_op_before(self, quantize: NodeProto) -> bool:
         before = self.makers.get(quantize.input[0])
-        if self._form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
+        if self.known.form(quantize) == "output_dtype" or before is None or COPY_KEY in metadata(before):
             return False
-        return self._type(quantize) in NARROW
+        return self.known.dtype(quantize) in NARROW
 
     def _would_join_gemm(self, relu: NodeProto) -> bool:
         """Return True if a Relu would join the Gemm before it, whose stored weight MatMulNBits should read."""
@@ -89,7 +89,7 @@ class _BarrierInserter:
             layer = next((node for node in makers if node is not None and node.op_type == "MatMul"), None)
         if layer is None or layer.op_type not in ("Gemm", "MatMul") or self._is_quantized(layer.input[0]):
             return False
-        return self._weight(layer.input[1]).removesuffix(" blocks") in _NBITS
+        return self.known.weight(layer.input[1]).removesuffix(" blocks") in _NBITS
 
     def _is_quantized(self, tensor: str) -> bool:
         maker = self.makers.get(tensor)
@@ -98,10 +98,10 @@ class _BarrierInserter:
     def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         """Return the layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
         weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
-        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in _LAYERS]
+        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in LAYERS]
         if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
             return layers  # it needs whole bytes per row
-        if _name(weight.data_type) not in _NBITS:
+        if type_name(weight.data_type) not in _NBITS:
             return []
         return [node for node in layers if node.op_type in _MATRIX_LAYERS and self._rounds(node)]
 
@@ -113,19 +113,19 @@ class _BarrierInserter:
         if maker is None or maker.op_type != "DequantizeLinear":
             return False
         quantize = self.makers.get(maker.input[0])
-        return quantize is not None and self._type(quantize) not in _EIGHT_BITS
+        return quantize is not None and self.known.dtype(quantize) not in _EIGHT_BITS
 
     def _wrong_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         quantize = self.makers.get(dequantize.input[0])
         if quantize is None or quantize.op_type not in ("QuantizeLinear", "DynamicQuantizeLinear"):
             return []
-        dtype, form = self._type(quantize), self._form(quantize)
+        dtype, form = self.known.dtype(quantize), self.known.form(quantize)
         tensor, scale = dequantize.output[0], self.stored.get(dequantize.input[1])
         float16 = scale is not None and scale.data_type == TensorProto.FLOAT16
         return [
             node
             for node in self.readers.get(tensor, [])
-            if is_wrong(self._label(node, tensor), dtype, form, float16=float16)
+            if is_wrong(self.known.label(node, tensor), dtype, form, float16=float16)
             or self._is_stack(node)
             or (node.op_type in _BROADCAST and node.output[0] in self.unsized)
             or self._saturates_bias(node, dequantize)
@@ -155,40 +155,6 @@ class _BarrierInserter:
     def _value(self, name: str) -> npt.NDArray[Any]:
         return self.large[name].value() if name in self.large else array(self.stored[name])
 
-    def _type(self, quantize: NodeProto) -> str:
-        """Return the name of the dtype that a QuantizeLinear produces."""
-        zero_point = self.stored.get(quantize.input[2]) if len(quantize.input) > 2 else None
-        code = zero_point.data_type if zero_point is not None else attributes(quantize).get("output_dtype", 0)
-        return _name(code or TensorProto.UINT8)
-
-    def _form(self, quantize: NodeProto) -> Form:
-        if len(quantize.input) < 3:
-            return "output_dtype" if quantize.op_type == "QuantizeLinear" else "zero_point"
-        return "both" if attributes(quantize).get("output_dtype") else "zero_point"
-
-    def _label(self, reader: NodeProto, tensor: str) -> str:
-        """Return the name of an activation's reader in the runtime table."""
-        if reader.op_type in _LAYERS and reader.input[0] == tensor:
-            weight = self._weight(reader.input[1])
-            return f"{reader.op_type}/{weight}" if weight else reader.op_type
-        followers = [node for name in reader.output for node in self.readers.get(name, [])]
-        leaves = any(name in self.outputs for name in reader.output)
-        if leaves or any(node.op_type != "QuantizeLinear" for node in followers):
-            return f"{reader.op_type}>"
-        return reader.op_type
-
-    def _weight(self, name: str) -> str:
-        """Return the type that the second operand of a layer is stored in; "" for an activation."""
-        if name in self.stored:
-            return _name(self.stored[name].data_type)
-        maker = self.makers.get(name)
-        if maker is None or not maker.input or maker.input[0] not in self.stored:
-            return ""
-        name = _name(self.stored[maker.input[0]].data_type)
-        if name.startswith("float8"):
-            return "float8e4m3fn"  # it stands for all of them, in blocks or not
-        return f"{name} blocks" if attributes(maker).get("block_size") else name
-
     def _is_quantized_move(self, node: NodeProto) -> bool:
         following = self.readers.get(node.output[0], []) if node.op_type == "Transpose" else []
         return any(reader.op_type == "QuantizeLinear" for reader in following)
@@ -203,8 +169,3 @@ class _BarrierInserter:
         entry.key, entry.value = COPY_KEY, tensor
         rename_inputs(read_by, {tensor: barrier.output[0]})
         return [barrier]
-
-
-def _name(code: int) -> str:
-    name = str(TensorProto.DataType.Name(code)).lower()
-    return {"float": "float32"}.get(name, name)

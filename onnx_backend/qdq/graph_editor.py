@@ -6,6 +6,7 @@ from typing import Any
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor, as_stored
 from onnx_backend.proto.nodes import (
@@ -17,7 +18,6 @@ from onnx_backend.proto.nodes import (
     set_metadata,
 )
 from onnx_backend.proto.weightless import is_large
-from onnx_backend.qdq.runtime_table import Dialect
 from qsdk.core.errors import ModelError
 from qsdk.core.numerics.encoding import Encoding
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
+from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
@@ -17,7 +18,6 @@ from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
-from onnx_backend.qdq.runtime_table import Dialect, form_of
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType
@@ -96,7 +96,7 @@ def lower(
             lowering.nodes.append(node)
     lowering.finish()
     round_entries(lowering)
-    if dialect == "onnxruntime":
+    if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
         insert_kernel_casts(model)
     return LoweredModel(model, large, lowering.rows)
@@ -149,7 +149,8 @@ def _quantize(
     source = widen(at, site, source, cast_type)
     form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
     # values of a pass-through op are in the grid already, and the runtime wants no node between MaxPool and an int8 Q
-    if encoding.dtype.narrows_container and not decision.passes_through:
+    clipped = encoding.dtype.name in writing_of(at.dialect).clipped
+    if clipped or (encoding.dtype.narrows_container and not decision.passes_through):
         source = _clipped(at, site, encoding, source)
     options = where(encoding, encoding.axis)
     scale = scales_as(encoding.scale, own_type)

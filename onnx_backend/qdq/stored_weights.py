@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
+from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
 from onnx_backend.proto.nodes import attributes, set_metadata
@@ -59,7 +60,7 @@ def store(
     write_site(dequantize, site, encoding, "" if kind == "weight" else kind)
     if permutation is not None:
         set_metadata(dequantize, perm=",".join(str(i) for i in permutation))
-    at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if encoding.symmetric else 0)
+    at.row(site, encoding.dtype.name, _form(kind, encoding), zero_point_bytes(encoding) if len(parameters) == 1 else 0)
 
 
 # --- the layout ---------------------------------------------------------------------------------------------------
@@ -116,9 +117,10 @@ def _parameters(
     if narrow == float8e8m0 and opset_of(at.model) >= _NARROW_SCALES:
         exponents = np.ascontiguousarray(scale).astype(ml_dtypes.float8_e8m0fnu)
         return [at.initializer(exponents, f"{site}/scale")], {"output_dtype": int(TensorProto.FLOAT)}
+    with_zero_point = not encoding.symmetric or writing_of(at.dialect).explicit
     factors = float8_scales(encoding) if narrow == float8e4m3fn else None
     if factors is None:
-        return parameters(at, site, encoding, scale, zero_point, not encoding.symmetric), {}
+        return parameters(at, site, encoding, scale, zero_point, with_zero_point), {}
     # two levels: this DequantizeLinear computes the scales of the other
     exact = np.array((scale / factors.tensor_scale).astype(factors.codes.dtype), order="C")
     inputs = [

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import initializers, producers
 from onnx_backend.proto.nodes import attributes
-from onnx_backend.qdq.runtime_table import Dialect
 
 #: MatMulNBits, to which the default level fuses a weight-only MatMul, quantizes activations to int8 unless this is set
 EXACT_MATMUL = ("session.qdq_matmulnbits_accuracy_level", "0")
@@ -24,9 +24,9 @@ def needed_options(model: ModelProto, dialect: Dialect) -> dict[str, str]:
 
     Args:
         model: with Q/DQ nodes.
-        dialect: for `onnx`, which makes no promise for any runtime, nothing is needed.
+        dialect: entries are for ONNX Runtime's CPU alone, so the others need none.
     """
-    if dialect == "onnx":
+    if dialect != "onnxruntime":
         return {}
     stored, makers = initializers(model.graph), producers(model.graph.node)
     fused = any(_becomes_nbits(node, stored, makers) for node in model.graph.node)

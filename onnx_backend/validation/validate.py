@@ -6,13 +6,17 @@ from dataclasses import asdict
 import onnx
 from onnx import ModelProto, NodeProto
 
+from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.validation import pair_rules, runtime_rules, session_rules, shape_rules, type_rules, value_rules
+from onnx_backend.validation.dialect_rules import dialect_findings
 from onnx_backend.validation.finding import Finding, error
 from onnx_backend.validation.scope import STANDARD, Scope, is_quantizer, scopes
-from qsdk.core.errors import FileFormatError
+from qsdk.core.errors import ExportError, FileFormatError
 from qsdk.core.report import Report
 
+_OF_ONNXRUNTIME = ("runtime", "kernel")  # rules on what its CPU cannot load
+_SHOWN = 5  # problems that an error quotes
 _Rule = Callable[[NodeProto, Scope], Iterator[Finding]]
 _BOTH: tuple[_Rule, ...] = (
     type_rules.conflict,
@@ -30,17 +34,41 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = {
 }
 
 
-def validate(model: ModelProto) -> Report:
+def validate(model: ModelProto, *, dialect: str | None = None) -> Report:
     """Check a model's quantization, functions and branches included, and how the runtime's default level runs it.
+
+    Args:
+        model: any.
+        dialect: of the runtime that is to run it; None for ONNX Runtime's CPU.
 
     Returns:
         Rows `node`, `rule`, `severity` (error or warning), `problem`, `remedy`; summary `errors`, `warnings`.
     """
-    found = list(_findings(model))
+    for_onnxruntime = dialect is None or writing_of(dialect).for_onnxruntime
+    found = [item for item in _findings(model) if for_onnxruntime or item.rule not in _OF_ONNXRUNTIME]
     if not any(finding.severity == "error" for finding in found):
-        found += session_rules.default_session(model)
+        found += session_rules.default_session(model) if for_onnxruntime else dialect_findings(model, str(dialect))
     errors = sum(finding.severity == "error" for finding in found)
     return Report("Validation", [asdict(f) for f in found], {"errors": errors, "warnings": len(found) - errors})
+
+
+def require_readable(model: ModelProto, dialect: str) -> list[str]:
+    """Refuse a model that the runtime of a dialect would refuse or misread.
+
+    Returns:
+        What it computes a few steps off, in words.
+
+    Raises:
+        ExportError: names each node with its remedy.
+    """
+    found = list(dialect_findings(model, dialect))
+    wrong = [f"{item.node or 'the model'}: {item.problem}; {item.remedy}" for item in found if item.severity == "error"]
+    if wrong:
+        more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ExportError(
+            f"the dialect {dialect} cannot have this model as it is:\n" + "\n".join(wrong[:_SHOWN]) + more
+        )
+    return [f"{item.node}: {item.problem}" for item in found]
 
 
 def require_valid(model: ModelProto, where: str) -> None:

@@ -25,7 +25,10 @@ def run(options: Namespace) -> int:
     inputs = inputs_of(model)
     data = batches_of_options(options, inputs)
     progress = sys.stderr.isatty() and not options.json
-    if options.against:
+    if options.runtime:
+        opened = opened_qdq(options.model)
+        report = check_parity(OnnxSim.from_qdq(load(opened)), opened, data, progress=progress, runtime=options.runtime)
+    elif options.against:
         report = check_parity(OnnxSim.from_qdq(opened_qdq(options.against)), model, data, progress=progress)
     else:
         report = check_session(
@@ -51,5 +54,9 @@ def _require_comparable(options: Namespace) -> None:
     if options.min_float_sqnr is not None and not options.float:
         raise ConfigError("--min-float-sqnr gates the distance from the float model; name it with --float FILE")
     given = [f"--{name}" for name in ("float", "min-sqnr") if getattr(options, name.replace("-", "_")) is not None]
+    if options.runtime and (options.against or given):
+        raise ConfigError(
+            f"--runtime compares with the file's own simulation; leave out {given[0] if given else '--against'}"
+        )
     if options.against and given:
         raise ConfigError(f"--against compares two simulations, without a session; leave out {', '.join(given)}")

@@ -25,7 +25,7 @@ def run(options: Namespace) -> int:
         ConfigError: the output path is the float model, or cannot be written.
     """
     require_output(options.out)
-    config = config_of(options.config, options.override, options.skip)
+    config = config_of(options.config, options.override, options.skip).for_dialect(options.dialect)
     fixed = {name: _value(name, text) for name, text in options.input}
     inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
     if Path(options.out).exists() and Path(options.out).samefile(options.model):
@@ -40,7 +40,8 @@ def run(options: Namespace) -> int:
     sim = quantize(options.model, next(iter(data), None), config, inputs=fixed, providers=options.providers)
     progress = sys.stderr.isatty() and not options.json
     calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
-    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect)
+    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
+    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
     coverage = sim.coverage()
     facts = {"calibration": f"{options.method} on {source}", "bytes": Path(options.out).stat().st_size}
     if options.providers:

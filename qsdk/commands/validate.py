@@ -13,7 +13,7 @@ from qsdk.core.report import Report
 def run(options: Namespace) -> int:
     """Check a model; return 1 on errors or if nothing is quantized, with `--strict` on warnings too."""
     model = load(options.model)
-    report, quantized = validate(model), is_anything_quantized(model)
+    report, quantized = validate(model, dialect=options.dialect), is_anything_quantized(model)
     reason = {} if quantized else {"reason": NOTHING_QUANTIZED}
     show(Report(report.title, report.rows, {**report.summary, **reason}), as_json=options.json)
     if not quantized:

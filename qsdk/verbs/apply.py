@@ -7,9 +7,9 @@ from pathlib import Path
 from onnx import ModelProto
 
 from onnx_backend.apply import NOT_MENTIONED, sim_with_encodings
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.opening.stored_encodings import stored_encodings
 from onnx_backend.proto import model_io
-from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.formats import read_any
 from qsdk.core.encodings.match_to_model import UNMATCHED, MatchedEncodings, match_by_name, match_by_structure

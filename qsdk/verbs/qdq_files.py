@@ -4,6 +4,7 @@ import os
 
 from onnx import ModelProto
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.export import require_companion
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.passes.canonicalize import densify
@@ -16,13 +17,18 @@ from qsdk.core.report import Report
 OnnxSource = str | os.PathLike[str] | ModelProto
 
 
-def validate(model: OnnxSource) -> Report:
+def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
     """Check a Q/DQ model against the rules that ONNX's own checkers miss: one row per finding, with the remedy.
 
+    Args:
+        model: a path or a model.
+        dialect: also list what the runtime of a dialect refuses, misreads or computes otherwise; None for ONNX Runtime.
+
     Raises:
+        ConfigError: there is no such dialect.
         FileFormatError: the file cannot be read as ONNX.
     """
-    return validation.validate(model_io.load(model, whole=True))
+    return validation.validate(model_io.load(model, whole=True), dialect=dialect)
 
 
 def inspect(model: OnnxSource) -> Report:

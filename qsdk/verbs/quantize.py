@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from onnx import ModelProto
 from torch import nn
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.export import without_uncalibrated, write_model
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
@@ -14,9 +15,9 @@ from onnx_backend.opening.fixed_inputs import with_fixed_inputs
 from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.other_runtimes.runner import RuntimeName
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.quantized_parts import has_narrow_sites
-from onnx_backend.qdq.runtime_table import Dialect
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
@@ -215,6 +216,7 @@ def export(
     dialect: Dialect = "onnxruntime",
     external_data: bool | None = None,
     uncalibrated: Literal["error", "float"] = "error",
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
@@ -222,11 +224,13 @@ def export(
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
         opset: 21 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25).
-        dialect: the runtime that is to read the file; `onnxruntime` for what the installed one loads at its default
-            level, `onnx` for the standard form without regard to a runtime.
+        dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
+            level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`; or `onnx`, the standard form without regard to one.
         external_data: whether large weights go to a file of their own, `<path>.<hash>.data`; None for only where one
             file cannot hold them (2 GiB).
         uncalibrated: `float` leaves sites without an encoding float.
+        shapes: input name -> all of its sizes, to fix axes that are open; None leaves them open, or, in dialect `qnn`,
+            which needs them fixed, takes those of the example.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
@@ -250,6 +254,7 @@ def export(
         external_data=external_data,
         weights=traced.weights,
         in_use=door.files_read(),
+        shapes=shapes,
     )
     return with_notes(report, sim.bias_remarks())
 
@@ -261,15 +266,28 @@ def check_parity(
     *,
     forward: Forward | None = None,
     progress: bool = True,
+    runtime: RuntimeName | None = None,
 ) -> Report:
     """Compare an exported model with its sim, site by site, each site fed with the sim's own input.
 
+    Args:
+        sim: of either side.
+        model: an exported file, or the model in it.
+        data: batches.
+        forward: calls the module on a batch.
+        progress: show a progress bar.
+        runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
+            level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
+            more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does.
+
     Raises:
+        ConfigError: the runtime is unknown or not installed.
+        ModelError: the runtime cannot compile the model.
         FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
         DataError: data that the model does not take.
     """
     door = door_of(sim)
-    return door.check_parity(opened_qdq(model), data, forward, progress)
+    return door.check_parity(opened_qdq(model), data, forward, progress, runtime)
 
 
 def to_integer(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.max_of_slices import largest_of_slices
 from onnx_backend.integer.ir.operations import Softmax
@@ -23,6 +22,7 @@ from onnx_backend.integer.ir.values import (
     dequantize_codes,
 )
 from onnx_backend.opening.stored_encodings import UNMARKED
+from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.proto.nodes import attributes, node_label
 
 Args = Sequence[Value | None]

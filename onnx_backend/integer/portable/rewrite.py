@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper, shape_inference
 
-from onnx_backend.integer.fixed_shapes import static_sizes
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.context import FIXED_SIZES
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.ir.values import Array, Refused
 from onnx_backend.integer.portable.exact_ranges import FUSING, INT32, LIMITS, REDUCTIONS
 from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
+from onnx_backend.passes.fixed_shapes import static_sizes
 from onnx_backend.proto.nodes import attributes
 
 _RANGES: Mapping[int, tuple[int, int]] = MappingProxyType(

@@ -10,7 +10,7 @@ from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.islands.entries import ENTRY_KEY, cast_site, float_inputs, island_type, narrows
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES, type_of_cast
-from onnx_backend.qdq.runtime_table import Dialect
+from onnx_backend.dialects.dialect import Dialect
 
 #: metadata of a node that is in its island's type: by position, the sites and kinds of what it reads and makes; of the
 #: latter also the name of the float tensor

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
+from qsdk.core.config.for_dialect import changed_choices, float_biases_of
 from qsdk.core.config.json_form import read_object, to_json
-from qsdk.core.config.rules import FixedRange, Rule, Shape, TensorDType, make_rule
+from qsdk.core.config.rules import CHOICES, FixedRange, Rule, Shape, TensorDType, make_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
     DType,
@@ -171,6 +172,24 @@ class QuantConfig:
         where = {"op_type": op_type, "shape": shape, "tensor_dtype": tensor_dtype}
         options = {**where, "weight": result, "activation": result, "bias": result}
         return replace(self, rules=(*self.rules, make_rule(pattern, options, optional=optional)))
+
+    def for_dialect(self, dialect: str) -> "QuantConfig":
+        """Return the config with what the runtime of a dialect cannot have changed to what it can.
+
+        Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
+        biases stay float. Calibrate and train after it, so that the simulation is what the runtime computes.
+
+        Args:
+            dialect: of `qsdk.export`.
+
+        Raises:
+            ConfigError: an unknown dialect, or a choice for which it has nothing, such as float8 activations for `qnn`.
+        """
+        own = {name: getattr(self, name) for name in CHOICES if hasattr(self, name)}
+        rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
+        changed = replace(self, **changed_choices(own, dialect), rules=rules)
+        op_types, bias = float_biases_of(dialect)
+        return changed.override("*", op_type=op_types, bias=bias, optional=True) if op_types else changed
 
     def layer(self, class_name: str, *parameters: str) -> "QuantConfig":
         """Return a config that names the parameters of a module class which are read through quantizers.

@@ -124,7 +124,9 @@ class Door(Protocol):
         """Return the files that hold weights of the sim; they must not be written over."""
         ...
 
-    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+    def check_parity(
+        self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
+    ) -> Report:
         """Compare an opened Q/DQ model with the sim, site by site."""
         ...
 

@@ -14,6 +14,7 @@ from onnx import ModelProto
 from onnx_backend.opening.from_trace import TracedModel, open_traced
 from onnx_backend.parity import parity
 from onnx_backend.parity.expected_model import expected_model
+from onnx_backend.parity.teacher import RunOn
 from qsdk.algorithms import ranks
 from qsdk.core.errors import ExportError
 from qsdk.core.graph.graph import Graph
@@ -126,7 +127,9 @@ class ModuleDoor:
         """Return none: a module holds its weights itself."""
         return ()
 
-    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+    def check_parity(
+        self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
+    ) -> Report:
         """Compare in one forward pass per batch, whose outputs wait until the sites are compared."""
         results: list[list[Any]] = []
 
@@ -142,7 +145,7 @@ class ModuleDoor:
         encodings = self.sim.encodings
         expected = expected_model(self.traced(), self.sim.plan, encodings, model)
         stored = stored_values.stored_values(self.sim)
-        return parity.check(model, values(), stored, encodings, reference(), expected)
+        return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime))
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         """Write the state_dict and the example that the model was traced with."""

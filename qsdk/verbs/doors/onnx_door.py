@@ -115,10 +115,12 @@ class OnnxDoor:
         """Return the files of large weights, which are read on demand."""
         return self.sim.files_read()
 
-    def check_parity(self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool) -> Report:
+    def check_parity(
+        self, model: ModelProto, data: Iterable[Any], forward: Forward | None, progress: bool, runtime: str | None
+    ) -> Report:
         """Compare in a session of the sim per batch."""
         require_no_forward(forward)
-        return self.sim.check_parity(model, data, progress=progress)
+        return self.sim.check_parity(model, data, progress=progress, runtime=runtime)
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
         """Write the model, and those initializers of the user that verbs have replaced."""

@@ -12,8 +12,8 @@ from integer_models import Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
-from onnx_backend.integer.decompose.decided_sizes import with_decided_sizes
 from onnx_backend.integer.decompose.prepare import prepare
+from onnx_backend.passes.decided_sizes import with_decided_sizes
 from qsdk.core.errors import IntegerError
 
 

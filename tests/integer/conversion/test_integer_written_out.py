@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
-from onnx_backend.integer.fixed_shapes import with_shapes
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.passes.fixed_shapes import with_shapes
 from qsdk.core.errors import IntegerError
 
 # --- Einsum ----------------------------------------------------------------------------------------------------------

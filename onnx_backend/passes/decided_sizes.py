@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from onnx_backend.integer.fixed_shapes import static_sizes, with_inferred_shapes
+from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers

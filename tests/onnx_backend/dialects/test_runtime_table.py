@@ -6,8 +6,9 @@ import onnxruntime as ort
 import pytest
 from runtime_probes import LABELS, Probe
 
+from onnx_backend.dialects.dialect import form_of
+from onnx_backend.dialects.onnxruntime_table import EVERYTHING, NARROW, WRONG, WRONG_FLOAT16, is_wrong
 from onnx_backend.integer.exact_products import products_saturate
-from onnx_backend.qdq.runtime_table import EVERYTHING, NARROW, WRONG, WRONG_FLOAT16, form_of, is_wrong
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import dtype_named
 

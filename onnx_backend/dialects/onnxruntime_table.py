@@ -1,20 +1,16 @@
 """The errors of ONNX Runtime's default level in Q/DQ models (measured), and the QuantizeLinear form that avoids them.
 
-Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/qdq/test_runtime_table.py` derives the table
+Measured on onnxruntime 1.31 and 1.32 (CPU, x86); `tests/onnx_backend/dialects/test_runtime_table.py` derives the table
 again on the installed runtime and fails where it has changed, in either direction. Errors of only one of the two
 wrong is in it too: a model may be run by another version than the one it was exported with.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
-from qsdk.core.errors import ConfigError, ExportError
-from qsdk.core.numerics.dtypes import DType
+from onnx_backend.dialects.dialect import Form
+from qsdk.core.errors import ExportError
 from qsdk.core.numerics.encoding import Encoding
-
-Dialect = Literal["onnxruntime", "onnx"]
-Form = Literal["output_dtype", "zero_point", "both"]
 
 _FOUR_BITS, _TWO_BITS = ("uint4", "int4"), ("uint2", "int2")
 _FLOAT8 = ("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
@@ -116,21 +112,3 @@ def require_kernels(encodings: Mapping[str, Encoding]) -> None:
             f"{', '.join(found[:4])}{more}: ONNX Runtime has no kernel for {encodings[found[0]].dtype}; export for "
             'other runtimes with dialect="onnx", or choose an integer or float8 dtype'
         )
-
-
-def form_of(dtype: DType, symmetric: bool, dialect: Dialect) -> Form:
-    """Return how a QuantizeLinear of an activation states its type: by attribute, by zero point, or by both.
-
-    Args:
-        dtype: of the activation; its container decides.
-        symmetric: True if every zero point is 0.
-        dialect: `onnx` writes the attribute everywhere; `onnxruntime` gives way where the runtime cannot load it.
-
-    Raises:
-        ConfigError: there is no such dialect.
-    """
-    if dialect not in ("onnxruntime", "onnx"):
-        raise ConfigError(f"unknown dialect {dialect!r}; choose 'onnxruntime' or 'onnx'")
-    if dialect == "onnxruntime" and dtype.container == "int8":
-        return "zero_point"
-    return "output_dtype" if symmetric else "both"

@@ -1,7 +1,10 @@
 """Fix the dynamic axes of a model's inputs, as unrolled and normalising operations need it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from onnx import ModelProto, shape_inference
 
 from onnx_backend.proto.graph_queries import declared_sizes, input_names
@@ -48,6 +51,28 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -
                 if len(known) == 1:
                     dim.dim_value = next(iter(known))
     return fixed
+
+
+def with_sizes_of(model: ModelProto, values: Mapping[str, npt.NDArray[Any]]) -> ModelProto:
+    """Return a copy whose inputs have the sizes of these values, whatever was declared, and inferred shapes.
+
+    Args:
+        model: its inputs may lack a shape altogether.
+        values: by input name; inputs without one stay as they are.
+    """
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    for info in fixed.graph.input:
+        if info.name in values:
+            shape = info.type.tensor_type.shape
+            del shape.dim[:]
+            shape.SetInParent()  # a scalar has a shape without axes
+            for size in np.shape(values[info.name]):
+                shape.dim.add().dim_value = size
+    for info in fixed.graph.output:
+        info.type.tensor_type.ClearField("shape")
+    del fixed.graph.value_info[:]
+    return with_inferred_shapes(fixed)
 
 
 def with_inferred_shapes(model: ModelProto) -> ModelProto:

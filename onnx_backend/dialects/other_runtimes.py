@@ -1,0 +1,130 @@
+"""What OpenVINO and Qualcomm's HTP compute otherwise than the simulation, measured op by op.
+
+Every op was run between two Q/DQ pairs of one dtype, written as `export` writes them for that runtime, on codes that
+reach the ends of the grid, with and without zero points; `tests/onnx_backend/dialects/test_other_runtimes.py` derives
+the tables again on the installed versions.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+#: the zero points that a fault needs: none, one of the input, of the output, of any of the two, or of both
+Where = Literal["anywhere", "input", "output", "either", "both"]
+REFUSED = math.inf
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an op in a runtime.
+
+    Attributes:
+        steps: the largest difference from the simulation, in steps of the output; REFUSED where it does not run.
+        where: the zero points without which it is right.
+    """
+
+    steps: float
+    where: Where = "anywhere"
+
+    def applies(self, *, input_shifted: bool, output_shifted: bool) -> bool:
+        """Return True if an op between pairs with these zero points has the fault."""
+        return {
+            "anywhere": True,
+            "input": input_shifted,
+            "output": output_shifted,
+            "either": input_shifted or output_shifted,
+            "both": input_shifted and output_shifted,
+        }[self.where]
+
+
+@dataclass(frozen=True)
+class RuntimeTable:
+    """What one runtime computes otherwise than the simulation.
+
+    Attributes:
+        title: the runtime, and the version that was measured.
+        refused: dtype of an activation -> readers (as `Readers.label` names them) that do not run on it.
+        off: dtype of an activation -> readers that are more than one step off.
+    """
+
+    title: str
+    refused: Mapping[str, frozenset[str]]
+    off: Mapping[str, Mapping[str, Fault]]
+
+    def fault(self, dtype: str, label: str) -> Fault | None:
+        """Return what is wrong with a reader of an activation of a probed dtype, or None."""
+        if label in self.refused[dtype]:
+            return Fault(REFUSED)
+        return self.off[dtype].get(label)
+
+
+def _labels(ops: str, weights: str = "") -> frozenset[str]:
+    """Return the labels of ops, or of layers with each of these weights (a comma separates them)."""
+    if not weights:
+        return frozenset(ops.split())
+    return frozenset(f"{op}/{weight.strip()}" for op in ops.split() for weight in weights.split(","))
+
+
+def _off(steps: float, where: Where, labels: frozenset[str]) -> dict[str, Fault]:
+    return {label: Fault(steps, where) for label in labels}
+
+
+_LAYERS = "Conv ConvTranspose Gemm MatMul"
+_NOT_ON_HTP = _labels(_LAYERS, "float8e4m3fn, int16, uint8, int8 blocks, uint8 blocks, int4 blocks") | {"Erf", "Where"}
+#: of rank 4; those of rank 3, such as a token embedding, run
+_GATHER = _labels("Gather Gather>")
+_FLOAT_WEIGHTS = "float16, float32"
+
+OPENVINO = RuntimeTable(
+    "OpenVINO 2026.4 (CPU)",
+    {
+        "uint8": _labels("Conv", "uint8"),
+        "int8": _labels("Conv", "uint8"),
+        **dict.fromkeys(("uint16", "int16", "uint4"), frozenset[str]()),
+    },
+    {
+        "uint8": {},
+        # products of two int8 activations overflow; a ConvTranspose of them saturates
+        "int8": _off(255, "anywhere", _labels("MatMul")) | _off(11, "anywhere", _labels("ConvTranspose", "int8")),
+        # computed in float32: the rounding to float16 in between is dropped
+        "uint16": _off(28, "anywhere", _labels("Cast")),
+        "int16": _off(14, "anywhere", _labels("Cast")),
+        "uint4": _off(5, "input", _labels("Gemm MatMul", "int8, uint8")),
+    },
+)
+
+QNN = RuntimeTable(
+    "QNN HTP 2.7 (emulated)",
+    {
+        "uint8": _NOT_ON_HTP | _GATHER,
+        "int8": _NOT_ON_HTP | _GATHER | _labels(_LAYERS, "int4") | _labels("HardSigmoid LeakyRelu Neg"),
+        "uint16": _NOT_ON_HTP | _GATHER,
+    },
+    {
+        "uint8": {
+            # float weights between quantized activations are computed in float16
+            **_off(7, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
+            **_off(2, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
+            **_off(6, "input", _labels("MatMul")),
+            **_off(10, "output", _labels("Softmax")),
+        },
+        "int8": {
+            **_off(4, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
+            **_off(130, "input", _labels("Pad")),  # it pads with the code 0
+            **_off(129, "anywhere", _labels("Softmax")),
+        },
+        "uint16": {
+            **_off(1800, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
+            **_off(470, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
+            **_off(151, "anywhere", _labels(_LAYERS, "int4")),
+            **_off(36, "anywhere", _labels(_LAYERS, "int8")),
+            **_off(88, "anywhere", _labels("Softplus")),
+            **_off(16, "anywhere", _labels("Gelu")),
+            **_off(3, "anywhere", _labels("AveragePool Elu Exp HardSwish LeakyRelu")),
+            **_off(1272, "input", _labels("Tanh Transpose>")),
+        },
+    },
+)
+
+TABLES: Mapping[str, RuntimeTable] = {"openvino": OPENVINO, "qnn": QNN}

@@ -1,0 +1,71 @@
+"""The names that the tables of runtimes have for what reads a quantized activation."""
+
+from onnx import GraphProto, NodeProto, TensorProto
+
+from onnx_backend.dialects.dialect import Form
+from onnx_backend.proto.graph_queries import consumers, initializers, producers
+from onnx_backend.proto.nodes import attributes
+
+#: ops that the tables list by the type in which their second operand is stored
+LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
+
+
+class Readers:
+    """A graph with Q/DQ pairs, and who reads which of its tensors.
+
+    Attributes:
+        stored: the stored tensors, by name.
+        makers: tensor -> the node that computes it.
+        readers: tensor -> the nodes that read it.
+        outputs: names of the graph's outputs.
+    """
+
+    def __init__(self, graph: GraphProto) -> None:
+        self.stored, self.makers = initializers(graph), producers(graph.node)
+        self.readers = consumers(graph.node)
+        self.outputs = {value.name for value in graph.output}
+
+    def dtype(self, quantize: NodeProto) -> str:
+        """Return the name of the dtype that a QuantizeLinear produces."""
+        zero_point = self.stored.get(quantize.input[2]) if len(quantize.input) > 2 else None
+        code = zero_point.data_type if zero_point is not None else attributes(quantize).get("output_dtype", 0)
+        return type_name(code or TensorProto.UINT8)
+
+    def form(self, quantize: NodeProto) -> Form:
+        """Return how a QuantizeLinear states its type."""
+        if len(quantize.input) < 3:
+            return "output_dtype" if quantize.op_type == "QuantizeLinear" else "zero_point"
+        return "both" if attributes(quantize).get("output_dtype") else "zero_point"
+
+    def label(self, reader: NodeProto, tensor: str) -> str:
+        """Return the name of an activation's reader in the tables of runtimes.
+
+        It is the op; `op/weight` for a layer, by what its weight is stored in; `op>` where anything but a
+        QuantizeLinear follows.
+        """
+        if reader.op_type in LAYERS and reader.input[0] == tensor:
+            weight = self.weight(reader.input[1])
+            return f"{reader.op_type}/{weight}" if weight else reader.op_type
+        followers = [node for name in reader.output for node in self.readers.get(name, [])]
+        leaves = any(name in self.outputs for name in reader.output)
+        if leaves or any(node.op_type != "QuantizeLinear" for node in followers):
+            return f"{reader.op_type}>"
+        return reader.op_type
+
+    def weight(self, name: str) -> str:
+        """Return the type that the second operand of a layer is stored in; "" for an activation."""
+        if name in self.stored:
+            return type_name(self.stored[name].data_type)
+        maker = self.makers.get(name)
+        if maker is None or not maker.input or maker.input[0] not in self.stored:
+            return ""
+        name = type_name(self.stored[maker.input[0]].data_type)
+        if name.startswith("float8"):
+            return "float8e4m3fn"  # it stands for all of them, in blocks or not
+        return f"{name} blocks" if attributes(maker).get("block_size") else name
+
+
+def type_name(code: int) -> str:
+    """Return the project's name of an ONNX element type."""
+    name = str(TensorProto.DataType.Name(code)).lower()
+    return {"float": "float32"}.get(name, name)

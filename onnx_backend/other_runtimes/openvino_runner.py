@@ -1,0 +1,73 @@
+"""Run a model in OpenVINO's CPU plug-in."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.other_runtimes.runner import SizedModel, installed_package
+from qsdk.core.errors import ModelError
+
+Array = npt.NDArray[Any]
+
+
+class OpenVinoRunner:
+    """A model in OpenVINO on the CPU, float parts in float32; it is compiled for the sizes that it is run on.
+
+    Attributes:
+        title: name and version of the runtime.
+        compiled: OpenVINO's own `CompiledModel`; None before the first run.
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        """Keep a model until its sizes are known.
+
+        Raises:
+            ConfigError: OpenVINO is not installed.
+        """
+        self.openvino = installed_package("openvino", "openvino")
+        self.title = f"OpenVINO {self.openvino.__version__.split('-')[0]}"
+        self.sized = SizedModel(model)
+        self.compiled: Any = None
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Run the model; see `Runner.run`."""
+        given = self.sized.given(feeds)
+        fixed = self.sized.for_sizes_of(given)
+        if fixed is not None:
+            self.compiled = self._compiled(fixed)
+        known = {name for port in self.compiled.inputs for name in port.get_names()}
+        try:
+            found = self.compiled({name: value for name, value in given.items() if name in known})
+        except Exception as error:  # its exceptions are bare RuntimeErrors
+            raise ModelError(f"{self.title} cannot run the model: {_in_short(error)}") from error
+        return [np.array(found[port]) for port in self.compiled.outputs]
+
+    def _compiled(self, model: ModelProto) -> Any:
+        # without the hint, processors with bfloat16 compute the float parts in it
+        options = {"INFERENCE_PRECISION_HINT": "f32"}
+        try:
+            core = self.openvino.Core()
+            return core.compile_model(core.read_model(model.SerializeToString()), "CPU", options)
+        except Exception as error:
+            raise ModelError(f"{self.title} cannot compile the model: {_in_short(error)}") from error
+
+    def precisions(self) -> list[tuple[str, str, str]]:
+        """Return name, type and precision of every layer that the plug-in runs, after its fusions."""
+        found = []
+        for layer in self.compiled.get_runtime_model().get_ops():
+            facts = layer.get_rt_info()
+            found.append((layer.get_friendly_name(), _text(facts["layerType"]), _text(facts["runtimePrecision"])))
+        return found
+
+
+def _text(value: Any) -> str:
+    return str(value.astype(str) if hasattr(value, "astype") else value)
+
+
+def _in_short(error: Exception) -> str:
+    """Return the lines of an error that are no places in OpenVINO's sources."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))[:600]

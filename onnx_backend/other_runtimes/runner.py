@@ -1,0 +1,105 @@
+"""Open a model in another runtime by name."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.fixed_shapes import with_sizes_of
+from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_reaching
+from onnx_backend.proto.nodes import replace_nodes
+from qsdk.core.errors import ConfigError, DataError
+
+Array = npt.NDArray[Any]
+RuntimeName = Literal["onnxruntime", "openvino", "qnn"]
+
+
+class Runner(Protocol):
+    """A model that is open in a runtime.
+
+    Attributes:
+        title: name and version of the runtime.
+    """
+
+    title: str
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Run the model; return its outputs in graph order.
+
+        Args:
+            feeds: input name -> value; values of inputs that the model lacks are left out.
+
+        Raises:
+            ModelError: the runtime cannot compile the model for these sizes, or run it.
+        """
+        ...
+
+
+class SizedModel:
+    """A model of which a copy is compiled for the sizes of the values that it is to be run on.
+
+    Some runtimes need the sizes of all tensors, or at least their ranks; an application fixes them before it compiles.
+
+    Attributes:
+        inputs: names of the model's inputs.
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model, self.inputs = model, input_names(model.graph)
+        self.declared = {value.name: declared_sizes(value.type) for value in model.graph.input}
+        self.sizes: dict[str, tuple[int, ...]] | None = None
+
+    def given(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the values of the model's own inputs, as arrays.
+
+        Raises:
+            DataError: one has another size than the one that the model was written for.
+        """
+        found = {name: np.asarray(feeds[name]) for name in self.inputs if name in feeds}
+        for name, value in found.items():
+            sizes = self.declared[name]
+            if len(sizes) == value.ndim and any(n not in (None, m) for n, m in zip(sizes, value.shape, strict=True)):
+                shown = tuple("?" if size is None else size for size in sizes)
+                raise DataError(
+                    f"the model takes {name!r} of the size {shown}, and the batch has {value.shape}; give batches of "
+                    "that size, or export with other shapes="
+                )
+        return found
+
+    def for_sizes_of(self, values: Mapping[str, Array]) -> ModelProto | None:
+        """Return a copy with the sizes of these values, or None if the last one that was returned has them."""
+        sizes = {name: value.shape for name, value in values.items()}
+        if sizes == self.sizes:
+            return None
+        self.sizes = sizes
+        fixed = with_decided_sizes(with_sizes_of(self.model, values))
+        replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
+        return fixed
+
+
+#: opens a model in a runtime
+OpenRunner = Callable[[ModelProto], Runner]
+
+
+def installed_package(name: str, extra: str) -> ModuleType:
+    """Import the package of a runtime.
+
+    Args:
+        name: of the Python package.
+        extra: of qsdk that installs it.
+
+    Raises:
+        ConfigError: it is not installed, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the runtime {extra!r} needs the package {name}, which cannot be imported ({error}); install it: "
+            f"pip install 'qsdk[{extra}]'"
+        ) from error

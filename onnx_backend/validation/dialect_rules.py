@@ -1,0 +1,130 @@
+"""Rules on files for a runtime other than ONNX Runtime's CPU: what it refuses, misreads, or computes otherwise."""
+
+from collections.abc import Iterator
+
+from onnx import ModelProto, NodeProto, TensorProto
+
+from onnx_backend.dialects.dialect import writing_of
+from onnx_backend.dialects.other_runtimes import REFUSED, TABLES, RuntimeTable
+from onnx_backend.dialects.readers import Readers, type_name
+from onnx_backend.proto.external_data import array
+from onnx_backend.proto.inputs import open_inputs
+from onnx_backend.proto.nodes import node_label
+from onnx_backend.validation.finding import Finding, error, warning
+from onnx_backend.validation.scope import is_quantizer
+from qsdk.core.numerics.dtypes import DTYPES
+
+_MISREAD = 16  # a difference of this part of the grid is no rounding any more
+_TENSORRT_TYPES = frozenset({"int8", "float8e4m3fn", "float4e2m1"})  # and int4 for weights
+
+
+def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
+    """Yield what the runtime of a dialect refuses or computes otherwise than the simulation.
+
+    Args:
+        model: with Q/DQ, valid.
+        dialect: `openvino`, `qnn` or `tensorrt`; for others there is nothing to say.
+
+    Raises:
+        ConfigError: there is no such dialect.
+    """
+    writing, known = writing_of(dialect), Readers(model.graph)
+    if writing.fixed_sizes and (opened := open_inputs(model)):
+        problem = f"{', '.join(opened)} has open axes, and the runtime compiles for one size"
+        yield error("", "sizes", problem, 'export with shapes={"name": sizes}')
+    for node in model.graph.node:
+        if not is_quantizer(node):
+            continue
+        if writing.explicit:
+            yield from _without_zero_point(node, dialect)
+        if dialect == "tensorrt":
+            yield from _for_tensorrt(node, known)
+        if node.op_type == "QuantizeLinear" and known.dtype(node) in writing.clipped:
+            yield from _unclipped(node, known)
+        if dialect in TABLES and node.op_type == "DequantizeLinear":
+            yield from _wrong_readers(node, known, TABLES[dialect])
+
+
+def _without_zero_point(node: NodeProto, dialect: str) -> Iterator[Finding]:
+    """Yield an error for a pair that states its type by an attribute, or not at all."""
+    if len(node.input) > 2 and node.input[2]:
+        return
+    problem = "it has no zero point, without which this runtime takes its codes for another type, without a word"
+    if dialect == "tensorrt":
+        problem = "it has no zero point, from which this runtime takes the type of its codes"
+    yield error(node_label(node), "zero_point", problem, f'export with dialect="{dialect}"')
+
+
+def _unclipped(quantize: NodeProto, known: Readers) -> Iterator[Finding]:
+    maker = known.makers.get(quantize.input[0])
+    if maker is None or maker.op_type != "Clip":
+        problem = f"the runtime removes pairs of {known.dtype(quantize)}, and values beyond their range then pass"
+        yield error(node_label(quantize), "clip", problem, 'export with dialect="openvino", which clips them')
+
+
+def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -> Iterator[Finding]:
+    """Yield the readers of an activation that the table lists."""
+    quantize = known.makers.get(dequantize.input[0])
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return
+    dtype = known.dtype(quantize)
+    if dtype not in table.refused:
+        problem = f"activations of {dtype} are not computed as simulated on {table.title}"
+        yield error(node_label(quantize), "dialect", problem, f"use one of {', '.join(table.refused)}")
+        return
+    for reader in known.readers.get(dequantize.output[0], []):
+        label = known.label(reader, dequantize.output[0])
+        fault = table.fault(dtype, label)
+        shifted = _is_shifted(dequantize, known), any(_is_shifted(node, known) for node in _quantizers(reader, known))
+        if fault is None or not fault.applies(input_shifted=shifted[0], output_shifted=shifted[1]):
+            continue
+        what = f"{label.removesuffix('>').replace('/', ' with a weight of ')} behind {dtype}"
+        if fault.steps == REFUSED:
+            problem, remedy = f"{table.title} does not run {what}", _remedy(label)
+            yield error(node_label(reader), "dialect", problem, remedy)
+        else:
+            problem = f"{table.title} computes {what} up to {fault.steps:g} steps off the simulation (measured)"
+            found = error if fault.steps >= 2 ** DTYPES[dtype].bits / _MISREAD else warning
+            yield found(node_label(reader), "dialect", problem, _remedy(label))
+
+
+def _remedy(label: str) -> str:
+    change = "leave it float with .skip(...), or choose another dtype for it"
+    return f"quantize with config.for_dialect(...), or {change}" if "/" in label else change
+
+
+def _quantizers(reader: NodeProto, known: Readers) -> list[NodeProto]:
+    followers = [node for name in reader.output for node in known.readers.get(name, [])]
+    return [node for node in followers if node.op_type == "QuantizeLinear"]
+
+
+def _is_shifted(node: NodeProto, known: Readers) -> bool:
+    """Return True if a QuantizeLinear or DequantizeLinear has a zero point other than 0."""
+    zero_point = known.stored.get(node.input[2]) if len(node.input) > 2 else None
+    return zero_point is not None and bool(array(zero_point).any())
+
+
+def _for_tensorrt(node: NodeProto, known: Readers) -> Iterator[Finding]:
+    """Yield what TensorRT's documents exclude: types, zero points, and biases in int32 (Working with Quantized Types).
+
+    No engine was built to check it, which takes a GPU.
+    """
+    name = node_label(node)
+    stored = known.stored.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+    maker = known.makers.get(node.input[0])
+    if stored is not None:
+        dtype = type_name(stored.data_type)
+    else:
+        quantize = maker if node.op_type == "DequantizeLinear" else node
+        if quantize is None or quantize.op_type != "QuantizeLinear":
+            return
+        dtype = known.dtype(quantize)
+    if stored is not None and stored.data_type == TensorProto.INT32:
+        remedy = 'quantize with config.for_dialect("tensorrt"), which leaves biases float'
+        yield error(name, "dialect", "TensorRT reads no int32 bias behind a DequantizeLinear", remedy)
+    elif dtype not in _TENSORRT_TYPES and not (stored is not None and dtype == "int4"):
+        remedy = 'quantize with config.for_dialect("tensorrt"): int8, symmetric'
+        yield error(name, "dialect", f"TensorRT has no quantized type {dtype}", remedy)
+    if _is_shifted(node, known):
+        remedy = "quantize with symmetric_activations=True and symmetric weights"
+        yield error(name, "dialect", "TensorRT takes zero points of 0 alone", remedy)

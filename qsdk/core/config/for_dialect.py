@@ -1,0 +1,99 @@
+"""What a config has to change so that a runtime can compute every site as it is simulated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qsdk.core.errors import ConfigError
+from qsdk.core.numerics.dtypes import DType, float32, int8, uint8, uint16
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes that one runtime needs.
+
+    Attributes:
+        activations: name of a dtype -> the one in its place.
+        no_activations: dtypes that have none in their place.
+        weights: as `activations`, for weights.
+        no_weights: as `no_activations`, for weights and formats of weights.
+        blocks: True if block-wise scales of weights are read.
+        symmetric: True if activations have no zero points.
+        float_biases: globs over op types whose biases stay float.
+    """
+
+    activations: Mapping[str, DType] = field(default_factory=dict)
+    no_activations: frozenset[str] = frozenset()
+    weights: Mapping[str, DType] = field(default_factory=dict)
+    no_weights: frozenset[str] = frozenset()
+    blocks: bool = True
+    symmetric: bool = False
+    float_biases: tuple[str, ...] = ()
+
+
+_FLOAT8 = frozenset({"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
+_NARROW = frozenset({"uint2", "int2", "float4e2m1"})
+_FORMATS = frozenset({"mxfp4", "mxfp8", "nvfp4"})
+
+CHANGES: Mapping[str, Changes] = {
+    "onnxruntime": Changes(),
+    "onnx": Changes(),
+    "openvino": Changes(
+        activations={"int8": uint8, "int4": uint8},
+        no_activations=_FLOAT8 | _NARROW,
+        weights={"uint8": int8},
+        no_weights=_NARROW | _FORMATS,
+    ),
+    "qnn": Changes(
+        activations={"int8": uint8, "int16": uint16, "uint4": uint8, "int4": uint8},
+        no_activations=_FLOAT8 | _NARROW,
+        weights={"uint8": int8, "int16": int8},
+        no_weights=_FLOAT8 | _NARROW | _FORMATS,
+        blocks=False,
+        float_biases=("LayerNormalization", "LayerNorm*", "GroupNorm*", "InstanceNorm*"),
+    ),
+    "tensorrt": Changes(
+        activations={"uint8": int8},
+        no_activations=frozenset({"uint16", "int16", "uint4", "int4"}) | _NARROW,
+        weights={"uint8": int8},
+        no_weights=frozenset({"uint2", "int2", "int16", "uint4"}),
+        symmetric=True,
+        float_biases=("*",),
+    ),
+}
+
+
+def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+    """Return the choices of a config or of a rule that differ for a dialect.
+
+    Args:
+        choices: name of the choice -> value, None where it is not made.
+        dialect: one of `qsdk.export`.
+
+    Raises:
+        ConfigError: an unknown dialect, or a choice that it has nothing for.
+    """
+    if dialect not in CHANGES:
+        raise ConfigError(f"unknown dialect {dialect!r}; choose one of {', '.join(CHANGES)}")
+    changes, found = CHANGES[dialect], dict[str, Any]()
+    for name in ("activation", "input", "output", "weight"):
+        value = choices.get(name)
+        known, refused = (
+            (changes.weights, changes.no_weights) if name == "weight" else (changes.activations, changes.no_activations)
+        )
+        if value is None:
+            continue
+        if str(value) in refused:
+            raise ConfigError(f"{name}={value} cannot be had in the dialect {dialect}; choose another dtype")
+        if str(value) in known:
+            found[name] = known[str(value)]
+    if choices.get("block_size") is not None and not changes.blocks:
+        raise ConfigError(f"block_size={choices['block_size']} cannot be had in the dialect {dialect}; leave it out")
+    if changes.symmetric and choices.get("symmetric_activations") is False:
+        found["symmetric_activations"] = True
+    return found
+
+
+def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:
+    """Return the globs over op types whose biases stay float in a dialect, and the dtype they stay in."""
+    return CHANGES[dialect].float_biases, float32
