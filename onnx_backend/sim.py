@@ -372,8 +372,6 @@ class OnnxSim(StatefulSim):
         """
         return placement(self._running(), self.providers)
 
-    # --- state and sessions ---------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which builds its own sessions."""
         with self._changing:

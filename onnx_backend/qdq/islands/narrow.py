@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from onnx import ModelProto, NodeProto, helper
 
+from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.proto.graph_queries import consumers, initializers, names_in, producers, unique
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes, set_metadata
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.qdq.islands.entries import ENTRY_KEY, cast_site, float_inputs, island_type, narrows
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES, type_of_cast
-from onnx_backend.dialects.dialect import Dialect
 
 #: metadata of a node that is in its island's type: by position, the sites and kinds of what it reads and makes; of the
 #: latter also the name of the float tensor
