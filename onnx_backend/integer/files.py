@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+import onnxruntime as ort
 from onnx import ModelProto
 
 from onnx_backend.integer.convert import IntegerResult, convert
@@ -15,6 +16,7 @@ from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.decompose.sizes_of_data import in_words, sizes_of, sizes_of_example, trial_sizes
 from onnx_backend.integer.firmware.files import firmware_file
 from onnx_backend.integer.verify.op_parity import add_op_parity, operations, run_teacher_forced
+from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.fixed_shapes import with_shapes
@@ -120,9 +122,23 @@ def _measured(
     parity = run_teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
     certificate = {**result.certificate, **fixed, "measured": measured, "parity": parity}
+    certificate["runtimes"] = _runtimes(result, inputs)
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, model_io.serialize(result.model), companions)
     summary = {**result.report.summary, **measured, **fixed}
+    if result.certificate["target"] == "portable":
+        summary["same_integers_on"] = _in_words(certificate["runtimes"])
     return Report(result.report.title, add_op_parity(result.report.rows, parity), summary)
+
+
+def _runtimes(result: IntegerResult, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the runtimes that gave the integers of the reference on the inputs of the measurement."""
+    if result.certificate["target"] == "portable":
+        return compare_runtimes(result.model, inputs)
+    return [{"runtime": "onnxruntime", "version": ort.__version__, "equal": True}] if result.integers else []
+
+
+def _in_words(runtimes: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{row['runtime']} {row['version']}" for row in runtimes if row["equal"])

@@ -2,21 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 import pytest
 from integer_models import LEVELS
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from onnx_backend.integer.reference.run import run_reference
-
-
-class GatherElements(OpRun):
-    """The operator as ONNX has it: onnx's own raises for tables of more than 64 rows."""
-
-    def _run(self, data: Any, indices: Any, axis: int = 0) -> tuple[Any]:
-        return (np.take_along_axis(data, indices.astype(np.int64), axis),)
+from onnx_backend.integer.verify.other_runtimes import GatherElements
 
 
 def openvino(model: Any, feeds: Any) -> list[Any]:

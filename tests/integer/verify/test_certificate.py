@@ -1,10 +1,13 @@
 """The certificate: what a reviewer needs to compute every requantization again, and bounds held against measurement."""
 
+import importlib.metadata
+import importlib.util
 import json
 from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from firmware_models import MODELS, cnn, residual, sixteen_bits
 from integer_models import Net
@@ -13,6 +16,7 @@ import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.ir.operations import Requantization
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from qsdk.core.errors import IntegerError
 from qsdk.core.numerics.fixed_point import round_shift
@@ -118,3 +122,35 @@ def test_kernels_have_no_measured_accumulator(tmp_path):
     model, _ = cnn()
     _, rows = written(model, tmp_path, target="onnxruntime")
     assert not any("accumulator_measured" in row for row in rows)
+
+
+def runtimes(tmp_path):
+    certificate = json.loads((tmp_path / "out.onnx.certificate.json").read_text())
+    return {row["runtime"]: row for row in certificate["runtimes"]}
+
+
+@pytest.mark.parametrize("edges", ["float", "integer"])
+def test_a_portable_certificate_names_every_runtime_that_gave_the_same_integers(edges, tmp_path):
+    model, _ = MODELS["softmax"]()
+    written(model, tmp_path, target="portable", edges=edges)
+    found = runtimes(tmp_path)
+    assert found["onnxruntime"] == {"runtime": "onnxruntime", "version": ort.__version__, "equal": True}
+    assert found["onnx.reference"]["equal"]
+    if importlib.util.find_spec("openvino") is not None:
+        assert found["openvino"]["equal"]
+        assert found["openvino"]["version"] == importlib.metadata.version("openvino")
+
+
+def test_other_targets_name_onnx_runtime_where_it_computed_integers_alone(tmp_path):
+    model, _ = cnn()
+    written(model, tmp_path)
+    assert [*runtimes(tmp_path)] == ["onnxruntime"]
+    written(model, tmp_path, target="onnxruntime")
+    assert runtimes(tmp_path) == {}
+
+
+def test_a_runtime_with_other_integers_is_named():
+    pytest.importorskip("openvino", reason="the extra qsdk[openvino] is not installed")
+    model, feeds = cnn()
+    with pytest.raises(IntegerError, match=r"openvino 20.* and the integer reference disagree on the output 'y'"):
+        compare_runtimes(convert(model, target="standard").model, feeds)
