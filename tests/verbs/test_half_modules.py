@@ -232,6 +232,24 @@ def test_codes_are_those_that_the_solver_chose(
         require_codes(sim, chosen)
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_weights_near_the_least_number_of_float16_keep_their_values(weights: str, chosen: dict[str, np.ndarray]):
+    net = module_of(mlp, torch.float16)
+    with torch.no_grad():
+        net[0].weight[2] *= 1e-6  # a channel that hardly speaks
+    tiny = net[0].weight[2].clone()
+    assert tiny.any()
+    batches = batches_of(mlp, torch.float16)
+    sim = qsdk.quantize(net, batches[0], w8a8().override("*", weight=weights))
+    qsdk.calibrate(sim, batches, progress=False)
+    qsdk.seq_mse(sim, batches, progress=False)
+    qsdk.gptq(sim, batches, progress=False)
+    require_codes(sim, chosen)
+    # whole steps, of which float16 loses none: no calibrated scale of 8 bits or fewer is smaller
+    assert sim.encodings["0:weight"].scale[2] >= 2.0**-24
+    assert torch.equal(sim.model[0].weight[2], tiny)
+
+
 def test_codes_are_those_that_block_tuning_chose(chosen: dict[str, np.ndarray]):
     sim, _ = sim_of(mlp, torch.bfloat16, "int4")
     batches = [in_every_dtype(seeded(16, 16, seed=seed)).bfloat16() for seed in range(12)]
