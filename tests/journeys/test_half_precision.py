@@ -199,6 +199,31 @@ def test_attention_with_a_padding_mask_has_an_integer_model_in_any_type(tmp_path
     assert summary["max_lsb"] <= 1
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head = kind(16, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_states_between_steps_are_as_wide_in_the_sim_as_in_the_file(tmp_path, kind, dtype):
+    torch.manual_seed(0)
+    data = [torch.randn(4, 30, 16, dtype=dtype) for _ in range(3)]
+    model = Recurrent(kind).eval().to(dtype)
+    sim = qsdk.quantize(model, data[0], qsdk.w8a8())
+    qsdk.calibrate(sim, data, progress=False)
+    with sim.runtime.in_phase("float"):  # the float pass is the module, bit for bit
+        assert torch.equal(sim(data[0]), model(data[0]))
+    qsdk.export(sim, tmp_path / "model.onnx")
+    summary = qsdk.check_parity(sim, tmp_path / "model.onnx", data, progress=False).summary
+    assert summary["weights_max_lsb"] == 0
+    assert summary["activations_max_lsb"] <= 1
+
+
 def _run(path, x):
     import onnxruntime
 

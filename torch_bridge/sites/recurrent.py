@@ -107,10 +107,14 @@ def _run_kernel(
         flat += [to_torch_order(weight[direction], module.mode) for weight in weights]
         if module.bias:
             flat += [getattr(module, f"bias_{name}_l{layer}{suffix}") for name in ("ih", "hh")]
+    dtype = x.dtype
+    if runtime.phase != "float" and flat[0].dtype == dtype and dtype in (torch.float16, torch.bfloat16):
+        # as the exported op computes: torch's kernel would round every state, and each term of it
+        x, states, flat = x.float(), [state.float() for state in states], [weight.float() for weight in flat]
     given: Any = tuple(states) if module.mode == "LSTM" else states[0]
     options = (module.bias, 1, 0.0, module.training, module.bidirectional, False)
     result: tuple[Tensor, ...] = _KERNELS[module.mode](x, given, flat, *options)
-    return result
+    return tuple(part.to(dtype) for part in result)
 
 
 def hidden_weight_inputs(module: nn.RNNBase, runtime: Runtime, layer: int, x: Tensor, states: list[Tensor]) -> Tensor:
