@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, helper
 
 from onnx_backend.integer.ir.values import Refused
 from onnx_backend.integer.portable.exact_ranges import FLOAT32
@@ -103,8 +103,17 @@ def _move(state: Rewriter, node: NodeProto) -> None:
         values = [value, *fill, *zero]
         state.copy(node, (min(v.lo for v in values), max(v.hi for v in values)))
         return
-    if len(node.output) > 1 or node.op_type == "Pad":
-        raise Refused(f"{node.op_type} of 64-bit integers has no form in 32 bits", "move it behind its quantizer")
+    if node.op_type == "Split":
+        _split(state, node, value, rest)
+        return
+    if node.op_type == "Pad":
+        filled = state.number(node.input[2]) if len(rest) > 1 and rest[1] else constant(np.zeros((), np.int64))
+        pads, axes = rest[0], rest[2:]
+        padded = state.arithmetic.each_part(
+            [value, filled], lambda parts: state.b.node("Pad", [parts[0], pads, parts[1], *axes], **attrs)
+        )
+        state.found(node.output[0], padded)
+        return
 
     def moved(parts: list[str]) -> str:
         return state.b.node(node.op_type, [*parts, *rest], **attrs)
@@ -114,6 +123,16 @@ def _move(state: Rewriter, node: NodeProto) -> None:
         state.found(node.output[0], found)
         return
     state.found(node.output[0], state.arithmetic.each_part([value], moved))
+
+
+def _split(state: Rewriter, node: NodeProto, value: Number, rest: list[str]) -> None:
+    rows = []
+    for part in state.arithmetic.names(value):
+        rows.append([state.b.fresh(name) for name in node.output])
+        made = helper.make_node("Split", [part, *rest], rows[-1], name=f"{rows[-1][0]}_node", **attributes(node))
+        state.b.nodes.append(made)
+    for name, *parts in zip(node.output, *rows, strict=True):
+        state.found(name, Number(tuple(parts), value.lo, value.hi))
 
 
 def _concat(state: Rewriter, node: NodeProto) -> None:

@@ -111,6 +111,10 @@ class Arithmetic:
             parts += [low, high]
         return self._bounded(parts, x.lo, x.hi)
 
+    def names(self, x: Number, count: int = 0) -> list[str]:
+        """Return the parts of a number as tensors."""
+        return [c.what if isinstance(c.what, str) else self.int32(c.what) for c in self.cut(x, count)]
+
     def _bounded(self, parts: Sequence[str], lo: int, hi: int) -> list[_Column]:
         last = PART * (len(parts) - 1)
         lower = [_Column(part, 0, _MASK) for part in parts[:-1]]
@@ -201,8 +205,7 @@ class Arithmetic:
         if fits(x.lo, x.hi) and lo >= -FLOAT32 and hi < FLOAT32:
             return Number((self._split(self.flat(x), by)[1],), lo, hi)
         whole, bits = divmod(by, PART)
-        parts = self.cut(x, whole + 1)[whole:]
-        names = [part.what if isinstance(part.what, str) else self.int32(part.what) for part in parts]
+        names = self.names(x, whole + 1)[whole:]
         if bits:
             halves = [self._split(name, bits) for name in names]
             lows = [self.b.node("Mul", [low, self.int32(1 << (PART - bits))]) for low, _ in halves[1:]]
@@ -230,16 +233,13 @@ class Arithmetic:
         hi = min(x.hi, mask.hi)
         if fits(x.lo, x.hi) and fits(mask.lo, mask.hi):
             return Number((self.b.node("BitwiseAnd", [self.flat(x), self.flat(mask)]),), 0, hi)
-        sides = self.cut(x), self.cut(mask)
-        names = [[c.what if isinstance(c.what, str) else self.int32(c.what) for c in side] for side in sides]
-        count = count_parts(0, hi)
-        parts = [self.b.node("BitwiseAnd", [a, c]) for a, c in list(zip(*names, strict=False))[:count]]
+        pairs = list(zip(self.names(x), self.names(mask), strict=False))[: count_parts(0, hi)]
+        parts = [self.b.node("BitwiseAnd", list(pair)) for pair in pairs]
         return Number(tuple(parts), 0, hi)
 
     def negative(self, x: Number) -> str:
         """Write the test if a number is below 0, a bool tensor."""
-        name = self.flat(x) if fits(x.lo, x.hi) else self.cut(x)[-1].what
-        name = name if isinstance(name, str) else self.int32(name)
+        name = self.flat(x) if fits(x.lo, x.hi) else self.names(x)[-1]
         if fits(x.lo, x.hi) and max(-x.lo, x.hi) > FLOAT32:
             name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(0)])
         return self.b.node("Less", [name, self.int32(0)])
@@ -251,9 +251,8 @@ class Arithmetic:
             if max(-x.lo, x.hi) > FLOAT32:
                 name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(1)])
             return self.b.node("Equal", [name, self.int32(0)])
-        names = [c.what if isinstance(c.what, str) else self.int32(c.what) for c in self.cut(x)]
-        found = names[0]
-        for name in names[1:]:
+        found, *names = self.names(x)
+        for name in names:
             found = self.b.node("BitwiseOr", [found, name])
         return self.b.node("Equal", [found, self.int32(0)])
 
@@ -263,10 +262,8 @@ class Arithmetic:
         if fits(lo, hi):
             return Number((write([self.flat(x) for x in numbers]),), lo, hi)
         count = max(max(len(x.parts), count_parts(x.lo, x.hi)) for x in numbers)
-        rows = [
-            [c.what if isinstance(c.what, str) else self.int32(c.what) for c in self.cut(x, count)] for x in numbers
-        ]
-        return Number(tuple(write(list(row)) for row in zip(*rows, strict=True)), lo, hi)
+        rows = zip(*(self.names(x, count) for x in numbers), strict=True)
+        return Number(tuple(write(list(row)) for row in rows), lo, hi)
 
     def summed(self, x: Number, count: int, write: Callable[[str], str]) -> Number:
         """Write sums of `count` elements by `write`, which sums one int32 tensor."""
