@@ -177,20 +177,22 @@ def test_the_integer_model_of_a_half_file_has_no_float(road, tmp_path, network, 
 
 
 class Padded(nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.attend, self.head = nn.MultiheadAttention(16, 4, batch_first=True), nn.Linear(16, 5)
+        self.attend, self.head = nn.MultiheadAttention(16, 4, batch_first=True, **options), nn.Linear(16, 5)
 
     def forward(self, x, padding):
         return self.head(self.attend(x, x, x, key_padding_mask=padding, need_weights=False)[0])
 
 
+@pytest.mark.parametrize("longer", [False, True])  # torch pads the mask for keys of its own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_with_a_padding_mask_has_an_integer_model_in_any_type(tmp_path, dtype):
+def test_attention_with_a_padding_mask_has_an_integer_model_in_any_type(tmp_path, dtype, longer):
     torch.manual_seed(0)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # torch turns it into a mask of -inf
     data = [(torch.randn(2, 5, 16, dtype=dtype), padding) for _ in range(3)]
-    sim = qsdk.quantize(Padded().eval().to(dtype), data[0], qsdk.w8a8())
+    model = Padded(add_bias_kv=longer, add_zero_attn=longer).eval().to(dtype)
+    sim = qsdk.quantize(model, data[0], qsdk.w8a8())
     qsdk.calibrate(sim, data, progress=False)
     qsdk.export(sim, tmp_path / "model.onnx")
     summary = qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx").summary

@@ -11,7 +11,7 @@ from qsdk.core.patterns.supergroup import Supergroup
 HIDES = -20.0
 _MOVES = frozenset(
     {"Unsqueeze", "Squeeze", "Expand", "Reshape", "Cast", "Slice", "Transpose", "Identity", "Tile", "Gather", "Concat"}
-    | {"Trilu"}
+    | {"Pad", "Trilu"}
 )
 _JOINS = frozenset({"Add", "Min"})
 _DEPTH = 12  # ops between a mask and the constant that hides
