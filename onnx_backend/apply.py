@@ -17,6 +17,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.encodings.match_to_model import MatchedEncodings, require_matched
 from qsdk.core.graph.graph import Graph
 from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
+from qsdk.core.planning.islands.find import with_given_islands
 from qsdk.core.sims.state import SimState
 
 NOT_MENTIONED = "the encodings file does not mention it"
@@ -51,7 +52,7 @@ def sim_with_encodings(
     require_matched(placed, where, strict=strict)
     without_origin(model)
     _quantize_absorbed(model, graph, placed)
-    plan = plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED)
+    plan = with_given_islands(graph, plan_as_given(graph, placed.encodings, placed.casts, missing=NOT_MENTIONED))
     state = SimState(None, plan, owned_encodings(plan, placed.encodings))
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes), placed
 

@@ -37,8 +37,12 @@ def attach(model: nn.Module, runtime: Runtime, plan: Plan, silent: Iterable[str]
                 _required_quantizer(runtime, decision.bias_of[0]),
                 _required_quantizer(runtime, decision.bias_of[1]),
             )
-    computed_in = {site: decision.computes_in for site, decision in plan.decisions.items() if decision.computes_in}
-    runtime.islands = {site: getattr(torch, name) for site, name in computed_in.items()}
+    runtime.islands = {
+        site: getattr(torch, decision.computes_in)
+        for site, decision in plan.decisions.items()
+        # what a recurrent layer does last is to move its values, which come rounded either way
+        if decision.computes_in and not isinstance(modules.get(without_calls(owner_of(site))), nn.RNNBase)
+    }
     runtime.reused_modules = frozenset(_reused_modules(modules, plan.decisions))
     runtime.phase = "quantize"
 

@@ -360,3 +360,23 @@ def test_an_integer_model_names_the_island_and_not_what_it_reads(road, tmp_path)
     with pytest.raises(qsdk.IntegerError, match=r"'fc1:\w+/cast_back': it keeps its tensor in float16") as refused:
         qsdk.to_integer(path, tmp_path / "i.onnx")
     assert "enter" not in str(refused.value)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, whose exported form ends in ops that only move its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+def test_a_recurrent_layer_computes_in_float32_and_is_rounded(tmp_path):
+    torch.manual_seed(0)
+    model, x = Recurrent().eval(), torch.randn(2, 5, 8)
+    sim = qsdk.quantize(model, x, qsdk.w8a8().skip("*", dtype="float16"))
+    assert (sim(x) - model(x)).abs().max() < 0.01
+    qsdk.export(sim, tmp_path / "m.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False).summary["passed"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, dtype, nn
 
@@ -23,11 +24,14 @@ class NarrowCall:
         self._given: list[tuple[Tensor, Tensor]] = []  # a cast argument, and the argument
 
     def narrow(self, x: Tensor) -> Tensor:
-        """Return a float32 tensor in the narrow type; a single number without axes stays, as torch takes it."""
+        """Return a float32 tensor in the narrow type; a single number without axes stays, as torch takes it.
+
+        In one piece of memory, because a Linear adds its bias to a rounded product where its input is a view.
+        """
         if x.dtype.itemsize <= self.narrow_type.itemsize or not x.is_floating_point() or not x.dim():
             return x
         self._wide_type = x.dtype
-        cast = x.to(self.narrow_type)
+        cast = x.to(self.narrow_type, memory_format=torch.contiguous_format)
         self._given.append((cast, x))
         return cast
 

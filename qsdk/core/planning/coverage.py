@@ -48,7 +48,7 @@ def explanation(plan: Plan, site: str) -> str:
         if result.spec is None
         else ", ".join(filter(None, (result.spec.dtype.name, _granularity(result))))
     )
-    return f"{site} is {result.state} ({what}): {result.reason}; decided by {result.rule}"
+    return f"{site} is {result.state} ({what}): {_reason(result)}; decided by {result.rule}"
 
 
 def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
@@ -60,8 +60,12 @@ def _row(decision: Decision, not_exercised: bool) -> dict[str, Any]:
         "state": "not exercised" if not_exercised and decision.quantized else decision.state,
         "dtype": decision.tensor_type if spec is None else spec.dtype.name,
         "granularity": _granularity(decision),
-        "reason": decision.reason if decision.rule == "default" else f"{decision.reason} [{decision.rule}]",
+        "reason": _reason(decision) if decision.rule == "default" else f"{_reason(decision)} [{decision.rule}]",
     }
+
+
+def _reason(decision: Decision) -> str:
+    return decision.reason + (f", computed in {decision.computes_in}" if decision.computes_in else "")
 
 
 def _granularity(decision: Decision) -> str:

@@ -8,6 +8,7 @@ from strategies import GraphBuilder
 from qsdk.core.config.config import w8a8
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.dtypes import bfloat16, float16
+from qsdk.core.planning.coverage import coverage_report, explanation
 from qsdk.core.planning.islands.find import ISLAND_OPS
 from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.planning.plan import Plan
@@ -26,6 +27,9 @@ def test_a_layer_whose_sites_are_narrow_computes_in_their_type(dtype):
 def test_a_layer_and_its_activation_are_one_or_none():
     plan = make_plan(small_network(), w8a8().skip("conv1", float16))  # its Relu has the site of both
     assert islands(plan) == {"relu:output": "float16"}
+    (row,) = (row for row in coverage_report(plan).rows if row["site"] == "relu:output")
+    assert row["reason"].startswith("kept float16 by a rule, computed in float16 [")
+    assert "kept float16 by a rule, computed in float16;" in explanation(plan, "relu:output")
     assert islands(make_plan(small_network(), w8a8().skip("relu", float16))) == {}  # the weight is quantized
 
 

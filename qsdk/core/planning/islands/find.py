@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
 from qsdk.core.patterns.chains import is_chain
+from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
 from qsdk.core.planning.operands import operands_of
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, Plan
 
 _TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 #: The ops that torch computes in float32 and rounds once where its tensors are float16 or bfloat16, so that a file can
@@ -63,6 +64,25 @@ def with_islands(
             alone = f"; the result alone is rounded to {decision.spec.dtype}"
             result[tensor] = replace(decision, spec=None, rule="default", reason=reason + alone)
     return result
+
+
+def with_given_islands(graph: Graph, plan: Plan) -> Plan:
+    """Return a plan that follows given encodings, with the islands that an export of these sites has.
+
+    No file says what becomes of parameters without a site: they are taken to be of the type of their op's result.
+    """
+    decisions = {graph.sites[site]: decision for site, decision in plan.decisions.items()}
+    if not any(spec.dtype.name in _TYPES for decision in decisions.values() if (spec := decision.spec) is not None):
+        return plan
+    for op, held in enumerate(graph.ops):
+        made = decisions.get(held.outputs[0]) if held.outputs else None
+        if made is None or made.spec is None:
+            continue
+        for tensor in (held.inputs[at] for at in statistics_at(graph, op)):
+            if tensor is not None:
+                decisions[tensor] = Decision(f"({graph.tensors[tensor].name})", held.type, "weight", made.spec, "")
+    found = with_islands(graph, match_supergroups(graph).groups, decisions)
+    return Plan({site: found[graph.sites[site]] for site in plan.decisions}, plan.inside)
 
 
 def _units(graph: Graph, groups: Mapping[int, Supergroup], op: int) -> list[tuple[int, ...]]:
