@@ -12,6 +12,7 @@ import onnx
 from onnx import ModelProto
 
 from onnx_backend.dialects.dialect import Dialect, writing_of
+from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
 from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.fixed_shapes import with_shapes
@@ -33,7 +34,7 @@ from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
-_OPSETS = range(21, 26)
+_OPSETS = range(LOWEST, 26)
 T = TypeVar("T")
 
 
@@ -66,7 +67,7 @@ def write_model(
         plan: the decision for each site.
         encodings: of every quantized site.
         path: of the model.
-        opset: 21 to 25.
+        opset: 13 to 25.
         dialect: see `qsdk.export`.
         provenance: the origin that the encodings file records.
         tensors: site -> name of its tensor in the float model, for the encodings file.

@@ -104,7 +104,7 @@ def _add_quantize(commands: Any) -> None:
     )
     quantize.add_argument("--method", default="min_max", help="range estimator of activations (default: min_max)")
     quantize.add_argument("--weight-method", help="range estimator of weights (default: min_max)")
-    quantize.add_argument("--opset", type=int, default=21, help="21 to 25 (default: 21)")
+    quantize.add_argument("--opset", type=int, default=21, help="13 to 25 (default: 21)")
     quantize.add_argument(
         "--providers",
         nargs="+",

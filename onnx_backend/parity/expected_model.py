@@ -12,17 +12,18 @@ from onnx import ModelProto, TensorProto
 
 from onnx_backend.calibration.stored_tensors import stored_names
 from onnx_backend.dialects.dialect import Dialect
+from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.opening.from_trace import TracedModel
 from onnx_backend.parity.same_function import NodeDifference, differences, stored_at_sites
 from onnx_backend.parity.tally import Tally, lsb
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
-from onnx_backend.proto.opsets import opset_of
+from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.qdq.insert import lower
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
-_OPSETS = range(21, 26)  # those that `lower` writes
+_OPSETS = range(LOWEST, 26)  # those that `lower` writes
 _DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx", "openvino", "qnn")  # tensorrt writes as qnn
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _NAMED = 3  # nodes that a note names
@@ -58,7 +59,7 @@ def expected_model(
         opened: the Q/DQ model that an adopted sim runs as it stands, or None.
     """
     version = opset_of(model)
-    opset = version if version in _OPSETS else _OPSETS[0]
+    opset = version if version in _OPSETS else OPSET
 
     def form(dialect: Dialect) -> Callable[[], LoweredModel]:
         return lambda: lower(traced.model, plan, encodings, opset=opset, dialect=dialect, weights=traced.weights)

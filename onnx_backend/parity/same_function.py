@@ -200,7 +200,7 @@ def _key(node: NodeProto, seen: Mapping[str, int], facts: _ValueNumbers, numbers
         return (node.op_type, *_pair_key(node, seen, facts))
     read = tuple(seen.get(name, ("unknown", name)) if name else None for name in names)
     inner = tuple((name, _body_key(body, seen, facts, numbers)) for name, body in bodies(node))
-    return (domain, node.op_type, read, _attributes(node, facts.opset), inner, len(node.output))
+    return (domain, node.op_type, read, _attributes(node, facts), inner, len(node.output))
 
 
 def _pair_key(node: NodeProto, seen: Mapping[str, int], facts: _ValueNumbers) -> Key:
@@ -223,9 +223,9 @@ def _pair_key(node: NodeProto, seen: Mapping[str, int], facts: _ValueNumbers) ->
     return (*read, code, 0 if none else seen.get(name, ("unknown", name)), axis, rest)
 
 
-def _attributes(node: NodeProto, opsets: Mapping[str, int]) -> Key:
-    """Return the attributes of a node, defaults filled in, bodies left out."""
-    found = {}
+def _attributes(node: NodeProto, facts: _ValueNumbers) -> Key:
+    """Return the attributes of a node, defaults filled in, bodies and those without any effect left out."""
+    found, opsets = {}, facts.opset
     domain = "" if node.domain in _STANDARD else node.domain
     try:
         version = max((n for name, n in opsets.items() if (name or "") in (node.domain, domain)), default=1)
@@ -239,6 +239,9 @@ def _attributes(node: NodeProto, opsets: Mapping[str, int]) -> Key:
         found = {}  # an op of another domain: its attributes as they stand
     graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
     found.update({entry.name: _plain(entry) for entry in node.attribute if entry.type not in graphs})
+    shape = facts.stored.get(node.input[1]) if node.op_type == "Reshape" and len(node.input) > 1 else None
+    if shape is not None and array(shape).all():
+        found.pop("allowzero", None)  # it says what a 0 in the shape means, and there is none
     return tuple(sorted(found.items(), key=lambda item: item[0]))
 
 
@@ -284,7 +287,7 @@ def _describe_difference(
 
 
 def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _ValueNumbers, ours: _ValueNumbers) -> str:
-    mine, wanted = dict(_attributes(node, theirs.opset)), dict(_attributes(other, ours.opset))
+    mine, wanted = dict(_attributes(node, theirs)), dict(_attributes(other, ours))
     if node.op_type in _PAIR:
         mine.pop("output_dtype", None), wanted.pop("output_dtype", None)
     for name in sorted({*mine, *wanted}):

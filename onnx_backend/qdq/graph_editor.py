@@ -29,6 +29,7 @@ class GraphEditor:
 
     Attributes:
         large: the stored tensors that the model has only stubs of, by name.
+        explicit: every pair states its type by a zero point.
         nodes: the nodes of the new model.
         rows: one per site, for the report.
         renamed: a mark's output -> the tensor that its readers read now.
@@ -42,8 +43,11 @@ class GraphEditor:
         reused: (initializer, fingerprint of the change) -> the changed initializer.
     """
 
-    def __init__(self, model: ModelProto, dialect: Dialect, large: dict[str, LargeTensor]) -> None:
+    def __init__(
+        self, model: ModelProto, dialect: Dialect, large: dict[str, LargeTensor], *, explicit: bool = False
+    ) -> None:
         self.model, self.graph, self.dialect, self.large = model, model.graph, dialect, large
+        self.explicit = explicit
         self.nodes: list[NodeProto] = []
         self.rows: list[dict[str, Any]] = []
         self.renamed: dict[str, str] = {}

@@ -8,6 +8,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
+from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
@@ -86,7 +87,9 @@ def lower(
     containers = {encoding.dtype.container for encoding in encodings.values()}
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
     note_islands(model, plan)
-    lowering = GraphEditor(model, dialect, large)
+    if opset < OPSET:
+        require_sayable(encodings, opset)
+    lowering = GraphEditor(model, dialect, large, explicit=writing_of(dialect).explicit or opset < OPSET)
     lowering.merge_marks()
     for node in list(model.graph.node):
         if is_mark(node):
@@ -99,6 +102,8 @@ def lower(
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
         insert_kernel_casts(model)
+    if opset < OPSET:
+        model = at_older_opset(model, opset)
     return LoweredModel(model, large, lowering.rows)
 
 
@@ -147,7 +152,7 @@ def _quantize(
     own_type = pair_type(tensor_type, encoding, at.dialect)
     cast_type = FLOAT32 if own_type == tensor_type else tensor_type
     source = widen(at, site, source, cast_type)
-    form = form_of(encoding.dtype, encoding.symmetric, at.dialect)
+    form = "zero_point" if at.explicit else form_of(encoding.dtype, encoding.symmetric, at.dialect)
     # values of a pass-through op are in the grid already, and the runtime wants no node between MaxPool and an int8 Q
     clipped = encoding.dtype.name in writing_of(at.dialect).clipped
     if clipped or (encoding.dtype.narrows_container and not decision.passes_through):

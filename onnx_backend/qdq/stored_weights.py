@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import quantize_tensor
 from onnx_backend.proto.nodes import attributes, set_metadata
@@ -117,7 +116,7 @@ def _parameters(
     if narrow == float8e8m0 and opset_of(at.model) >= _NARROW_SCALES:
         exponents = np.ascontiguousarray(scale).astype(ml_dtypes.float8_e8m0fnu)
         return [at.initializer(exponents, f"{site}/scale")], {"output_dtype": int(TensorProto.FLOAT)}
-    with_zero_point = not encoding.symmetric or writing_of(at.dialect).explicit
+    with_zero_point = not encoding.symmetric or at.explicit
     factors = float8_scales(encoding) if narrow == float8e4m3fn else None
     if factors is None:
         return parameters(at, site, encoding, scale, zero_point, with_zero_point), {}

@@ -45,7 +45,7 @@ def apply_encodings(
             sites of the model; or a Q/DQ model (`.onnx`) of the same network, whose sites are matched by structure, or
             else by name.
         out: where the Q/DQ model is written, with its own encodings file beside it.
-        opset: 21 to 25.
+        opset: 13 to 25.
         dialect: see `qsdk.export`.
         strict: raise an error for entries that fit no tensor; False lists them in the report.
 

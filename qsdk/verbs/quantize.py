@@ -223,7 +223,8 @@ def export(
     Args:
         sim: of either side.
         path: of the model; an existing file is replaced only when the new one is complete.
-        opset: 21 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25).
+        opset: 13 to 25. Higher ones are for dtypes that need them, such as 2-bit integers (25); below 21 there are
+            8-bit types alone, with scales per tensor or channel.
         dialect: the runtime that is to read the file: `onnxruntime` for what the installed one loads at its default
             level, `openvino`, `qnn` (Qualcomm's NPUs), `tensorrt`; or `onnx`, the standard form without regard to one.
         external_data: whether large weights go to a file of their own, `<path>.<hash>.data`; None for only where one
