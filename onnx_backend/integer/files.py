@@ -49,7 +49,10 @@ def write_integer(
     """
     batches, model = None if data is None else _first(data), in_float32(model)
     opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
-    return _measured(opened, result, measured_inputs(opened, result.model, batches), out, firmware, fixed)
+    inputs = measured_inputs(opened, result.model, batches)
+    portable = options.get("target") == "portable"
+    standard = convert(opened, **{**options, "target": "standard"}).model if portable else None
+    return _measured(opened, result, standard, inputs, out, firmware, fixed)
 
 
 def _first(data: Iterable[Any]) -> list[Any]:
@@ -111,6 +114,7 @@ def _hint(model: ModelProto, attempt: Callable[[Mapping[str, Sequence[int]]], An
 def _measured(
     opened: ModelProto,
     result: IntegerResult,
+    standard: ModelProto | None,
     inputs: Mapping[str, Any],
     out: Path,
     firmware: Path | None,
@@ -122,21 +126,21 @@ def _measured(
     parity = run_teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
     certificate = {**result.certificate, **fixed, "measured": measured, "parity": parity}
-    certificate["runtimes"] = _runtimes(result, inputs)
+    certificate["runtimes"] = _runtimes(result, standard, inputs)
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, model_io.serialize(result.model), companions)
     summary = {**result.report.summary, **measured, **fixed}
-    if result.certificate["target"] == "portable":
+    if standard is not None:
         summary["same_integers_on"] = _in_words(certificate["runtimes"])
     return Report(result.report.title, add_op_parity(result.report.rows, parity), summary)
 
 
-def _runtimes(result: IntegerResult, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _runtimes(result: IntegerResult, standard: ModelProto | None, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the runtimes that gave the integers of the reference on the inputs of the measurement."""
-    if result.certificate["target"] == "portable":
-        return compare_runtimes(result.model, inputs)
+    if standard is not None:
+        return compare_runtimes(result.model, standard, inputs)
     return [{"runtime": "onnxruntime", "version": ort.__version__, "equal": True}] if result.integers else []
 
 

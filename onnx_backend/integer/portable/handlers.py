@@ -85,11 +85,12 @@ def _compare(test: Callable[[Any, Number, Number], str]) -> Handler:
 def _where(state: Rewriter, node: NodeProto) -> None:
     condition, *names = node.input
     values = [state.number(name) for name in names]
-    if state.types[node.output[0]] not in WIDE:
-        state.copy(node, (min(v.lo for v in values), max(v.hi for v in values)))
+    ends = min(v.lo for v in values), max(v.hi for v in values)
+    if state.types[node.output[0]] not in WIDE and max(-ends[0], ends[1]) <= FLOAT32:
+        state.copy(node, ends)
         return
-    test = state.readable(condition)
-    state.found(node.output[0], state.arithmetic.each_part(values, lambda parts: state.b.node("Where", [test, *parts])))
+    yes, no = (state.int32(name) for name in names)
+    state.found(node.output[0], state.arithmetic.chosen(state.readable(condition), yes, no))
 
 
 def _move(state: Rewriter, node: NodeProto) -> None:
@@ -201,7 +202,7 @@ def _absolute(state: Rewriter, node: NodeProto) -> None:
         return
     a = state.arithmetic
     test, opposite = a.negative(value), a.add(constant(np.asarray(0)), value, sign=-1)
-    found = a.each_part([opposite, value], lambda parts: state.b.node("Where", [test, *parts]))
+    found = a.chosen(test, opposite, value)
     state.found(node.output[0], Number(found.parts, 0, max(-value.lo, value.hi)))
 
 

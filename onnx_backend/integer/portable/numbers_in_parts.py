@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from onnx_backend.integer.ir.builder import Builder
 from onnx_backend.integer.ir.values import Array, Refused
@@ -151,7 +152,7 @@ class Arithmetic:
         for i, column in enumerate(columns):
             total = self._op("Add", column, carry)
             carry = _of_array(np.asarray(0, object))
-            name = total.what if isinstance(total.what, str) else self.int32(total.what)
+            name = total.what if isinstance(total.what, str) else self._filled(total.what, columns)
             if i < len(columns) - 1 and (total.lo < 0 or total.hi > _MASK):
                 name, over = self._split(name, PART)
                 carry = _Column(over, total.lo >> PART, total.hi >> PART)
@@ -161,6 +162,14 @@ class Arithmetic:
         while len(parts) < count:
             parts.extend(self._split(parts.pop(), PART))
         return Number(tuple(parts), lo, hi)
+
+    def _filled(self, values: Array, columns: Sequence[_Column]) -> str:
+        """Write a constant part in the shape of the others, which moves and sums need."""
+        shaped = next((column.what for column in columns if isinstance(column.what, str)), "")
+        if not shaped:
+            return self.int32(values)
+        nothing = self.b.node("Mul", [shaped, self.int32(0)])
+        return self.b.node("Add", [nothing, self.int32(values)]) if np.any(values) else nothing
 
     def _without_sign_parts(self, parts: list[str], count: int) -> list[str]:
         """Add parts beyond `count` to the last one that stays: they are nothing but its sign."""
@@ -199,7 +208,7 @@ class Arithmetic:
         if not by:
             return x
         if (lo, hi) == (0, 0):
-            return constant(np.asarray(0))
+            return Number((self.b.node("Mul", [self.names(x)[0], self.int32(0)]),), 0, 0)
         if fits(x.lo, x.hi) and by > _MOST_SHIFT:
             return self.shifted_right(self.shifted_right(x, _MOST_SHIFT), by - _MOST_SHIFT)
         if fits(x.lo, x.hi) and lo >= -FLOAT32 and hi < FLOAT32:
@@ -264,6 +273,20 @@ class Arithmetic:
         count = max(max(len(x.parts), count_parts(x.lo, x.hi)) for x in numbers)
         rows = zip(*(self.names(x, count) for x in numbers), strict=True)
         return Number(tuple(write(list(row)) for row in rows), lo, hi)
+
+    def chosen(self, test: str, yes: Number, no: Number) -> Number:
+        """Write a choice by a bool tensor.
+
+        A runtime may take a Where and the comparison in front of it into one float32 kernel, so numbers beyond its
+        exact range are chosen by their bits.
+        """
+        lo, hi = min(yes.lo, no.lo), max(yes.hi, no.hi)
+        if max(-lo, hi) <= FLOAT32 or not fits(lo, hi):
+            return self.each_part([yes, no], lambda parts: self.b.node("Where", [test, *parts]))
+        all_bits = self.b.node("Sub", [self.int32(0), self.b.cast(test, TensorProto.INT32)])
+        none = self.b.node("Sub", [self.int32(-1), all_bits])
+        kept = [self.b.node("BitwiseAnd", [self.flat(side), mask]) for side, mask in ((yes, all_bits), (no, none))]
+        return Number((self.b.node("BitwiseOr", kept),), lo, hi)
 
     def summed(self, x: Number, count: int, write: Callable[[str], str]) -> Number:
         """Write sums of `count` elements by `write`, which sums one int32 tensor."""

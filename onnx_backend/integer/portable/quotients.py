@@ -6,6 +6,7 @@ volume 2, 4.3.1). What is missing is in the remainder, which the next bits are t
 """
 
 import numpy as np
+from onnx import TensorProto
 
 from onnx_backend.integer.ir.values import Refused
 from onnx_backend.integer.portable.numbers_in_parts import PART, Arithmetic, Number, constant, count_parts
@@ -44,7 +45,7 @@ def divided(a: Arithmetic, left: Number, right: Number) -> Number:
         found = _within(found, 0, quotient[1] >> (_DIGIT * step))
     for _ in range(_MISSING - 1):
         less = a.add(rest, divisor, sign=-1)
-        negative = a.b.cast(a.negative(less), 6)
+        negative = a.b.cast(a.negative(less), TensorProto.INT32)
         taken = Number((a.b.node("Sub", [a.int32(1), negative]),), 0, 1)
         rest = _within(a.add(rest, a.multiply(taken, divisor), sign=-1), 0, limit - 1)
         found = a.add(found, taken)
@@ -64,7 +65,7 @@ def _missing_bits(a: Arithmetic, x: Number, count: int) -> Number:
     found = constant(np.asarray(least))
     for shift in range(least + 1, most + 1):
         below = a.negative(a.add(x, constant(np.asarray(1 << (PART * count - shift))), sign=-1))
-        found = a.add(found, Number((a.b.cast(below, 6),), 0, 1))
+        found = a.add(found, Number((a.b.cast(below, TensorProto.INT32),), 0, 1))
     return _within(found, least, most)
 
 

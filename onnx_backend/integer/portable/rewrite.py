@@ -90,7 +90,10 @@ class Rewriter:
         if name not in self.numbers and name in self.constants:
             self.numbers[name] = constant(self.constants[name])
         if name not in self.numbers:
-            raise Refused(f"it computes with {name!r}, a size that is not fixed", FIXED_SIZES)
+            raise Refused(
+                f"it computes with {name!r}, 64-bit integers of an input, or sizes that are not fixed",
+                f"take that input as int32, or {FIXED_SIZES}",
+            )
         return self.numbers[name]
 
     def int32(self, name: str) -> Number:

@@ -35,16 +35,27 @@ class GatherElements(OpRun):
         return (np.take_along_axis(data, indices.astype(np.int64), axis),)
 
 
-def compare_runtimes(model: ModelProto, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
+def compare_runtimes(model: ModelProto, standard: ModelProto, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
     """Return the runtimes, with their versions, that give the integers of the NumPy reference, and what stopped others.
 
     Behind float edges the codes of the inputs are given: rounding a float to its code is each runtime's own.
 
+    Args:
+        model: of the portable target.
+        standard: the same network, of the standard target.
+        inputs: of both.
+
     Raises:
-        IntegerError: a runtime gives other integers.
+        IntegerError: a runtime gives other integers, or the standard target has others.
     """
     tensors = run_reference(model, inputs, every_tensor=True)
     names = [info.name for info in model.graph.output]
+    for name, values in zip(names, _session(standard).run(names, dict(inputs)), strict=True):
+        if not np.array_equal(values, tensors[name]):
+            raise IntegerError(
+                f"the portable and the standard form disagree on the output {name!r}; this is a defect of qsdk, and "
+                "the model was not written"
+            )
     model, feeds = _behind_its_inputs(model, tensors)
     pooled = any(node.op_type == "MaxPool" and "auto_pad" in attributes(node) for node in model.graph.node)
     # onnx's evaluator gives such a pool another shape than the standard says
@@ -85,6 +96,13 @@ def _behind_its_inputs(model: ModelProto, tensors: Mapping[str, Array]) -> tuple
     return cut, {info.name: tensors[info.name] for info in kept}
 
 
+def _session(model: ModelProto, level: str = "ORT_DISABLE_ALL") -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    options.log_severity_level = 3
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
 def _run_session(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> Sequence[Array]:
     return list(session.run(None, dict(feeds)))
 
@@ -92,13 +110,8 @@ def _run_session(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> S
 def _runtimes(
     model: ModelProto, small: bool
 ) -> Iterator[tuple[str, str, str, Callable[[Mapping[str, Array]], Sequence[Array]]]]:
-    serialized = model.SerializeToString()
     for level in _LEVELS:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-        options.log_severity_level = 3
-        session = ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
-        yield "onnxruntime", ort.__version__, f" at {level}", partial(_run_session, session)
+        yield "onnxruntime", ort.__version__, f" at {level}", partial(_run_session, _session(model, level))
     if small:
         evaluator = ReferenceEvaluator(model, new_ops=[GatherElements])
         yield "onnx.reference", onnx.__version__, "", lambda feeds: list(evaluator.run(None, dict(feeds)))
@@ -108,7 +121,9 @@ def _runtimes(
         version = openvino.__version__.partition("-")[0]
 
         def on_openvino(feeds: Mapping[str, Array]) -> Sequence[Array]:
-            compiled = core.compile_model(core.read_model(serialized), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            compiled = core.compile_model(
+                core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+            )
             found = compiled(dict(feeds))
             return [found[output] for output in compiled.outputs]
 

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from firmware_models import MODELS, cnn, residual, sixteen_bits
-from integer_models import Net
+from integer_models import INT8, Net
 
 import qsdk
 from onnx_backend.integer.convert import convert
@@ -153,4 +153,11 @@ def test_a_runtime_with_other_integers_is_named():
     pytest.importorskip("openvino", reason="the extra qsdk[openvino] is not installed")
     model, feeds = cnn()
     with pytest.raises(IntegerError, match=r"openvino 20.* and the integer reference disagree on the output 'y'"):
-        compare_runtimes(convert(model, target="standard").model, feeds)
+        compare_runtimes(convert(model, target="standard").model, convert(model).model, feeds)
+
+
+def test_a_portable_form_with_other_integers_than_the_standard_one_is_not_written():
+    model, feeds = cnn()
+    other, _ = cnn(INT8)
+    with pytest.raises(IntegerError, match="the portable and the standard form disagree on the output 'y'"):
+        compare_runtimes(convert(model, target="portable").model, convert(other).model, feeds)

@@ -1,12 +1,14 @@
 """The portable target: the same integers as `standard`, on every runtime, in operators of its table alone."""
 
 import numpy as np
+import onnx
 import pytest
 from every_runtime import every_runtime, onnxruntime
 from firmware_models import MODELS
 from integer_models import Net
 from onnx import TensorProto, shape_inference
 
+import qsdk
 from onnx_backend.integer.convert import convert
 from onnx_backend.integer.decompose.prepare import prepare
 from onnx_backend.integer.portable.exact_ranges import LIMITS
@@ -88,7 +90,35 @@ def curve():
     return net.model()
 
 
-@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve])
+def masked():
+    """Scores with a finite mask: a comparison chooses among numbers of more than 24 bits."""
+    net = Net()
+    x = net.qdq(net.input([2, 6, 6]), 0.11, 119)
+    hidden = net.op("Sub", net.const(np.float32(1)), net.op("Cast", net.input([2, 1, 6], "m", TensorProto.BOOL), to=1))
+    scores = net.op("Add", x, net.op("Mul", hidden, net.const(np.float32(-10000))))
+    net.output(net.qdq(net.op("Softmax", scores), 1 / 255, 0), [2, 6, 6])
+    return net.model()
+
+
+def joined_scales():
+    """Two scales on a common grid: some parts of the joined numbers are constant, and still have their shape."""
+    net = Net()
+    a, b = (net.qdq(net.input([2, 8], name), scale, 119) for name, scale in (("x", 0.03), ("z", 0.04)))
+    c = net.qdq(net.input([2, 16], "w"), 0.02, 3)
+    net.output(net.qdq(net.op("Mul", net.op("Concat", a, b, axis=1), c), 0.05, 100), [2, 16])
+    return net.model()
+
+
+def gru():
+    net = Net()
+    x = net.qdq(net.input([4, 2, 6]), 0.03, 119)
+    weights = [net.weight(shape, 0)[0] for shape in ((1, 15, 6), (1, 15, 5))]
+    states = net.op("GRU", x, *weights, outputs=1, hidden_size=5, linear_before_reset=1)
+    net.output(net.qdq(states, 0.01, 128), [4, 1, 2, 5])
+    return net.model()
+
+
+@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve, masked, joined_scales, gru])
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")
     require_same(standard, portable, codes(standard, make()))
@@ -139,3 +169,15 @@ def test_options_that_portable_does_not_know_are_refused():
             convert(model, target="portable", **options)
     with pytest.raises(ConfigError, match='target="portable" takes no allow_float; quantize Relu, head'):
         convert(model, target="portable", allow_float=["Relu", "head"])
+
+
+@pytest.mark.parametrize("name", ["cnn", "residual", "16 bits"])
+def test_the_firmware_is_that_of_the_standard_target(name, tmp_path):
+    model, _ = MODELS[name]()
+    onnx.save(model, tmp_path / "model.onnx")
+    headers = []
+    for target in ("standard", "portable"):
+        header = tmp_path / f"{target}.h"
+        qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "out.onnx", target=target, firmware=header)
+        headers.append(header.read_text().replace(header.stem, "network").replace(header.stem.upper(), "NETWORK"))
+    assert headers[0] == headers[1]
