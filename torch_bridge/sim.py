@@ -374,7 +374,9 @@ class QuantSim(StatefulSim):
             quantizer = quantizers.get(site)
             result = x if quantizer is None else quantizer(x)
             if quantizer is not None and quantizer.decision.kind not in ("weight", "bias"):
-                captured[site] = to_numpy(result).copy()
+                spec = quantizer.decision.spec
+                if spec is None or str(x.dtype) != f"torch.{spec.dtype}":  # a tensor of that type has no site in a file
+                    captured[site] = to_numpy(result).copy()
             return result
 
         with self.runtime.in_phase("visit", keep, quantizes=True):

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.spec import Spec
 from qsdk.core.patterns.chains import is_chain
 from qsdk.core.patterns.find import match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
@@ -74,14 +76,14 @@ def with_given_islands(graph: Graph, plan: Plan) -> Plan:
     decisions = {graph.sites[site]: decision for site, decision in plan.decisions.items()}
     if not any(spec.dtype.name in _TYPES for decision in decisions.values() if (spec := decision.spec) is not None):
         return plan
+    groups = match_supergroups(graph).groups
     for op, held in enumerate(graph.ops):
-        made = decisions.get(held.outputs[0]) if held.outputs else None
-        if made is None or made.spec is None:
-            continue
-        for tensor in (held.inputs[at] for at in statistics_at(graph, op)):
+        dtype = _wanted(graph, groups, decisions, op)
+        for tensor in (held.inputs[at] for at in statistics_at(graph, op)) if dtype else ():
             if tensor is not None:
-                decisions[tensor] = Decision(f"({graph.tensors[tensor].name})", held.type, "weight", made.spec, "")
-    found = with_islands(graph, match_supergroups(graph).groups, decisions)
+                spec = Spec(dtype_named(dtype))
+                decisions[tensor] = Decision(f"({graph.tensors[tensor].name})", held.type, "weight", spec, "")
+    found = with_islands(graph, groups, decisions)
     return Plan({site: found[graph.sites[site]] for site in plan.decisions}, plan.inside)
 
 
