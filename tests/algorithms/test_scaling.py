@@ -160,6 +160,30 @@ def test_high_biases_stay_in_front_of_a_transposed_convolution_whose_borders_hav
     assert rows(report)["first -> last"]["absorbed"] == 0
 
 
+class SharedBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.bias = self.one.bias
+        self.first.bias.data += 20  # above the ReLU for all data
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return 2 * self.one(x), self.other(x)
+
+
+def test_high_biases_stay_where_two_layers_share_the_bias_that_would_take_them():
+    torch.manual_seed(0)
+    model, batches = SharedBias().eval(), [torch.randn(4, 8) for _ in range(3)]
+    exact = model(batches[0])
+    sim = qsdk.quantize(model, batches[0], PER_TENSOR)
+    calibrate(sim, batches, progress=False)
+    report = qsdk.equalize(sim, batches, progress=False)
+    assert [row["absorbed"] for row in report.rows if not row["reason"]] == [0]
+    for found, wanted in zip(sim.unwrap()(batches[0]), exact, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_without_data_a_folded_batch_norm_says_how_high_a_bias_is():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)).eval()
     with torch.no_grad():

@@ -71,8 +71,11 @@ def bias_of(graph: Graph, op_id: int) -> int | None:
 def absorption_obstacle(graph: Graph, region: Region) -> str:
     """Return why the biases of a region's producer cannot move to its readers exactly, or "" where they can."""
     makers = {end.op for end in region.producers}
-    if len(makers) != 1 or any(bias_of(graph, end.op) is None for end in region.ends):
+    biases = [bias_of(graph, end.op) for end in region.ends]
+    if len(makers) != 1 or None in biases:
         return "not one producer with a bias, read by layers with a bias"
+    if any(len(graph.consumers[bias]) > 1 for bias in biases if bias is not None):
+        return "several layers share a bias"
     between = {graph.producer[tensor] for tensor in region.members} - makers
     adds = {op for op in between if bias_of_add(graph, op) is not None}
     if any(graph.ops[op].type not in _SHIFT for op in between - adds):
