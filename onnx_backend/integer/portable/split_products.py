@@ -10,6 +10,7 @@ both sides of every such place: the form never falls as accumulators grow. Of tw
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -214,9 +215,12 @@ class _Steps:
             least, most = self.addends(mantissa, wanted, ends, room, span)
             return np.asarray(most - least)
 
-        low, high = mantissa - (mantissa >> _NEARBY), mantissa + (mantissa >> _NEARBY)
-        if np.all(width(mantissa) >= 0):
+        widths = width(mantissa)
+        if np.all(widths >= 0):
             return mantissa
+        if widths.size > 1 and not self._of_channel(widths, mantissa, wanted, ends, room, span):
+            return mantissa  # there is none for the worst channel, so the others need no search
+        low, high = mantissa - (mantissa >> _NEARBY), mantissa + (mantissa >> _NEARBY)
         while np.any(high - low > 2):
             third = (high - low) // 3
             rising = width(low + third) <= width(high - third)
@@ -224,6 +228,23 @@ class _Steps:
         found = np.stack([low, (low + high) >> 1, high])
         widths = np.stack([width(candidate) for candidate in found])
         return np.asarray(np.take_along_axis(found, np.argmax(widths, 0)[None], 0)[0])
+
+    def _of_channel(
+        self, widths: Array, mantissa: Array, wanted: Array, ends: tuple[Array, Array], room: int, span: Array
+    ) -> bool:
+        """Return True if the channel where the addend has least room has a mantissa that leaves some."""
+        worst: tuple[Any, ...] = np.unravel_index(int(np.argmin(widths)), widths.shape)
+
+        def rows(values: Array) -> Array:
+            return np.asarray(np.broadcast_to(values, (len(values), *widths.shape))[:, *worst])
+
+        def one(values: Array) -> Array:
+            return np.asarray(np.broadcast_to(values, widths.shape)[worst])
+
+        steps = _Steps(*(rows(a) for a in (self.codes, self.at, self.before, self.has_at, self.has_before)))
+        given = rows(wanted), (one(ends[0]), one(ends[1])), room, one(span)
+        least, most = steps.addends(steps.widest(one(mantissa), *given), *given)
+        return bool(least <= most)
 
     def hold(self, made: SplitProducts, op: Requantization, span: Array) -> bool:
         """Return True if codes change at these places alone, in integers and with divisions in float32."""
