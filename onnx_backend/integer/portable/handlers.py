@@ -61,8 +61,9 @@ def _cast(state: Rewriter, node: NodeProto) -> None:
         state.found(node.output[0], state.int32(source))
     elif state.types.get(source) in WIDE and value.array is None:
         if to == TensorProto.BOOL:
-            raise Refused("it casts a 64-bit integer to bool", "compare it with 0")
-        state.found(node.output[0], value)
+            state.truth(node.output[0], state.b.node("Not", [state.arithmetic.is_zero(value)]))
+        else:
+            state.found(node.output[0], value)
     else:
         state.copy(node, (value.lo, value.hi))
         if source in state.constants:  # a weight that is stored in fewer bits
@@ -94,6 +95,9 @@ def _where(state: Rewriter, node: NodeProto) -> None:
 
 
 def _move(state: Rewriter, node: NodeProto) -> None:
+    if node.input[0] in state.given and node.op_type != "Gather":
+        state.copy(node)
+        return
     value = state.number(node.input[0])
     attrs, rest = attributes(node), [state.readable(name) for name in node.input[1:]]
     if state.types[node.output[0]] not in WIDE:

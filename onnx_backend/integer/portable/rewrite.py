@@ -72,12 +72,15 @@ class Rewriter:
                 self.constants[tensor.name] = numpy_helper.to_array(tensor)
         self.numbers: dict[str, Number] = {}
         self.sizes: set[str] = set()
+        self.given: set[str] = set()  # 64-bit tensors that are there as a whole: ids, masks, places
+        self.inputs = {info.name for info in model.graph.input}
+        self.outputs = {info.name for info in model.graph.output}
         self.renamed: dict[str, str] = {}
         self.fusing: set[str] = set()  # results of float32 kernels, that may take what follows into them
         for info in model.graph.input:
             kind = info.type.tensor_type.elem_type
             if kind in WIDE:
-                self.sizes.add(info.name)  # ids and sizes
+                self.given.add(info.name)
             elif kind in _RANGES:
                 self.numbers[info.name] = Number((info.name,), *_RANGES[kind])
 
@@ -89,11 +92,12 @@ class Rewriter:
         """
         if name not in self.numbers and name in self.constants:
             self.numbers[name] = constant(self.constants[name])
+        if name not in self.numbers and name in self.given:
+            if name in self.inputs:
+                self.b.assumed.append(f"the integers of the input {name!r} fit in 32 bits")
+            self.numbers[name] = Number((self.b.cast(name, TensorProto.INT32),), *_RANGES[TensorProto.INT32])
         if name not in self.numbers:
-            raise Refused(
-                f"it computes with {name!r}, 64-bit integers of an input, or sizes that are not fixed",
-                f"take that input as int32, or {FIXED_SIZES}",
-            )
+            raise Refused(f"it computes with {name!r}, a size that is not fixed", FIXED_SIZES)
         return self.numbers[name]
 
     def int32(self, name: str) -> Number:
@@ -108,6 +112,8 @@ class Rewriter:
     def readable(self, name: str) -> str:
         """Return the tensor of the new model that holds a tensor."""
         name = self.renamed.get(name, name)
+        if name in self.given:
+            return name
         found = self.numbers.get(name)
         if found is None or found.array is not None or self.types.get(name) not in WIDE:
             return name
@@ -126,7 +132,10 @@ class Rewriter:
         """Copy a node whose inputs are what it needs."""
         copied = NodeProto()
         copied.CopyFrom(node)
-        names = [self.numbers[n].parts[0] if node.op_type == "Shape" and self.is_wide(n) else n for n in node.input]
+        names = [
+            self.numbers[n].parts[0] if node.op_type == "Shape" and self.is_wide(n) and n not in self.given else n
+            for n in node.input
+        ]
         del copied.input[:]
         copied.input.extend(self.readable(name) if name else "" for name in names)
         if node.op_type in REDUCTIONS and self.types[node.output[0]] == TensorProto.INT32:
@@ -138,6 +147,9 @@ class Rewriter:
             self.fusing.update(node.output)
         for name in node.output:
             if bounds is None and self.types.get(name) not in _RANGES:
+                continue
+            if self.types[name] in WIDE:
+                self.given.add(name)
                 continue
             lo, hi = _RANGES[self.types[name]]
             own = self.bounds.get(name, (lo, hi))
@@ -156,6 +168,8 @@ class Rewriter:
         value = Number(value.parts, max(value.lo, lo, own[0]), min(value.hi, hi, own[1]), value.array)
         self.numbers[name] = value
         if kind in WIDE:
+            if name in self.outputs:
+                self.b.write("Cast", [self.arithmetic.flat(value)], name, to=kind)
             return
         whole = self.arithmetic.flat(value)
         if kind != TensorProto.INT32:

@@ -90,11 +90,11 @@ def curve():
     return net.model()
 
 
-def masked():
+def masked(dtype=TensorProto.BOOL):
     """Scores with a finite mask: a comparison chooses among numbers of more than 24 bits."""
     net = Net()
     x = net.qdq(net.input([2, 6, 6]), 0.11, 119)
-    hidden = net.op("Sub", net.const(np.float32(1)), net.op("Cast", net.input([2, 1, 6], "m", TensorProto.BOOL), to=1))
+    hidden = net.op("Sub", net.const(np.float32(1)), net.op("Cast", net.input([2, 1, 6], "m", dtype), to=1))
     scores = net.op("Add", x, net.op("Mul", hidden, net.const(np.float32(-10000))))
     net.output(net.qdq(net.op("Softmax", scores), 1 / 255, 0), [2, 6, 6])
     return net.model()
@@ -122,6 +122,14 @@ def gru():
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")
     require_same(standard, portable, codes(standard, make()))
+
+
+def test_an_int64_mask_is_taken_for_32_bits_and_the_certificate_says_so():
+    model = masked(TensorProto.INT64)
+    standard, portable = both(model, edges="integer")
+    feeds = codes(standard, model) | {"m": np.random.default_rng(0).integers(0, 2, (2, 1, 6))}
+    require_same(standard, portable, feeds)
+    assert "the integers of the input 'm' fit in 32 bits" in portable.certificate["assumed"]
 
 
 def test_no_64_bit_tensor_is_computed_with():
