@@ -50,8 +50,22 @@ def _ends(kind: str, left: Number, right: Number) -> tuple[int, int]:
 
 def _extreme(state: Rewriter, node: NodeProto) -> None:
     values = [state.number(name) for name in node.input]
-    choose = max if node.op_type == "Max" else min
+    choose, most = max if node.op_type == "Max" else min, max(max(-v.lo, v.hi) for v in values)
+    if most > FLOAT32:
+        found = state.int32(node.input[0])
+        for name in node.input[1:]:
+            found = _extreme_of(state, found, state.int32(name), largest=node.op_type == "Max")
+        state.found(node.output[0], found)
+        return
     _native(state, node, (choose(v.lo for v in values), choose(v.hi for v in values)))
+
+
+def _extreme_of(state: Rewriter, left: Number, right: Number, *, largest: bool) -> Number:
+    """Write the larger or the smaller of two numbers; of a constant, a runtime may make a Clip in float32."""
+    a, choose = state.arithmetic, max if largest else min
+    below = a.negative(a.add(left, right, sign=-1))
+    found = a.chosen(below, *((right, left) if largest else (left, right)))
+    return Number(found.parts, choose(left.lo, right.lo), choose(left.hi, right.hi), found.array)
 
 
 def _cast(state: Rewriter, node: NodeProto) -> None:
@@ -76,7 +90,7 @@ def _compare(test: Callable[[Any, Number, Number], str]) -> Handler:
         small = all(max(-value.lo, value.hi) <= FLOAT32 for value in values)
         wide = any(state.types.get(name) in WIDE for name in node.input)
         if small and not wide:
-            state.copy(node)
+            state.copy_apart(node)
             return
         state.truth(node.output[0], test(state.arithmetic, *(state.int32(name) for name in node.input)))
 
@@ -88,7 +102,7 @@ def _where(state: Rewriter, node: NodeProto) -> None:
     values = [state.number(name) for name in names]
     ends = min(v.lo for v in values), max(v.hi for v in values)
     if state.types[node.output[0]] not in WIDE and max(-ends[0], ends[1]) <= FLOAT32:
-        state.copy(node, ends)
+        state.copy_apart(node, ends)
         return
     yes, no = (state.int32(name) for name in names)
     state.found(node.output[0], state.arithmetic.chosen(state.readable(condition), yes, no))
@@ -155,11 +169,14 @@ def _clip(state: Rewriter, node: NodeProto) -> None:
     if state.types[node.output[0]] in WIDE:
         raise Refused("Clip of 64-bit integers has no form in 32 bits", 'use target="standard"')
     if max(-ends[0].lo, ends[1].hi) <= FLOAT32:
-        state.copy(node, (lo, hi))
+        state.copy_apart(node, (lo, hi))
+        if state.types[node.output[0]] == TensorProto.INT32:
+            state.fusing.update(node.output)  # what follows stands apart where it leaves the exact range
         return
-    whole = state.b.node("Max", [state.readable(node.input[0]), node.input[1]])
-    state.b.write("Min", [whole, node.input[2]], node.output[0])
-    state.numbers[node.output[0]] = Number((node.output[0],), lo, hi)
+    found = state.int32(node.input[0])
+    for end, above in zip(ends, (False, True), strict=True):
+        found = _extreme_of(state, found, end, largest=not above)
+    state.found(node.output[0], Number(found.parts, lo, hi, found.array))
 
 
 def _shift(state: Rewriter, node: NodeProto) -> None:

@@ -82,6 +82,10 @@ class Arithmetic:
             raise Refused("one of its constants does not fit in 32 bits", 'use target="standard"')
         return self.b.constant(array.astype(np.int64), np.int32)
 
+    def apart(self, name: str) -> str:
+        """Write an operator between an int32 tensor and what follows that no runtime takes into a float32 kernel."""
+        return self.b.node("BitwiseAnd", [name, self.int32(-1)])
+
     def flat(self, x: Number) -> str:
         """Return a number that fits in int32 as one tensor.
 
@@ -124,7 +128,8 @@ class Arithmetic:
     def _split(self, name: str, bits: int) -> tuple[str, str]:
         """Write the low bits of an int32 tensor, and the rest of it divided by their unit, rounded down."""
         low = self.b.node("BitwiseAnd", [name, self.int32((1 << bits) - 1)])
-        return low, self.b.node("Div", [self.b.node("Sub", [name, low]), self.int32(1 << bits)])
+        high = self.b.node("BitwiseAnd", [name, self.int32(-1 << bits)])
+        return low, self.b.node("Div", [high, self.int32(1 << bits)])
 
     def _op(self, op_type: str, left: _Column, right: _Column) -> _Column:
         """Write one operation on columns; constants are computed."""
@@ -251,7 +256,7 @@ class Arithmetic:
         name = self.flat(x) if fits(x.lo, x.hi) else self.names(x)[-1]
         if fits(x.lo, x.hi) and max(-x.lo, x.hi) > FLOAT32:
             name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(0)])
-        return self.b.node("Less", [name, self.int32(0)])
+        return self.b.node("Less", [self.apart(name), self.int32(0)])
 
     def is_zero(self, x: Number) -> str:
         """Write the test if a number is 0, a bool tensor."""
@@ -259,11 +264,11 @@ class Arithmetic:
             name = self.flat(x)
             if max(-x.lo, x.hi) > FLOAT32:
                 name = self.b.node("Min", [self.b.node("Max", [name, self.int32(-1)]), self.int32(1)])
-            return self.b.node("Equal", [name, self.int32(0)])
+            return self.b.node("Equal", [self.apart(name), self.int32(0)])
         found, *names = self.names(x)
         for name in names:
             found = self.b.node("BitwiseOr", [found, name])
-        return self.b.node("Equal", [found, self.int32(0)])
+        return self.b.node("Equal", [self.apart(found), self.int32(0)])
 
     def each_part(self, numbers: Sequence[Number], write: Callable[[list[str]], str]) -> Number:
         """Write an operation that moves or selects elements, once for each part."""
@@ -282,7 +287,7 @@ class Arithmetic:
         """
         lo, hi = min(yes.lo, no.lo), max(yes.hi, no.hi)
         if max(-lo, hi) <= FLOAT32 or not fits(lo, hi):
-            return self.each_part([yes, no], lambda parts: self.b.node("Where", [test, *parts]))
+            return self.each_part([yes, no], lambda parts: self.b.node("Where", [test, *map(self.apart, parts)]))
         all_bits = self.b.node("Sub", [self.int32(0), self.b.cast(test, TensorProto.INT32)])
         none = self.b.node("Sub", [self.int32(-1), all_bits])
         kept = [self.b.node("BitwiseAnd", [self.flat(side), mask]) for side, mask in ((yes, all_bits), (no, none))]

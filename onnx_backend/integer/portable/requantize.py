@@ -15,7 +15,9 @@ def requantize(b: Builder, op: Requantization) -> bool:
     split = split_products(op)
     if split is None:
         return False
-    distances = [_distance(b, term, alone=len(split.addends) == 1) for term in split.terms]
+    reaches = [int(max(np.max(np.abs(end)) for end in (term.lo, term.hi))) for term in op.value.terms]
+    pairs = zip(split.terms, reaches, strict=True)
+    distances = [_distance(b, term, reach, alone=len(split.addends) == 1) for term, reach in pairs]
     carry, rests = "", []
     for part in range(len(split.addends) - 1):
         total = _sum(b, split, distances, part, carry)
@@ -46,7 +48,8 @@ def _codes(b: Builder, op: Requantization, split: SplitProducts, quotient: str, 
         quotient = b.node("Sub", [quotient, b.node("BitwiseAnd", [whole, quotient])])
     if split.after:
         quotient = b.node("Add", [quotient, _int32(b, split.after)])
-    if split.clips:
+    if split.clips:  # its kernel is of float32: no runtime may take the products into it
+        quotient = b.node("BitwiseAnd", [quotient, _int32(b, -1)])
         quotient = b.node("Clip", [quotient, *(_int32(b, bound) for bound in op.bounds)])
     to = TensorProto.INT32 if op.result in b.indices else op.encoding.onnx_kind
     if to == TensorProto.INT32:
@@ -55,7 +58,7 @@ def _codes(b: Builder, op: Requantization, split: SplitProducts, quotient: str, 
         b.write("Cast", [quotient], op.result, to=to)
 
 
-def _distance(b: Builder, term: SplitTerm, *, alone: bool) -> str:
+def _distance(b: Builder, term: SplitTerm, reach: int, *, alone: bool) -> str:
     """Write the distance of a term.
 
     A runtime may take a product with a constant into a float32 kernel that computed the accumulator, unless two
@@ -63,7 +66,10 @@ def _distance(b: Builder, term: SplitTerm, *, alone: bool) -> str:
     """
     name = b.cast(term.name, TensorProto.INT32) if term.codes else term.name
     for op_type, end, cut in zip(("Max", "Min"), (term.lo, term.hi), term.cuts, strict=True):
-        name = b.node(op_type, [name, _int32(b, end)]) if cut else name
+        bound = _int32(b, end)
+        if cut and reach > FLOAT32:  # with a constant, a runtime may clip in float32 with what is in front of it
+            bound = b.node("Add", [b.node("BitwiseAnd", [name, _int32(b, 0)]), bound])
+        name = b.node(op_type, [name, bound]) if cut else name
     if not term.rising:
         name = b.node("Sub", [_int32(b, term.hi), name])
     elif np.any(term.lo):

@@ -122,11 +122,20 @@ class Rewriter:
 
     def apart(self, name: str) -> str:
         """Return a tensor behind an operator that no kernel takes in, so that what follows is computed on integers."""
-        return self.b.node("BitwiseAnd", [self.readable(name), self.arithmetic.int32(-1)])
+        return self.arithmetic.apart(self.readable(name))
 
     def reduced(self, op_type: str, inputs: list[str], attrs: Mapping[str, Any]) -> str:
         """Write a reduction of int32 apart from what follows it."""
-        return self.b.node("BitwiseAnd", [self.b.node(op_type, inputs, **attrs), self.arithmetic.int32(-1)])
+        return self.arithmetic.apart(self.b.node(op_type, inputs, **attrs))
+
+    def copy_apart(self, node: NodeProto, bounds: tuple[int, int] | None = None) -> None:
+        """Copy a node whose kernel is of float32, apart from the int32 arithmetic in front of it."""
+        copied = NodeProto()
+        copied.CopyFrom(node)
+        for i, name in enumerate(node.input):
+            if self.types.get(name) == TensorProto.INT32 and name not in self.constants:
+                copied.input[i] = self.apart(name)
+        self.copy(copied, bounds)
 
     def copy(self, node: NodeProto, bounds: tuple[int, int] | None = None) -> None:
         """Copy a node whose inputs are what it needs."""
