@@ -30,8 +30,11 @@ from qsdk.demo.model import load_pretrained
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo
 import zoo_text
+from fetch import NUDENET, fetch
 
-Network = tuple[nn.Module, list[Any], Any]  # the module, batches to calibrate on, and a batch to measure on
+Network = tuple[
+    nn.Module | Path, list[Any], Any
+]  # a module or an ONNX file, batches to calibrate on, and a batch to measure on
 
 
 def demo() -> Network:
@@ -55,8 +58,16 @@ def mini_lm() -> Network:
     return zoo_text.mini_lm(attention="eager"), batches[:4], batches[5]
 
 
+def yolov8n() -> Network:
+    images, _ = zoo.imagenet_images()
+    mean, deviation = (torch.tensor(part)[:, None, None] for part in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    sized = nn.functional.interpolate((images * deviation + mean).clamp(0, 1), size=(320, 320), mode="bilinear")
+    batches = [{"images": image[None].numpy()} for image in sized]
+    return fetch(NUDENET) / "nudenet" / "320n.onnx", batches[:8], batches[10]
+
+
 NETWORKS: dict[str, Callable[[], Network]] = {
-    made.__name__: made for made in (demo, mobilenet_v2, efficientnet_lite0, mini_lm)
+    made.__name__: made for made in (demo, mobilenet_v2, efficientnet_lite0, yolov8n, mini_lm)
 }
 #: weights of 7 bits cannot overflow the 16-bit sums of processors without VNNI
 CONFIGS = {
@@ -89,8 +100,7 @@ def measured(network: Network, config: qsdk.QuantConfig, runtime: str, folder: P
         "in_table": len(summary.get("computed_otherwise", [])),
     }
     feeds = fed(onnx.load(path), test)
-    with torch.no_grad():
-        wanted = first(sim(*test) if isinstance(test, tuple) else sim(test))
+    wanted = simulated(sim, test)
     facts["same"] = float((open_in(runtime, onnx.load(path)).run(feeds)[0].argmax(-1) == wanted.argmax(-1)).mean())
     qsdk.export(sim, path)
     facts["onnxruntime_sqnr_db"] = sqnr(open_in("onnxruntime", onnx.load(path)).run(feeds)[0], wanted)
@@ -107,7 +117,12 @@ def fed(model: onnx.ModelProto, batch: Any) -> dict[str, np.ndarray]:
     return {info.name: np.asarray(value) for info, value in zip(model.graph.input, values, strict=False)}
 
 
-def first(result: Any) -> np.ndarray:
+def simulated(sim: Any, batch: Any) -> np.ndarray:
+    """The first output of the simulation."""
+    if not isinstance(sim, qsdk.QuantSim):
+        return np.asarray(sim.run(batch)[0])
+    with torch.no_grad():
+        result = sim(**batch) if isinstance(batch, dict) else sim(*batch) if isinstance(batch, tuple) else sim(batch)
     return np.asarray(result[0] if isinstance(result, list | tuple) else result)
 
 

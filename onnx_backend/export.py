@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnx_backend.dialects.dialect import Dialect, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
-from onnx_backend.passes.decided_sizes import with_decided_sizes
+from onnx_backend.passes.decided_sizes import with_decided_sizes, with_stored_codes
 from onnx_backend.passes.fixed_shapes import with_shapes
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs
@@ -141,8 +141,9 @@ def _fix_sizes(
         ConfigError: an unknown input or sizes that contradict the model; or an axis stays open that must not.
     """
     wanted = dict(shapes) if shapes is not None else noted_example(model) if required else {}
-    if wanted:
+    if wanted or required:
         fixed = with_decided_sizes(with_shapes(model, wanted))
+        fixed = with_stored_codes(fixed) if required else fixed
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         drop_unused_initializers(fixed.graph)
         model.CopyFrom(fixed)

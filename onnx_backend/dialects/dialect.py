@@ -23,12 +23,14 @@ class Writing:
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.
         fixed_sizes: the runtime compiles for one size of every input.
+        quantized_numbers: a number beside a quantized activation is written as one code and a scale.
     """
 
     explicit: bool = False
     for_onnxruntime: bool = False
     clipped: frozenset[str] = frozenset()
     fixed_sizes: bool = False
+    quantized_numbers: bool = False
 
 
 WRITING: Mapping[str, Writing] = MappingProxyType(
@@ -36,7 +38,7 @@ WRITING: Mapping[str, Writing] = MappingProxyType(
         "onnxruntime": Writing(for_onnxruntime=True),
         "onnx": Writing(),
         "openvino": Writing(clipped=frozenset({"uint16", "int16"})),
-        "qnn": Writing(explicit=True, fixed_sizes=True),
+        "qnn": Writing(explicit=True, fixed_sizes=True, quantized_numbers=True),
         "tensorrt": Writing(explicit=True),
     }
 )

@@ -290,6 +290,8 @@ def _changed_attributes(node: NodeProto, other: NodeProto, theirs: _ValueNumbers
     mine, wanted = dict(_attributes(node, theirs)), dict(_attributes(other, ours))
     if node.op_type in _PAIR:
         mine.pop("output_dtype", None), wanted.pop("output_dtype", None)
+    if "allowzero" not in mine or "allowzero" not in wanted:  # without effect in one of them
+        mine.pop("allowzero", None), wanted.pop("allowzero", None)
     for name in sorted({*mine, *wanted}):
         if mine.get(name) != wanted.get(name):
             return f"its {name} is {mine.get(name)}, the simulation's {wanted.get(name)}"

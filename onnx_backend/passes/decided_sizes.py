@@ -3,6 +3,7 @@
 ONNX's inference does not follow them through every operator: a ratio of sizes, a choice between two, a table of them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,12 +13,16 @@ from onnx import ModelProto, NodeProto, numpy_helper
 from onnx_backend.passes.fixed_shapes import static_sizes, with_inferred_shapes
 from onnx_backend.passes.fold_constants import evaluate
 from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers
-from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, replace_nodes
+from onnx_backend.proto.graph_queries import initializers, nodes_reaching
+from onnx_backend.proto.model_io import set_properties
+from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, metadata, replace_nodes
 from onnx_backend.proto.opsets import opset_of
+from onnx_backend.proto.weightless import is_large
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of a computed value
+_CONSTANT_SITES = "qsdk.constant_sites"
+_LARGEST_CODES = 1 << 18  # elements of a constant activation
 _SIZES = ("Shape", "Size")
 _QDQ = ("QuantizeLinear", "DequantizeLinear")  # their results are no sizes, and the conversion needs the codes
 
@@ -79,3 +84,40 @@ def _decided(
     if any(name and name not in known for name in node.input):
         return None
     return evaluate(node, known, opsets, limit=_LARGEST)
+
+
+def with_stored_codes(model: ModelProto) -> ModelProto:
+    """Return a model with all codes stored that follow from stored tensors alone, such as the anchors of a detector.
+
+    At fixed sizes, whole parts of a network are constant. They are computed here as the file says, pair by pair, up to
+    their last codes; a runtime that compiles a network may refuse an op that reads only constants.
+    """
+    opsets = {"": opset_of(model)}
+    known = {t.name: array(t) for t in initializers(model.graph).values() if not is_large(t.dims)}
+    outputs: set[str] = {info.name for info in model.graph.output}
+    codes: dict[str, npt.NDArray[np.generic]] = {}
+    sites: list[str] = []
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in codes:
+            sites.append(metadata(node).get("qsdk.site", ""))
+        constant = bool(node.input) and all(name in known for name in node.input if name)
+        values = evaluate(node, known, opsets, limit=_LARGEST_CODES) if constant else None
+        known.update(values or {})
+        if values is None or node.op_type != "QuantizeLinear" or outputs.intersection(values):
+            nodes.append(node)
+        else:
+            codes.update(values)
+    if not codes:
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in codes.items())
+    replace_nodes(result.graph, nodes_reaching(nodes, outputs))
+    set_properties(result, {_CONSTANT_SITES: json.dumps(sorted({site for site in sites if site}))})
+    return result
+
+
+def constant_sites(model: ModelProto) -> frozenset[str]:
+    """Return the activation sites of a sim that `with_stored_codes` found to be constant in a file."""
+    return frozenset(json.loads(metadata(model).get(_CONSTANT_SITES, "[]")))

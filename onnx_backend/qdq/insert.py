@@ -19,6 +19,7 @@ from onnx_backend.qdq.graph_editor import GraphEditor, write_site
 from onnx_backend.qdq.islands.entries import note_islands, round_entries
 from onnx_backend.qdq.kernel_casts import insert_kernel_casts
 from onnx_backend.qdq.read import FLOAT32, FLOAT_CODES
+from onnx_backend.qdq.scalar_operands import quantize_scalars
 from onnx_backend.qdq.stored_weights import parameters, store, where, zero_point_bytes
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.dtypes import DType
@@ -102,6 +103,8 @@ def lower(
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
         insert_kernel_casts(model)
+    if writing_of(dialect).quantized_numbers:
+        quantize_scalars(model)
     if opset < OPSET:
         model = at_older_opset(model, opset)
     return LoweredModel(model, large, lowering.rows)

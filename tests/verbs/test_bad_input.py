@@ -362,7 +362,7 @@ def test_export_onto_a_folder_writes_nothing(sim: QuantSim, tmp_path: Path):
 
 def test_a_failing_export_leaves_the_old_files_intact(sim: QuantSim, copied: Path):
     before = listing(copied.parent)
-    with pytest.raises(ConfigError, match=r"opset 26 cannot be written; choose one of 21 to 25"):
+    with pytest.raises(ConfigError, match=r"opset 26 cannot be written; choose one of 13 to 25"):
         export(sim, copied, opset=26)
     with pytest.raises(ConfigError, match=r"unknown dialect 'tflite'; choose one of onnxruntime, onnx, openvino, qnn"):
         export(sim, copied, dialect="tflite")

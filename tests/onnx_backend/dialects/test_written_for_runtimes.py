@@ -10,6 +10,7 @@ import qsdk
 from onnx_backend.other_runtimes import runner
 from onnx_backend.other_runtimes.choose import open_in
 from onnx_backend.other_runtimes.qnn_runner import QnnRunner
+from onnx_backend.parity.teacher import RunOn
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
@@ -163,3 +164,63 @@ def test_a_batch_of_another_size_than_the_file_is_refused(tmp_path):
     (note,) = [row["note"] for row in report.rows if row["site"] == "the model"]
     assert not report.summary["passed"]
     assert note.startswith("the model takes 'images' of the size (4, 1, 28, 28), and the batch has (8, 1")
+
+
+def detector_head() -> ModelProto:
+    """Anchors that follow from the size of the input alone, and a division by a number, as YOLOv8 decodes boxes."""
+    node = onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),
+        node("Shape", ["c"], ["sizes"], name="sizes"),
+        node("Gather", ["sizes", "three"], ["width"], name="width"),
+        node("Cast", ["width"], ["end"], name="end", to=TensorProto.FLOAT),
+        node("Range", ["zero", "end", "one"], ["steps"], name="steps"),
+        node("Add", ["steps", "half"], ["centres"], name="centres"),
+        node("Reshape", ["centres", "across"], ["anchors"], name="anchors"),
+        node("Add", ["anchors", "c"], ["far"], name="far"),
+        node("Sub", ["anchors", "c"], ["near"], name="near"),
+        node("Add", ["far", "near"], ["sum"], name="sum"),
+        node("Div", ["sum", "two"], ["middle"], name="middle"),
+        node("Sub", ["far", "near"], ["extent"], name="extent"),
+        node("Concat", ["middle", "extent"], ["y"], name="boxes", axis=1),
+    ]
+    floats = {"zero": 0.0, "one": 1.0, "half": 0.5, "two": 2.0}
+    rng = np.random.default_rng(0)
+    stored = [numpy_helper.from_array(np.float32(value), name) for name, value in floats.items()]
+    stored.append(numpy_helper.from_array(rng.normal(size=(2, 3, 3, 3)).astype(np.float32) / 4, "w"))
+    stored.append(numpy_helper.from_array(np.int64(3), "three"))
+    stored.append(numpy_helper.from_array(np.array([1, 1, 1, -1], np.int64), "across"))
+    info = onnx.helper.make_tensor_value_info
+    values = [info("x", 1, ["n", 3, 8, "w_size"])], [info("y", 1, ["n", 4, 8, "w_size"])]
+    graph = onnx.helper.make_graph(nodes, "head", *values, stored)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_constant_anchors_and_numbers_are_written_as_codes_for_qnn(tmp_path):
+    batch = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    sim = qsdk.quantize(detector_head(), batch, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [batch], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn")
+    model = onnx.load(tmp_path / "m.onnx")
+    assert not {node.op_type for node in model.graph.node} & {"Shape", "Gather", "Cast", "Range", "Reshape"}
+    computed = {name for node in model.graph.node for name in node.output}
+    binary = [node for node in model.graph.node if node.op_type in ("Add", "Sub", "Div")]
+    assert all(set(node.input) <= computed for node in binary)  # no float number stands beside an activation
+    (got,) = open_in("onnxruntime", model).run(batch)
+    np.testing.assert_array_equal(RunOn().open(model).run(batch)[0], sim.run(batch)[0])
+    assert got.shape == (1, 4, 8, 8)
+    parity = qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], progress=False)
+    assert parity.summary["passed"]
+    assert parity.summary["activations_max_lsb"] == 0
+    again = qsdk.quantize(tmp_path / "m.onnx", None)
+    np.testing.assert_array_equal(again.run(batch)[0], sim.run(batch)[0])
+
+
+@pytest.mark.usefixtures("qnn")
+def test_a_detector_head_with_open_sizes_runs_on_the_htp_alone(tmp_path):
+    batch = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    sim = qsdk.quantize(detector_head(), batch, qsdk.w8a8().for_dialect("qnn"))
+    qsdk.calibrate(sim, [batch], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn")
+    QnnRunner(onnx.load(tmp_path / "m.onnx"), cpu_fallback=False).run(batch)
+    assert qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], runtime="qnn", progress=False).summary["passed"]
