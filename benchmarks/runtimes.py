@@ -26,6 +26,7 @@ from onnx_backend.other_runtimes.choose import open_in
 from onnx_backend.other_runtimes.qnn_runner import QnnRunner
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
+from torch_bridge.sim import QuantSim
 
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo
@@ -119,7 +120,7 @@ def fed(model: onnx.ModelProto, batch: Any) -> dict[str, np.ndarray]:
 
 def simulated(sim: Any, batch: Any) -> np.ndarray:
     """The first output of the simulation."""
-    if not isinstance(sim, qsdk.QuantSim):
+    if not isinstance(sim, QuantSim):
         return np.asarray(sim.run(batch)[0])
     with torch.no_grad():
         result = sim(**batch) if isinstance(batch, dict) else sim(*batch) if isinstance(batch, tuple) else sim(batch)
