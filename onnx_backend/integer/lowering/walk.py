@@ -25,8 +25,10 @@ from onnx_backend.integer.lowering.ops import INTEGER_TYPES, stored
 from onnx_backend.integer.lowering.registry import LOWERINGS, copy_node
 from onnx_backend.integer.lowering.unsupported import refusal, require_no_bodies
 from onnx_backend.passes.fold_constants import evaluate, fold
-from onnx_backend.proto.nodes import attributes
+from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.nodes import attributes, metadata
 from onnx_backend.proto.subgraphs import reads
+from onnx_backend.qdq.islands.entries import TYPE_KEY
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _OPTIONAL = ("BatchNormalization", "Dropout", "LayerNormalization", "MaxPool")
@@ -56,6 +58,7 @@ def walk(model: ModelProto, ctx: LoweringContext, islands: Islands) -> tuple[dic
         values[info.name] = Integers(info.name, dtype=kind) if kind in INTEGER_TYPES else FloatInput(info.name)
     read = {name for node in model.graph.node for name in reads(node)} | {info.name for info in model.graph.output}
     makers = {name: label(node) for node in model.graph.node for name in node.output}
+    narrow = _narrow_casts(model)
     for given in model.graph.node:
         node = _trimmed(given, read)
         found: Value | tuple[Value, ...] = Failed()
@@ -68,10 +71,31 @@ def walk(model: ModelProto, ctx: LoweringContext, islands: Islands) -> tuple[dic
                 kept = islands.match(node) if node.op_type not in QDQ else False
                 found = keep_float(ctx, node, args) if kept else _lowered(ctx, node, args)
             except Refused as refused:
-                refusals.append(Refusal(label(node), node.op_type, refused.reason, refused.remedy))
+                named = narrow.get(node.output[0], node)
+                found_so = Refusal(label(named), named.op_type, refused.reason, refused.remedy)
+                refusals += [] if found_so in refusals else [found_so]
         results = found if isinstance(found, tuple) else (found,) * len(node.output)
         values.update(zip(node.output, results, strict=False))
     return values, refusals
+
+
+def _narrow_casts(model: ModelProto) -> dict[str, NodeProto]:
+    """Return the result of each cast that stands for a narrow float type -> the op that computes in that type.
+
+    Those casts are not in the file: it holds the op and its tensors in the type itself.
+    """
+    found: dict[str, NodeProto] = {}
+    made_by, casts = producers(model.graph.node), {}
+    for node in model.graph.node:
+        if node.op_type == "Cast":
+            casts[node.output[0]] = node
+            maker = made_by.get(node.input[0])
+            if maker is not None and TYPE_KEY in metadata(maker):
+                found[node.output[0]] = maker
+    for node in model.graph.node:
+        if TYPE_KEY in metadata(node):
+            found.update({name: node for name in node.input if name in casts})
+    return found
 
 
 def _trimmed(node: NodeProto, read: Collection[str]) -> NodeProto:
