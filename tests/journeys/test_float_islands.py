@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import numpy as np
 import onnx
@@ -260,9 +261,11 @@ def test_a_compiled_island_computes_the_same(road, rule, dtype):
 
 def test_an_integer_model_names_the_island_and_not_what_it_reads(road, tmp_path):
     path = road("fc1", "float16")[3]
-    with pytest.raises(qsdk.IntegerError, match=r"'fc1:\w+/cast_back': it keeps its tensor in float16") as refused:
+    with pytest.raises(qsdk.IntegerError, match=r"\w+ 'node_\w+': it keeps its tensor in float16") as refused:
         qsdk.to_integer(path, tmp_path / "i.onnx")
     assert "enter" not in str(refused.value)
+    named = re.findall(r"^  \w+ '(.+?)'", str(refused.value), re.MULTILINE)
+    assert set(named) <= {node.name for node in onnx.load(path).graph.node}  # and no cast that is not in the file
 
 
 @both_types

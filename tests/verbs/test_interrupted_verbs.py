@@ -3,6 +3,7 @@
 import contextlib
 import random
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,13 @@ import qsdk
 import torch_bridge
 from qsdk.core.errors import DataError
 from qsdk.verbs.doors.choose import Sim
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests run beside these, and `everything` lists the temporary files of verbs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
 
 OURS = tuple(str(Path(package.__file__).parent) for package in (qsdk, torch_bridge, onnx_backend))
 READ_DATA = [name for name in VERBS if name != "analytic"]

@@ -1,6 +1,7 @@
 """Every verb on every kind of network, config, form of data and door: it does its work, or says why it does not."""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ from qsdk.core.errors import ModelError, QsdkError
 from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim
 from torch_bridge.sim import QuantSim
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests run beside these, and `everything` lists the temporary files of verbs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
 
 # a packed Linear that is split, blocks of scales; recurrent weights, some of them float16; depthwise convolutions
 QUICK = [("cnn", "w4a8", "torch"), ("lstm", "float16 layers", "onnx")]

@@ -213,5 +213,5 @@ def test_a_float16_island_is_refused_with_the_remedy(tmp_path, model):
     qsdk.calibrate(made, BATCHES, progress=False)
     qsdk.export(made, tmp_path / "model.onnx")
     assert qsdk.check_parity(made, tmp_path / "model.onnx", BATCHES, progress=False).summary["passed"]
-    with pytest.raises(qsdk.IntegerError, match=r"Cast 'conv:weight/cast_back': .* drop the rule that keeps it float"):
+    with pytest.raises(qsdk.IntegerError, match=r"Conv 'node_conv2d': .* drop the rule that keeps it float"):
         qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "int.onnx")
