@@ -60,8 +60,11 @@ def check(
         DataError: no batches, or one of nothing or with NaN.
     """
     model = widened(load(model))
-    constant = constant_sites(model)  # what the sim computes there, the file stores; the sites behind are compared
-    found = [place for place in qdq_pairs(model) if place.site not in constant]
+    places = qdq_pairs(model)
+    # what the sim computes there, the file stores; the sites behind are compared. A file cannot excuse any other site
+    computed = {place.site for place in places if place.quantize is not None}
+    constant = constant_sites(model) - computed - set(stored)
+    found = [place for place in places if place.site not in constant]
     encodings = {site: encoding for site, encoding in encodings.items() if site not in constant}
     given = ({name: value for name, value in batch.items() if name not in constant} for batch in captures)
     tallies = {place.site: Tally(place.kind or ("weight" if place.stored else "activation")) for place in found}

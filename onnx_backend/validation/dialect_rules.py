@@ -33,6 +33,9 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
         problem = f"{', '.join(opened)} has open axes, and the runtime compiles for one size"
         yield error("", "sizes", problem, 'export with shapes={"name": sizes}')
     for node in model.graph.node:
+        if node.op_type == "DynamicQuantizeLinear" and not writing.for_onnxruntime and dialect != "onnx":
+            problem = "ranges that are found while the model runs were not tried on this runtime"
+            yield warning(node_label(node), "dialect", problem, "calibrate in place of dynamic_activations=True")
         if not is_quantizer(node):
             continue
         if writing.explicit:

@@ -1,5 +1,7 @@
 """A network goes the whole road in the dialect of each runtime, and runs there as it is simulated."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -214,6 +216,24 @@ def test_constant_anchors_and_numbers_are_written_as_codes_for_qnn(tmp_path):
     assert parity.summary["activations_max_lsb"] == 0
     again = qsdk.quantize(tmp_path / "m.onnx", None)
     np.testing.assert_array_equal(again.run(batch)[0], sim.run(batch)[0])
+
+
+def test_a_file_cannot_excuse_its_sites_from_parity_as_constant(tmp_path):
+    sim = sim_of(qsdk.w8a8())
+    qsdk.export(sim, tmp_path / "m.onnx")
+    model = onnx.load(tmp_path / "m.onnx")
+    (codes,) = [tensor for tensor in model.graph.initializer if tensor.name == "head.weight_quantized"]
+    changed = numpy_helper.to_array(codes).copy()
+    changed.flat[0] += 1 if changed.flat[0] < 127 else -1
+    codes.CopyFrom(numpy_helper.from_array(changed, codes.name))
+    scale = next(t for t in model.graph.initializer if t.name == "stem.2:output/scale")
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * np.float32(1.5), scale.name))
+    sites = [row["site"] for row in sim.coverage().rows]
+    model.metadata_props.add(key="qsdk.constant_sites", value=json.dumps(sites))
+    report = qsdk.check_parity(sim, model, [SMALL], progress=False)
+    off = {row["site"] for row in report.rows if row["max_lsb"] > 0}
+    assert {"head:weight", "stem.2:output"} <= off
+    assert not report.summary["passed"]
 
 
 @pytest.mark.usefixtures("qnn")
