@@ -180,7 +180,8 @@ def _build(
                     dtype = next((tensors[t].dtype for t in read if t is not None and tensors[t].is_float), "")
                 outputs.append(add(name, Tensor(name, dtype, shape, stripped.sites.get(name))))
         facts = {name: value for name, value in attributes(node).items() if not isinstance(value, GraphProto)}
-        ops.append(Op(node.op_type, read, tuple(outputs), facts, node.name, node.domain))
+        places = tuple(place for place, name in enumerate(node.output) if name)
+        ops.append(Op(node.op_type, read, tuple(outputs), facts, node.name, node.domain, places))
     return Graph(tensors, ops, inputs, [ids[value.name] for value in model.graph.output])
 
 

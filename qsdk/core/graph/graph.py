@@ -41,7 +41,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: ONNX type, tensor ids in and out (None for an absent input), attributes."""
+    """An operation: ONNX type, tensor ids in and out (None for an absent input), attributes.
+
+    Absent outputs are left out; `places` has the place of each output among those that ONNX defines, where it is known.
+    """
 
     type: str
     inputs: tuple[int | None, ...]
@@ -49,6 +52,7 @@ class Op:
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
     name: str = ""
     domain: str = ""
+    places: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

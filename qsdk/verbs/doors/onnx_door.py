@@ -78,8 +78,12 @@ class OnnxDoor:
         return given_weights.as_given(self.sim)
 
     def stored_values(self) -> Mapping[str, Array]:
-        """Return the initializers."""
+        """Return the initializers of floats."""
         return stored_by_name.stored_by_name(self.sim)
+
+    def constants(self) -> Mapping[str, Array]:
+        """Return all initializers, also those of integers."""
+        return stored_by_name.constants_by_name(self.sim)
 
     def store_values(self, values: Mapping[str, Array]) -> None:
         """Replace initializers."""

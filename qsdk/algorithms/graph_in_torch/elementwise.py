@@ -1,0 +1,184 @@
+"""Ops that compute each element from the elements at its place."""
+
+from functools import reduce
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc")
+
+
+def _modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+
+
+def _power(a: Tensor, b: Tensor) -> Tensor:
+    return torch.pow(a, b).to(a.dtype)
+
+
+def _add(*given: Tensor) -> Tensor:
+    return reduce(torch.add, given)
+
+
+def _mean(*given: Tensor) -> Tensor:
+    return reduce(torch.add, given) / len(given)
+
+
+def _largest(*given: Tensor) -> Tensor:
+    return reduce(torch.maximum, given)
+
+
+def _smallest(*given: Tensor) -> Tensor:
+    return reduce(torch.minimum, given)
+
+
+def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    return x if low is None and high is None else torch.clamp(x, low, high)
+
+
+def _cast(x: Tensor, *, to: int, saturate: int = 1) -> Tensor:
+    return x.to(DTYPES[to])
+
+
+def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1) -> Tensor:
+    return x.to(like.dtype)
+
+
+def _is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    return (torch.isneginf(x) & bool(detect_negative)) | (torch.isposinf(x) & bool(detect_positive))
+
+
+def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
+    return torch.where(x < 0, x * alpha, x)
+
+
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x < 0, x * slope, x)
+
+
+def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return F.elu(x, alpha)
+
+
+def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
+    return gamma * F.elu(x, alpha)
+
+
+def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return F.celu(x, alpha)
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return torch.clamp(x * alpha + beta, 0, 1)
+
+
+def _hard_swish(x: Tensor) -> Tensor:
+    return x * _hard_sigmoid(x, alpha=1 / 6)
+
+
+def _swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return x * torch.sigmoid(x * alpha)
+
+
+def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > alpha, x, 0)
+
+
+def _shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
+    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0))
+
+
+def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = None, *, seed: int = 0) -> Tensor:
+    if training is not None and bool(training):
+        raise ValueError("it drops at random (training_mode is true)")
+    return x
+
+
+ELEMENTWISE: Kernels = MappingProxyType(
+    {
+        "Abs": torch.abs,
+        "Acos": torch.acos,
+        "Acosh": torch.acosh,
+        "Add": torch.add,
+        "And": torch.logical_and,
+        "Asin": torch.asin,
+        "Asinh": torch.asinh,
+        "Atan": torch.atan,
+        "Atanh": torch.atanh,
+        "BitwiseAnd": torch.bitwise_and,
+        "BitwiseNot": torch.bitwise_not,
+        "BitwiseOr": torch.bitwise_or,
+        "BitwiseXor": torch.bitwise_xor,
+        "Cast": _cast,
+        "CastLike": _cast_like,
+        "Ceil": torch.ceil,
+        "Celu": _celu,
+        "Clip": _clip,
+        "Cos": torch.cos,
+        "Cosh": torch.cosh,
+        "Div": _divide,
+        "Dropout": _dropout,
+        "Elu": _elu,
+        "Equal": torch.eq,
+        "Erf": torch.erf,
+        "Exp": torch.exp,
+        "Floor": torch.floor,
+        "Gelu": _gelu,
+        "Greater": torch.gt,
+        "GreaterOrEqual": torch.ge,
+        "HardSigmoid": _hard_sigmoid,
+        "HardSwish": _hard_swish,
+        "Identity": _identity,
+        "IsInf": _is_infinite,
+        "IsNaN": torch.isnan,
+        "LeakyRelu": _leaky_relu,
+        "Less": torch.lt,
+        "LessOrEqual": torch.le,
+        "Log": torch.log,
+        "Max": _largest,
+        "Mean": _mean,
+        "Min": _smallest,
+        "Mish": F.mish,
+        "Mod": _modulo,
+        "Mul": torch.mul,
+        "Neg": torch.neg,
+        "Not": torch.logical_not,
+        "Or": torch.logical_or,
+        "PRelu": _prelu,
+        "Pow": _power,
+        "Reciprocal": torch.reciprocal,
+        "Relu": torch.relu,
+        "Round": torch.round,
+        "Selu": _selu,
+        "Shrink": _shrink,
+        "Sigmoid": torch.sigmoid,
+        "Sign": torch.sign,
+        "Sin": torch.sin,
+        "Sinh": torch.sinh,
+        "Softplus": F.softplus,
+        "Softsign": F.softsign,
+        "Sqrt": torch.sqrt,
+        "Sub": torch.sub,
+        "Sum": _add,
+        "Swish": _swish,
+        "Tan": torch.tan,
+        "Tanh": torch.tanh,
+        "ThresholdedRelu": _thresholded_relu,
+        "Where": torch.where,
+        "Xor": torch.logical_xor,
+    }
+)

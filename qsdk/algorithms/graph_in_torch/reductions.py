@@ -1,0 +1,127 @@
+"""Ops that reduce or normalize along axes, and those that find elements by their size."""
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from qsdk.algorithms.graph_in_torch.values import Kernel, Kernels, ints
+
+
+def _reduction(compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Kernel:
+    """Return the kernel of a reduction from a function of a tensor and axes that keeps the axes with size 1."""
+
+    def reduced(x: Tensor, axes: Tensor | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
+        chosen = [] if axes is None else [axis % x.ndim for axis in ints(axes)]
+        if not chosen and noop_with_empty_axes:
+            return compute(x[..., None], [x.ndim])[..., 0]
+        chosen = chosen or list(range(x.ndim))
+        result = compute(x, chosen) if x.ndim else compute(x[None], [0])[0]
+        return result if keepdims else result.reshape([n for axis, n in enumerate(result.shape) if axis not in chosen])
+
+    return reduced
+
+
+def _sum(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return x.sum(list(axes), keepdim=True, dtype=x.dtype)
+
+
+def _mean(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return x.mean(list(axes), keepdim=True)
+
+
+def _product(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for axis in axes:
+        x = x.prod(axis, keepdim=True, dtype=x.dtype)
+    return x
+
+
+def _sum_of_sizes(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return _sum(x.abs(), axes)
+
+
+def _sum_of_squares(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return _sum(x * x, axes)
+
+
+def _length(x: Tensor, axes: Sequence[int]) -> Tensor:
+    result: Tensor = torch.linalg.vector_norm(x, dim=tuple(axes), keepdim=True)  # its gradient at zero is zero
+    return result
+
+
+def _log_of_sum(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return torch.log(_sum(x, axes))
+
+
+def _log_of_sum_of_powers(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return torch.logsumexp(x, tuple(axes), keepdim=True)
+
+
+def _largest(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return torch.amax(x, tuple(axes), keepdim=True)
+
+
+def _smallest(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return torch.amin(x, tuple(axes), keepdim=True)
+
+
+def _place_of_largest(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+    if select_last_index:
+        return x.shape[axis] - 1 - torch.argmax(x.flip(axis), axis, keepdim=bool(keepdims))
+    return torch.argmax(x, axis, keepdim=bool(keepdims))
+
+
+def _place_of_smallest(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+    if select_last_index:
+        return x.shape[axis] - 1 - torch.argmin(x.flip(axis), axis, keepdim=bool(keepdims))
+    return torch.argmin(x, axis, keepdim=bool(keepdims))
+
+
+def _top(x: Tensor, count: Tensor, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
+    # unlike torch.topk, a stable sort puts the first of equal elements first, as ONNX asks
+    values, places = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))
+
+
+def _running_sum(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    along = int(axis)
+    turned = x.flip(along) if reverse else x
+    result = torch.cumsum(turned, along, dtype=x.dtype)
+    result = result - turned if exclusive else result
+    return result.flip(along) if reverse else result
+
+
+def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    return torch.softmax(x, axis)
+
+
+def _log_softmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    return torch.log_softmax(x, axis)
+
+
+def _hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    return torch.zeros_like(x).scatter(axis, torch.argmax(x, axis, keepdim=True), 1)
+
+
+REDUCTIONS: Kernels = MappingProxyType(
+    {
+        "ArgMax": _place_of_largest,
+        "ArgMin": _place_of_smallest,
+        "CumSum": _running_sum,
+        "Hardmax": _hardmax,
+        "LogSoftmax": _log_softmax,
+        "ReduceL1": _reduction(_sum_of_sizes),
+        "ReduceL2": _reduction(_length),
+        "ReduceLogSum": _reduction(_log_of_sum),
+        "ReduceLogSumExp": _reduction(_log_of_sum_of_powers),
+        "ReduceMax": _reduction(_largest),
+        "ReduceMean": _reduction(_mean),
+        "ReduceMin": _reduction(_smallest),
+        "ReduceProd": _reduction(_product),
+        "ReduceSum": _reduction(_sum),
+        "ReduceSumSquare": _reduction(_sum_of_squares),
+        "Softmax": _softmax,
+        "TopK": _top,
+    }
+)

@@ -1,0 +1,157 @@
+"""Run a graph in PyTorch, with a visitor at every site: forward here, and backward by autograd."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy.typing as npt
+from torch import Tensor
+
+from qsdk.algorithms.graph_in_torch.elementwise import ELEMENTWISE
+from qsdk.algorithms.graph_in_torch.indexing import INDEXING
+from qsdk.algorithms.graph_in_torch.linear import LINEAR
+from qsdk.algorithms.graph_in_torch.norms import NORMS
+from qsdk.algorithms.graph_in_torch.pooling import POOLING
+from qsdk.algorithms.graph_in_torch.recurrent import RECURRENT
+from qsdk.algorithms.graph_in_torch.reductions import REDUCTIONS
+from qsdk.algorithms.graph_in_torch.resize import RESIZE
+from qsdk.algorithms.graph_in_torch.shapes import SHAPES
+from qsdk.algorithms.graph_in_torch.values import Kernels, as_tensor
+from qsdk.core.errors import ModelError
+from qsdk.core.graph.graph import Graph, Op
+
+Array = npt.NDArray[Any]
+
+#: op type -> what computes it, as opsets 21 to 25 define it; older models are raised when they are opened
+KERNELS: Kernels = MappingProxyType(
+    {**ELEMENTWISE, **INDEXING, **LINEAR, **NORMS, **POOLING, **RECURRENT, **REDUCTIONS, **RESIZE, **SHAPES}
+)
+#: ops whose kernels return every output; of the others only the first is computed
+_SEVERAL = frozenset({"GRU", "LSTM", "RNN", "Split", "TopK"})
+#: attributes whose values ask for what no kernel computes
+_REFUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "BatchNormalization": {"training_mode": 1},
+        "Resize": {"coordinate_transformation_mode": "tf_crop_and_resize"},
+    }
+)
+
+
+def unsupported_ops(graph: Graph) -> list[str]:
+    """Return the ops that cannot be evaluated, in order, each as its type and its name.
+
+    Control flow, random numbers, sequences and strings are among them, other domains than ONNX's own, and forms of an
+    op that its kernel does not take: an attribute, or a second output that is read.
+    """
+    return [_label(graph, op) for op in graph.ops if not _is_supported(graph, op)]
+
+
+def run_graph(
+    graph: Graph,
+    stored: Mapping[str, Array | Tensor],
+    feeds: Mapping[str, Array],
+    at_site: Callable[[str, Tensor], Tensor],
+) -> list[Tensor]:
+    """Run a graph on the host; return its outputs in graph order, differentiable.
+
+    16-bit floats are computed in float32. A tensor is let go when its last reader has run; what the backward pass
+    needs stays with autograd.
+
+    Args:
+        graph: of a float model.
+        stored: the values of its constants by name; a small one of the graph's own may be absent.
+        feeds: its inputs by name.
+        at_site: called once for every site, in order of execution, with the site and its tensor: inputs first, a
+            stored tensor before its first reader. What it returns goes on in the tensor's place.
+
+    Raises:
+        ModelError: an op cannot be evaluated, or a constant has no value; it is named.
+    """
+    _require_supported(graph)
+    readers = {tensor: max(found) for tensor, found in graph.consumers.items() if found}
+    values: dict[int, Tensor] = {}
+
+    def visit(index: int, value: Tensor) -> None:
+        site = graph.tensors[index].site
+        values[index] = value if site is None else at_site(site, value)
+
+    def read(index: int) -> Tensor:
+        if index not in values:  # a constant
+            visit(index, _constant(graph, index, stored))
+        return values[index]
+
+    for index in graph.inputs:
+        visit(index, as_tensor(feeds[graph.tensors[index].name], graph.tensors[index].dtype))
+    for number, op in enumerate(graph.ops):
+        found = _run(graph, op, [None if index is None else read(index) for index in op.inputs])
+        for index, value in zip(op.outputs, found, strict=False):
+            visit(index, value)
+        for tensor in {*op.inputs, *op.outputs} - graph.output_set:
+            if tensor is not None and readers.get(tensor, number) == number:
+                values.pop(tensor, None)
+    return [read(index) for index in graph.outputs]
+
+
+def _constant(graph: Graph, index: int, stored: Mapping[str, Array | Tensor]) -> Tensor:
+    tensor = graph.tensors[index]
+    value = stored.get(tensor.name)
+    value = tensor.value if value is None else value
+    if value is None:
+        raise ModelError(f"the stored tensor {tensor.name!r} has no value; give it with the others, by its name")
+    return as_tensor(value, tensor.dtype)
+
+
+def _run(graph: Graph, op: Op, inputs: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Return the results of an op that its outputs name, in their order."""
+    given = dict(op.attributes)
+    if op.type == "Split" and len(inputs) == 1:
+        given.setdefault("num_outputs", len(op.outputs))
+    try:
+        found = KERNELS[op.type](*inputs, **given)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        raise ModelError(
+            f"{_label(graph, op)} cannot be run in PyTorch: {error}; check its inputs and attributes"
+        ) from error
+    results = found if isinstance(found, tuple) else (found,)
+    return [results[place] for place in _places(op) if place < len(results)]
+
+
+def _require_supported(graph: Graph) -> None:
+    missing = unsupported_ops(graph)
+    if missing:
+        raise ModelError(
+            f"the graph cannot be run in PyTorch, which knows no {', '.join(missing)}; replace these ops in the model"
+        )
+
+
+def _is_supported(graph: Graph, op: Op) -> bool:
+    kernel = KERNELS.get(op.type)
+    if kernel is None or op.domain not in ("", "ai.onnx"):
+        return False
+    later = [t for t, place in zip(op.outputs, _places(op), strict=True) if place and op.type not in _SEVERAL]
+    if any(graph.consumers[tensor] or tensor in graph.output_set for tensor in later):
+        return False
+    refused = _REFUSED.get(op.type, {})
+    return _takes(kernel, op) and not any(op.attributes.get(name) == value for name, value in refused.items())
+
+
+def _takes(kernel: Callable[..., Any], op: Op) -> bool:
+    """Return whether a kernel takes the op's attributes; torch's own functions have no signature, and take none."""
+    try:
+        inspect.signature(kernel).bind(*op.inputs, **op.attributes)
+    except ValueError:
+        return not op.attributes
+    except TypeError:
+        return False
+    return True
+
+
+def _places(op: Op) -> Sequence[int]:
+    """Return the place of each output among the results of the op."""
+    return op.places or range(len(op.outputs))
+
+
+def _label(graph: Graph, op: Op) -> str:
+    kind = f"{op.domain}.{op.type}" if op.domain not in ("", "ai.onnx") else op.type
+    return f"{kind} {(op.name or graph.tensors[op.outputs[0]].name)!r}"
