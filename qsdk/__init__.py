@@ -47,6 +47,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk.verbs.analysis.profile import profile
     from qsdk.verbs.apply import apply_encodings
     from qsdk.verbs.batch_norm import reestimate_batch_norm
     from qsdk.verbs.bias import correct_bias
@@ -95,6 +96,7 @@ _VERBS = {
     "Distilled": "distill",
     "mixed_precision": "precision",
     "advise": "precision",
+    "profile": "analysis.profile",
 }
 
 __all__ = [
@@ -118,6 +120,7 @@ __all__ = [
     "load_encodings",
     "mixed_precision",
     "advise",
+    "profile",
     "observe_ranges",
     "observing",
     "freeze_ranges",

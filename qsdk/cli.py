@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_to_integer(commands)
     _add_encodings(commands)
     _add_report(commands)
+    _add_profile(commands)
     return parser
 
 
@@ -120,9 +121,9 @@ def _add_quantize(commands: Any) -> None:
     quantize.set_defaults(run="qsdk.commands.quantize:run")
 
 
-def _add_data(command: argparse.ArgumentParser) -> None:
+def _add_data(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the options that select the batches."""
-    source = command.add_mutually_exclusive_group(required=True)
+    source = command.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--data",
         action="append",
@@ -290,6 +291,27 @@ def _add_report(commands: Any) -> None:
     report.add_argument("model")
     report.add_argument("--out", metavar="FILE.html", help="write a page that needs nothing else")
     report.set_defaults(run="qsdk.commands.report:run")
+
+
+def _add_profile(commands: Any) -> None:
+    profile = _command(
+        commands,
+        "profile",
+        "show where the time of a model goes in a runtime: by layer, in integers, float or conversions",
+        "qsdk profile model.onnx --against float.onnx --threads 4",
+    )
+    profile.add_argument("model", help="an ONNX file: float, Q/DQ or integer-only")
+    _add_data(profile, required=False)
+    profile.add_argument(
+        "--runtime",
+        choices=("onnxruntime", "openvino"),
+        default="onnxruntime",
+        help="that runs the model (default: onnxruntime)",
+    )
+    profile.add_argument("--threads", type=int, metavar="N", help="of the runtime (default: its own choice)")
+    profile.add_argument("--repeats", type=int, default=20, metavar="N", help="runs that are timed (default: 20)")
+    profile.add_argument("--against", metavar="FILE", help="a model to compare with, such as the float one")
+    profile.set_defaults(run="qsdk.commands.profile:run")
 
 
 if __name__ == "__main__":

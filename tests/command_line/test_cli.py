@@ -17,7 +17,17 @@ import qsdk
 from qsdk.cli import main
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "quantize", "inspect", "validate", "parity", "to-integer", "encodings show", "encodings convert")
+COMMANDS = (
+    "demo",
+    "quantize",
+    "inspect",
+    "validate",
+    "parity",
+    "to-integer",
+    "encodings show",
+    "encodings convert",
+    "profile",
+)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(70, 3, 8, 8)).astype(np.float32)
 node = helper.make_node
@@ -417,6 +427,18 @@ def test_a_page_escapes_names(at: Path, capsys):
     assert code == 0
     assert "<script>mm1</script>:weight" in out
     assert said(capsys, "report", at / "q.onnx", "--out", at / "missing" / "page.html")[0] == 2
+
+
+def test_profile_shows_milliseconds_by_layer(at: Path, capsys):
+    found = document(capsys, "profile", "model.onnx", "--data", "images.npz", "--batch-size", "2", "--repeats", "2")
+    assert "QLinearAdd" in {row["op_type"] for row in found["rows"]}
+    assert found["summary"]["integer_share"] > 0
+    options = ["--shape", "x=1,3,8,8", "--threads", "1", "--repeats", "2", "--against", "float.onnx"]
+    compared = document(capsys, "profile", "model.onnx", *options)
+    assert compared["summary"]["speedup"] > 0
+    code, _, errors = said(capsys, "profile", "model.onnx", "--threads", "0")
+    assert code == 2
+    assert "threads=0 and repeats=20 must be 1 or more" in errors
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -125,3 +125,11 @@ def test_the_guide_to_integers_runs(names: dict):
     assert {"parity", "requantizations", "measured"} <= set(names["certificate"])
     assert names["fast"].summary["operations_max_lsb"] <= 1
     assert names["chip"].summary["reference_equal"]
+
+
+def test_the_guide_to_runtimes_runs(names: dict):
+    for runtime in ("openvino", "onnxruntime_qnn"):
+        pytest.importorskip(runtime, reason=f"{runtime} has no wheel for this system")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "runtimes.md").read_text(), re.DOTALL):
+        exec(compile(block, "runtimes.md", "exec"), names)
+    assert names["report"].summary["integer_share"] > 0.5

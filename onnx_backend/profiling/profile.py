@@ -1,0 +1,116 @@
+"""Profile a model in a runtime: which layer takes which time, in integers or in float."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.profiling.kernels import Profile
+from onnx_backend.profiling.layers import layers_of, nodes_of
+from onnx_backend.profiling.numbered import numbered, with_labels
+from onnx_backend.profiling.onnxruntime_profile import profile_in_onnxruntime
+from onnx_backend.profiling.openvino_profile import profile_in_openvino
+from onnx_backend.proto.inputs import inputs_of, noted_example
+from onnx_backend.proto.nodes import node_label
+from onnx_backend.runtime.random_feeds import random_array
+from qsdk.core.errors import ConfigError, DataError, ModelError
+
+Array = npt.NDArray[Any]
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
+_PROFILERS = {"onnxruntime": profile_in_onnxruntime, "openvino": profile_in_openvino}
+
+
+def profile(
+    model: ModelProto, feeds: Mapping[str, Array], *, runtime: str, threads: int | None, repeats: int
+) -> Profile:
+    """Time a model in a runtime, kernel by kernel.
+
+    Args:
+        model: float, with Q/DQ or integer-only; it is not changed.
+        feeds: input name -> value.
+        runtime: `onnxruntime` or `openvino`.
+        threads: that the runtime may use; None for its own choice.
+        repeats: runs of which each time is the median.
+
+    Raises:
+        ConfigError: the runtime is unknown, not installed, or its times would say nothing; options below 1.
+        ModelError: the runtime cannot load the model.
+        DataError: it does not run on these values.
+    """
+    require_runtime(runtime)
+    if repeats < 1 or (threads is not None and threads < 1):
+        raise ConfigError(f"threads={threads} and repeats={repeats} must be 1 or more")
+    try:
+        return _PROFILERS[runtime](numbered(model), feeds, threads=threads, repeats=repeats)
+    except (ModelError, DataError) as error:
+        raise type(error)(with_labels(str(error), model)) from error
+
+
+def require_runtime(runtime: str) -> None:
+    """Refuse a runtime whose times cannot be taken.
+
+    Raises:
+        ConfigError: it is unknown, or only emulated.
+    """
+    if runtime == "qnn":
+        raise ConfigError(
+            "the HTP of runtime='qnn' is emulated here, and the time of an emulation says nothing about the device; "
+            "profile on the device itself with QNN's own tools, or another runtime: onnxruntime, openvino"
+        )
+    if runtime not in _PROFILERS:
+        raise ConfigError(f"runtime={runtime!r} is unknown; choose one of {', '.join(_PROFILERS)}")
+
+
+def rows_of(model: ModelProto, found: Profile) -> Iterator[dict[str, Any]]:
+    """Yield a row per kernel, in the order in which they run: see `qsdk.profile`.
+
+    Args:
+        model: that was profiled.
+        found: its profile.
+    """
+    nodes = nodes_of(model, found.kernels)
+    total = sum(kernel.ms for kernel in found.kernels) or 1.0
+    for kernel, own, layer in zip(found.kernels, nodes, layers_of(model, found.kernels, nodes), strict=True):
+        computing = [node for node in own if node.op_type not in _PAIR]
+        precision = "conversion" if own and not computing else kernel.precision
+        yield {
+            "layer": layer,
+            "op_type": kernel.op_type,
+            "ms": kernel.ms,
+            "share": kernel.ms / total,
+            "precision": precision,
+            "nodes": ", ".join(map(node_label, computing or own)),
+        }
+
+
+def random_feeds_for(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+    """Return random values of the declared sizes: an open batch is 1, other open sizes are those of the example.
+
+    Raises:
+        ConfigError: a size is open and neither given nor noted in the file, or `shapes` names no input.
+        ModelError: an input is no numeric tensor.
+    """
+    inputs, noted, rng, found = inputs_of(model), noted_example(model), np.random.default_rng(0), {}
+    unknown = sorted(set(shapes) - {item.name for item in inputs})
+    if unknown:
+        names = ", ".join(item.name for item in inputs)
+        raise ConfigError(f"shapes names {unknown[0]!r}; the inputs are {names}")
+    for item in inputs:
+        sizes = item.shape
+        if item.name in shapes:
+            sizes = tuple(shapes[item.name])
+        elif sizes is not None:
+            example: Sequence[Any] = noted.get(item.name, sizes)
+            sizes = tuple(
+                size if isinstance(size, int) else 1 if axis == 0 else example[axis] for axis, size in enumerate(sizes)
+            )
+        if sizes is None or any(not isinstance(size, int) for size in sizes):
+            shown = "undeclared" if sizes is None else str([size or "?" for size in sizes])
+            raise ConfigError(
+                f"the size of the input {item.name!r} is {shown}; give data, or its sizes: "
+                f"shapes={{{item.name!r}: (1, 3, 224, 224)}} (its own)"
+            )
+        found[item.name] = random_array(rng, item.dtype, tuple(map(int, sizes)))
+    return found
