@@ -46,11 +46,12 @@ def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> T
     return x if low is None and high is None else torch.clamp(x, low, high)
 
 
-def _cast(x: Tensor, *, to: int, saturate: int = 1) -> Tensor:
+# the other attributes of a cast are about float8, which no tensor of a float graph has
+def _cast(x: Tensor, *, to: int, round_mode: str = "up", saturate: int = 1) -> Tensor:
     return x.to(DTYPES[to])
 
 
-def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1) -> Tensor:
+def _cast_like(x: Tensor, like: Tensor, *, round_mode: str = "up", saturate: int = 1) -> Tensor:
     return x.to(like.dtype)
 
 

@@ -31,7 +31,8 @@ def _batch_norm(
 ) -> Tensor:
     if training_mode:
         raise ValueError("it normalizes with the statistics of the batch (training_mode is 1)")
-    return F.batch_norm(x, mean, variance, scale, shift, eps=epsilon)
+    factor = scale * torch.rsqrt(variance + epsilon)
+    return (x - _per_channel(mean, x.ndim)) * _per_channel(factor, x.ndim) + _per_channel(shift, x.ndim)
 
 
 def _layer_norm(

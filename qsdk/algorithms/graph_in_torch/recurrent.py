@@ -1,7 +1,8 @@
 """Recurrent layers, step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ State = tuple[Tensor, ...]
 #: computes the next state from the products of the input with its weights, the state, recurrent weights and their bias
 Cell = Callable[[Tensor, State, Tensor, Tensor], State]
 _ACTIVATIONS = MappingProxyType({"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Relu": torch.relu})
+
+
+def refuses_layer(attributes: Mapping[str, Any]) -> bool:
+    """Return whether the attributes of a layer ask for what no kernel computes."""
+    known = set(attributes.get("activations", ())) <= set(_ACTIVATIONS)
+    return not known or bool(attributes.get("layout") or attributes.get("input_forget"))
 
 
 def _run(
@@ -62,13 +69,15 @@ def _lstm(
     memory: Tensor | None = None,
     peepholes: Tensor | None = None,
     *,
-    hidden_size: int,
+    hidden_size: int = 0,
     direction: str = "forward",
+    layout: int = 0,
     activations: Sequence[str] = ("Sigmoid", "Tanh", "Tanh") * 2,
+    input_forget: int = 0,
 ) -> tuple[Tensor, ...]:
     def cell_of(place: int) -> Cell:
         gate, candidate, out = (_ACTIVATIONS[name] for name in activations[3 * place : 3 * place + 3])
-        size = hidden_size
+        size = wh.shape[2]
         looks = x.new_zeros(3 * size) if peepholes is None else peepholes[place]
 
         def cell(given: Tensor, state: State, weights: Tensor, shift: Tensor) -> State:
@@ -93,14 +102,15 @@ def _gru(
     lengths: Tensor | None = None,
     hidden: Tensor | None = None,
     *,
-    hidden_size: int,
+    hidden_size: int = 0,
     direction: str = "forward",
+    layout: int = 0,
     activations: Sequence[str] = ("Sigmoid", "Tanh") * 2,
     linear_before_reset: int = 0,
 ) -> tuple[Tensor, ...]:
     def cell_of(place: int) -> Cell:
         gate, candidate = (_ACTIVATIONS[name] for name in activations[2 * place : 2 * place + 2])
-        split = 2 * hidden_size
+        split = 2 * wh.shape[2]
 
         def cell(given: Tensor, state: State, weights: Tensor, shift: Tensor) -> State:
             (before,) = state
@@ -125,8 +135,9 @@ def _rnn(
     lengths: Tensor | None = None,
     hidden: Tensor | None = None,
     *,
-    hidden_size: int,
+    hidden_size: int = 0,
     direction: str = "forward",
+    layout: int = 0,
     activations: Sequence[str] = ("Tanh", "Tanh"),
 ) -> tuple[Tensor, ...]:
     def cell_of(name: str) -> Cell:

@@ -8,16 +8,17 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
+from qsdk.algorithms.graph_in_torch.attention import ATTENTION
 from qsdk.algorithms.graph_in_torch.elementwise import ELEMENTWISE
 from qsdk.algorithms.graph_in_torch.indexing import INDEXING
 from qsdk.algorithms.graph_in_torch.linear import LINEAR
 from qsdk.algorithms.graph_in_torch.norms import NORMS
 from qsdk.algorithms.graph_in_torch.pooling import POOLING
-from qsdk.algorithms.graph_in_torch.recurrent import RECURRENT
+from qsdk.algorithms.graph_in_torch.recurrent import RECURRENT, refuses_layer
 from qsdk.algorithms.graph_in_torch.reductions import REDUCTIONS
 from qsdk.algorithms.graph_in_torch.resize import RESIZE
 from qsdk.algorithms.graph_in_torch.shapes import SHAPES
-from qsdk.algorithms.graph_in_torch.values import Kernels, as_tensor
+from qsdk.algorithms.graph_in_torch.values import DTYPES, Kernels, as_tensor
 from qsdk.core.errors import ModelError
 from qsdk.core.graph.graph import Graph, Op
 
@@ -25,15 +26,28 @@ Array = npt.NDArray[Any]
 
 #: op type -> what computes it, as opsets 21 to 25 define it; older models are raised when they are opened
 KERNELS: Kernels = MappingProxyType(
-    {**ELEMENTWISE, **INDEXING, **LINEAR, **NORMS, **POOLING, **RECURRENT, **REDUCTIONS, **RESIZE, **SHAPES}
-)
-#: ops whose kernels return every output; of the others only the first is computed
-_SEVERAL = frozenset({"GRU", "LSTM", "RNN", "Split", "TopK"})
-#: attributes whose values ask for what no kernel computes
-_REFUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "BatchNormalization": {"training_mode": 1},
-        "Resize": {"coordinate_transformation_mode": "tf_crop_and_resize"},
+        **ATTENTION,
+        **ELEMENTWISE,
+        **INDEXING,
+        **LINEAR,
+        **NORMS,
+        **POOLING,
+        **RECURRENT,
+        **REDUCTIONS,
+        **RESIZE,
+        **SHAPES,
+    }
+)
+#: how many outputs a kernel computes, where it is more than the first; Split has any number
+_RESULTS = MappingProxyType({"Attention": 3, "GRU": 2, "LSTM": 3, "RNN": 2, "TopK": 2})
+#: what tells that the attributes of an op ask for what no kernel computes
+_REFUSES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = MappingProxyType(
+    {
+        "BatchNormalization": lambda given: given.get("training_mode") == 1,
+        "Cast": lambda given: given["to"] not in DTYPES,
+        "Resize": lambda given: given.get("coordinate_transformation_mode") == "tf_crop_and_resize",
+        **dict.fromkeys(RECURRENT, refuses_layer),
     }
 )
 
@@ -129,11 +143,11 @@ def _is_supported(graph: Graph, op: Op) -> bool:
     kernel = KERNELS.get(op.type)
     if kernel is None or op.domain not in ("", "ai.onnx"):
         return False
-    later = [t for t, place in zip(op.outputs, _places(op), strict=True) if place and op.type not in _SEVERAL]
+    count = len(op.outputs) if op.type == "Split" else _RESULTS.get(op.type, 1)
+    later = [tensor for tensor, place in zip(op.outputs, _places(op), strict=True) if place >= count]
     if any(graph.consumers[tensor] or tensor in graph.output_set for tensor in later):
         return False
-    refused = _REFUSED.get(op.type, {})
-    return _takes(kernel, op) and not any(op.attributes.get(name) == value for name, value in refused.items())
+    return _takes(kernel, op) and not (op.type in _REFUSES and _REFUSES[op.type](op.attributes))
 
 
 def _takes(kernel: Callable[..., Any], op: Op) -> bool:

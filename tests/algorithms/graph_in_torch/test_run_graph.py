@@ -180,7 +180,16 @@ def test_halves_are_computed_in_float32():
         ([node("Unique", ["x"], ["y"], sorted=1)], ["Unique 'y'"]),
         ([node("Gelu", ["x"], ["y"], "gelu", domain="com.microsoft")], ["com.microsoft.Gelu 'gelu'"]),
         ([node("MaxPool", ["x"], ["y", "z"], "pool", kernel_shape=[2])], ["MaxPool 'pool'"]),
-        ([node("LSTM", ["x", "w", "r"], ["y"], "layer", hidden_size=1, clip=1.0)], ["LSTM 'layer'"]),
+        *(
+            ([node("LSTM", ["x", "w", "r"], ["y"], "layer", **{"hidden_size": 1, **more})], expected)
+            for more, expected in (
+                ({"clip": 1.0}, ["LSTM 'layer'"]),
+                ({"activations": ["Softsign", "Tanh", "Tanh"]}, ["LSTM 'layer'"]),
+                ({"input_forget": 1}, ["LSTM 'layer'"]),
+                ({"input_forget": 0, "layout": 0, "activations": ["Relu"] * 3}, []),
+            )
+        ),
+        ([node("Cast", ["x"], ["y"], "words", to=TensorProto.STRING)], ["Cast 'words'"]),
         (
             [
                 node(

@@ -1,6 +1,10 @@
 """Every op of the evaluator against ONNX Runtime, in several forms each."""
 
+import inspect
+from types import BuiltinFunctionType
+
 import numpy as np
+import onnx
 import pytest
 from one_op import by_runtime, by_torch, one_op
 
@@ -108,6 +112,23 @@ CASES = [
     ("MeanVarianceNormalization", [PICTURE], {}),
     ("LRN", [PICTURE], {"size": 3}),
     ("LRN", [PICTURE], {"size": 5, "alpha": 0.5, "beta": 0.6, "bias": 2.0}),
+    *(
+        ("Attention", [f(2, 4, 3, 8), f(2, 2, 5, 8), f(2, 2, 5, 6), *given], attributes, 3, opset)
+        for opset in (23, 24)
+        for given, attributes in (
+            ([], {}),
+            ([], {"is_causal": 1, "scale": 0.3}),
+            ([f(3, 5)], {"softcap": 1.5}),
+            ([bits(2, 1, 3, 5) | np.eye(3, 5, dtype=bool)], {}),
+            ([None, f(2, 2, 4, 8), f(2, 2, 4, 6)], {"is_causal": 1}),
+        )
+    ),
+    ("Attention", [f(2, 3, 16), f(2, 5, 8), f(2, 5, 8)], {"q_num_heads": 4, "kv_num_heads": 2}, 3, 23),
+    *(
+        ("RotaryEmbedding", [f(2, 3, 4, 8), f(9, half), f(9, half), i(*range(8)).reshape(2, 4) % 5], more, 1, 23)
+        for half, more in ((4, {}), (4, {"interleaved": 1}), (2, {"rotary_embedding_dim": 4}))
+    ),
+    ("RotaryEmbedding", [f(2, 4, 24), f(2, 4, 4), f(2, 4, 4)], {"num_heads": 3}, 1, 23),
     ("Swish", [X], {"alpha": 0.7}, 1, 24),
     ("Shape", [X], {}),
     ("Shape", [X], {"start": -2, "end": 2}),
@@ -277,6 +298,34 @@ def test_an_op_is_computed_as_onnx_runtime_does(number: int):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         largest = float(np.abs(b[np.isfinite(b)]).max(initial=1e-3)) if b.dtype.kind == "f" else 0.0
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("opset", [21, 25])
+def test_kernels_take_every_attribute_of_their_op_with_its_default_but_a_few(opset: int):
+    untaken = set()
+    for op, kernel in KERNELS.items():
+        if not onnx.defs.has(op, opset, ""):
+            continue
+        for name, attribute in onnx.defs.get_schema(op, opset, "").attributes.items():
+            parameter = parameters_of(kernel).get(name)
+            if parameter is None:
+                untaken.add((op, name))
+            elif attribute.default_value.name and op != "RNN":
+                assert parameter.default == pytest.approx(default_of(attribute)), (op, name)
+    layers = {(op, name) for op in ("GRU", "LSTM", "RNN") for name in ("activation_alpha", "activation_beta", "clip")}
+    windows = {("Attention", f"{side}_window_size") for side in ("left", "right") if opset > 24}
+    # the kernel of Gemm takes any attribute
+    assert untaken == layers | windows | {("Gemm", name) for name in ("alpha", "beta", "transA", "transB")}
+
+
+def parameters_of(kernel):
+    """torch's own functions have no signature."""
+    return {} if isinstance(kernel, BuiltinFunctionType) else inspect.signature(kernel).parameters
+
+
+def default_of(attribute):
+    value = onnx.helper.get_attribute_value(attribute.default_value)
+    return value.decode() if isinstance(value, bytes) else tuple(value) if isinstance(value, list) else value
 
 
 def test_every_op_of_the_table_is_held_against_onnx_runtime():
