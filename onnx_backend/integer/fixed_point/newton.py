@@ -12,15 +12,18 @@ from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
+    bits,
     constant64,
     gather_table,
     int64,
     int64_value,
     narrow_to,
+    reach,
     require_unmasked,
     single_scale,
 )
 from onnx_backend.integer.ir.context import LoweringContext
+from onnx_backend.integer.ir.exact_bounds import ULP
 from onnx_backend.integer.ir.values import Array, FixedPoint, Refused
 
 _SEED_BITS = 8
@@ -164,17 +167,10 @@ def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     Raises:
         Refused: the value can be 0.
     """
-    value = single_scale(ctx, require_unmasked(value))
-    if value.lo < 0 and value.hi < 0:
-        flipped = ctx.builder.node("Sub", [constant64(ctx, 0), int64(ctx, value)])
-        value = int64_value(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
-    if value.lo <= 0:
-        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
-    value = narrow_to(ctx, value, ROOM)
+    value, off = _divisor(ctx, value)
     shifted = normalize(ctx, value, 1)
     b = ctx.builder
-    mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
-    quotient = b.node("Div", [constant64(ctx, 1 << ROOM), mantissa])  # (2**31, 2**32]
+    quotient = _mantissa_of_reciprocal(ctx, shifted)
     span = shifted.most - shifted.least
     over = max(0, span - (ROOM - 33))
     if over:  # more range than 62 bits hold: the smallest reciprocals lose their last bits
@@ -191,10 +187,63 @@ def reciprocal(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:
     unit = 2.0 ** (power - 93) / float(value.scale)
     ends = [(1 << max(93 - power, 0)) // bound for bound in (value.hi, value.lo)]
     lo, hi = max(ends[0] - (ends[0] >> 28) - 2, 0), min(ends[1] + (ends[1] >> 28) + 2, (1 << ROOM) - 1)
+    return int64_value(name, unit, lo, hi, error=1.0 if over else 0.0, relative=off / (1.0 - off) + 2.0**-28)
+
+
+def quotient(ctx: LoweringContext, numerator: FixedPoint, divisor: FixedPoint) -> FixedPoint:
+    """Write a quotient by a divisor whose static bounds exclude 0, but reach far nearer to it than their other end.
+
+    No fixed point holds both ends of such a reciprocal as finely as a product needs: each element's product with the
+    mantissa of the reciprocal is shifted by that element's own exponent.
+
+    Raises:
+        Refused: the divisor can be 0.
+    """
+    divisor, off = _divisor(ctx, divisor)
+    shifted = normalize(ctx, divisor, 1)
+    b, room = ctx.builder, ROOM - 34
+    numerator = narrow_to(ctx, single_scale(ctx, require_unmasked(numerator)), room)
+    spare = room - bits(numerator)
+    raised = b.node("Mul", [int64(ctx, numerator), constant64(ctx, 1 << spare)])
+    product = b.node("Mul", [raised, _mantissa_of_reciprocal(ctx, shifted)])  # below 2**60
+    down = b.cast(b.node("Sub", [b.constant(shifted.most, np.int32), shifted.shift]), TensorProto.UINT64)
+    top = b.constant(1 << (ROOM - 2), np.uint64)  # makes the product positive: uint64 has the only right shift
+    positive = b.cast(b.node("Add", [product, constant64(ctx, 1 << (ROOM - 2))]), TensorProto.UINT64)
+    both = [b.cast(b.node("BitShift", [x, down], direction="RIGHT"), TensorProto.INT64) for x in (positive, top)]
+    # integers = numerator * 2**spare * 2**93 / (divisor * 2**shift) * 2**(shift - most)
+    power = 93 - shifted.most + spare
+    most = (reach(numerator) << max(power, 0)) // divisor.lo
+    most = min((most >> max(-power, 0)) + (most >> 28) + 2, 1 << (ROOM - 2))
+    relative = off / (1.0 - off) + 2.0**-28
+    error = math.ldexp(numerator.error / divisor.lo, power) * (1.0 + relative) + 1.0
+    unit = math.ldexp(float(numerator.scale / divisor.scale), -power)
+    relative += numerator.relative * (1.0 + relative) + 4 * ULP
+    lo, hi = (-most if numerator.lo < 0 else 0), (most if numerator.hi > 0 else 0)
+    return int64_value(b.node("Sub", both), unit, lo, hi, error=error, relative=relative)
+
+
+def _divisor(ctx: LoweringContext, value: FixedPoint) -> tuple[FixedPoint, float]:
+    """Return a divisor as positive integers, and the bound of its error as a share."""
+    value = single_scale(ctx, require_unmasked(value))
+    if value.lo < 0 and value.hi < 0:
+        flipped = ctx.builder.node("Sub", [constant64(ctx, 0), int64(ctx, value)])
+        value = int64_value(flipped, -value.scale, -value.hi, -value.lo, error=value.error, relative=value.relative)
+    if value.lo <= 0:
+        raise Refused("it divides by a tensor that can be 0", "clip the divisor away from 0")
+    value = narrow_to(ctx, value, ROOM)
     off = value.error / value.lo + value.relative
     if off >= 0.5:
-        raise Refused("it divides by a tensor that can be 0 within its error", "clip the divisor away from 0")
-    return int64_value(name, unit, lo, hi, error=1.0 if over else 0.0, relative=off / (1.0 - off) + 2.0**-28)
+        raise Refused(
+            "it divides by a tensor that can be 0 within its error",
+            "clip the divisor further away from 0, or put a QuantizeLinear/DequantizeLinear pair in front of the Clip",
+        )
+    return value, off
+
+
+def _mantissa_of_reciprocal(ctx: LoweringContext, shifted: Normalized) -> str:
+    """Write `2**93 / shifted`, in (2**31, 2**32]."""
+    mantissa = _shifted_right(ctx, shifted.name, 31)  # [2**30, 2**31)
+    return ctx.builder.node("Div", [constant64(ctx, 1 << ROOM), mantissa])
 
 
 def logarithm(ctx: LoweringContext, value: FixedPoint) -> FixedPoint:

@@ -10,6 +10,7 @@ from onnx import TensorProto
 
 from onnx_backend.integer.fixed_point.fixed_arithmetic import (
     ROOM,
+    bits,
     clipped_integers,
     constant64,
     fits_int32,
@@ -40,6 +41,7 @@ from onnx_backend.integer.ir.values import (
 )
 
 _FINEST = ROOM - 4  # bits of a table
+_GUARD_BITS = 16  # of a bound that keeps a value from 0
 _ANY = ActivationEncoding(1.0, 0, TensorProto.UINT8)  # moves without a fill ignore it
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
@@ -205,6 +207,9 @@ def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> Fixed
         same = clipped_integers(ctx, value, value.lo, value.lo)
         error = spread(value) + 4 * ULP * (abs(number / unit) + reach(value))
         return replace(same, constant=np.asarray(number - value.lo * unit), error=error, relative=0.0)
+    if unit > 0 and value.lo <= 0.0 < lo < unit * 2.0**_GUARD_BITS:
+        value = _refined(ctx, value, lo)
+        unit = float(value.scale)
     if unit < 0:
         lo, hi = hi, lo
     # bounds beyond the integers do nothing, and infinity has no integer
@@ -217,6 +222,15 @@ def clip(ctx: LoweringContext, value: FixedPoint, lo: float, hi: float) -> Fixed
     if found.name == value.name:
         return found
     return replace(found, error=found.error + 0.5 + ULP * reach(found))  # the quotient is rounded to float64 first
+
+
+def _refined(ctx: LoweringContext, value: FixedPoint, guard: float) -> FixedPoint:
+    """Return the value on a finer grid, on which a small positive bound that keeps it from 0 is no 0 itself."""
+    spare = min(_GUARD_BITS - math.floor(math.log2(guard / float(value.scale))), ROOM - bits(value))
+    name = ctx.builder.node("Mul", [int64(ctx, value), constant64(ctx, 1 << spare)])
+    lo, hi = (bound << spare for bound in (value.lo, value.hi))
+    error, scale = math.ldexp(value.error, spare), np.ldexp(value.scale, -spare)
+    return replace(value, name=name, scale=scale, lo=lo, hi=hi, error=error, narrow=False)
 
 
 def _of_joined(ctx: LoweringContext, value: Joined, most: int) -> FixedPoint:

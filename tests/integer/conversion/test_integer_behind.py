@@ -181,6 +181,42 @@ def test_division_by_a_tensor(keep):
     assert bound < 0.01
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("guard", [1e-9, 1e-5, 2e-3])
+def test_the_mean_of_what_a_mask_keeps(guard, quantized):
+    """A row of which nothing is kept is divided by the guard, which is far below a step of the sum of the mask."""
+    rng, guard = np.random.default_rng(4), np.float32(guard)
+    mask = (rng.random((64, 24, 1)) < rng.uniform(0, 1, (64, 1, 1))).astype(np.float32)
+    mask[:4] = 0
+    net = Net()
+    x = net.qdq(net.input([64, 24, 8]), 0.03, 128)
+    kept = net.qdq(net.input([64, 24, 1], "z"), 1 / 255, 0)
+    axes = net.const(np.array([1]))
+    total = net.op("ReduceSum", net.op("Mul", x, kept), axes)
+    if quantized:
+        total = net.qdq(total, 0.317, 110)
+    count = net.op("Clip", net.op("ReduceSum", kept, axes), net.const(guard))
+    net.output(net.qdq(net.op("Div", total, count), 0.0213, 120), [64, 1, 8])
+    values = rng.normal(size=(64, 24, 8)).astype(np.float32)
+
+    def exact(feeds):
+        shares = on_grid(feeds["z"], 1 / 255, 0)
+        total = (on_grid(feeds["x"], 0.03, 128) * shares).sum(1, keepdims=True)
+        return (on_grid(total, 0.317, 110) if quantized else total) / np.maximum(shares.sum(1, keepdims=True), guard)
+
+    bound, _ = require_exact(net.model(), {"x": values, "z": mask}, exact, tolerance=0.006, differing=0.002)
+    assert bound < 0.01
+
+
+def test_a_divisor_within_its_error_of_zero_is_refused_with_what_helps():
+    net = Net()
+    x, z = two(net)
+    mean = net.op("ReduceMean", net.op("Exp", net.op("Neg", net.op("Exp", z))), net.const(np.array([1])))
+    divisor = net.op("Clip", net.op("Sub", mean, net.const(np.float32(0.1))), net.const(np.float32(1e-12)))
+    net.output(net.qdq(net.op("Div", x, divisor), 0.11, 118), [8, 32])
+    refused(net, r"Div .*can be 0 within its error; clip the divisor further away .*in front of the Clip")
+
+
 def test_division_by_zero_saturates_like_infinity():
     net = Net()
     x, z = two(net)

@@ -291,7 +291,10 @@ def test_a_norm_that_is_bounded_by_more_than_a_step_or_another_s_is_a_quotient(o
     assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
 
 
-def test_a_norm_that_can_be_0_is_refused(tmp_path):
-    model, _ = over_norm("clip", "ReduceL2", other=True)
-    with pytest.raises(IntegerError, match="clip the divisor away from 0"):
-        qsdk.to_integer(model, tmp_path / "int.onnx")
+def test_a_number_over_the_guard_of_another_s_norm_saturates(tmp_path):
+    model, feeds = over_norm("clip", "ReduceL2", other=True)
+    feeds["x"][2], feeds["x"][3] = [-1.0] * 12 + [0.0] * 12, -2.0
+    report = qsdk.to_integer(model, tmp_path / "int.onnx", data=[feeds])
+    assert (report.summary["float_tensors"], report.summary["max_lsb"]) == (0, 0)
+    found = np.rint(run(onnx.load(tmp_path / "int.onnx"), feeds)["y"] * 255 / 2)
+    np.testing.assert_array_equal(found[2:4], [[-128] * 12 + [0] * 12, [-128] * 24])

@@ -118,7 +118,19 @@ def gru():
     return net.model()
 
 
-@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve, masked, joined_scales, gru])
+def guarded():
+    """The mean of what a mask keeps: its divisor comes as near to 0 as 1e-9, far from a step of its sum."""
+    net = Net()
+    x, kept = net.qdq(net.input([8, 4, 6]), 0.03, 119), net.qdq(net.input([8, 4, 1], "m"), 1 / 255, 0)
+    kept = net.op("Relu", net.op("Sub", kept, net.const(np.float32(0.8))))  # often 0
+    axes = net.const(np.array([1]))
+    count = net.op("Clip", net.op("ReduceSum", kept, axes), net.const(np.float32(1e-9)))
+    total = net.op("ReduceSum", net.op("Mul", x, kept), axes)
+    net.output(net.qdq(net.op("Div", total, count), 0.021, 119), [8, 1, 6])
+    return net.model()
+
+
+@pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve, masked, joined_scales, gru, guarded])
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")
     require_same(standard, portable, codes(standard, make()))

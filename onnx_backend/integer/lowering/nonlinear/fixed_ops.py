@@ -38,6 +38,7 @@ from onnx_backend.integer.fixed_point.fixed_arithmetic import (
 from onnx_backend.integer.fixed_point.newton import (
     factors_of_exponential,
     logarithm,
+    quotient,
     reciprocal,
     reciprocal_root,
     square_root,
@@ -67,6 +68,7 @@ from onnx_backend.proto.nodes import attributes
 
 Lowering = Callable[[LoweringContext, NodeProto, Args], Any]
 _PENDING = (FixedPoint, Linear, Joined, Bent, Selected, Pending)
+_FINE = 16  # bits that the smallest reciprocal needs
 _BETWEEN = "put a QuantizeLinear/DequantizeLinear pair between the two ops"
 
 
@@ -148,7 +150,12 @@ def wide_div(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
     if isinstance(left, Constant):
         return _times(inverse(ctx, right, ROOM - 9), left, left.values.astype(np.float64))
     numerator = to_fixed(ctx, left, "its first input")
-    divisor = inverse(ctx, right, max(ROOM - bits(numerator), 31))
+    room = max(ROOM - bits(numerator), 31)  # of a factor beside the numerator
+    if not isinstance(right, Lookup):
+        right = to_fixed(ctx, right, "its second input")
+        if right.lo > 0 and bits(right) - right.lo.bit_length() > room - _FINE:
+            return quotient(ctx, numerator, right)
+    divisor = inverse(ctx, right, room)
     if not divisor.infinite:
         return multiply(ctx, numerator, divisor)
     if numerator.constant.any() or inexact(numerator) or numerator.scale.size != 1:
