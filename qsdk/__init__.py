@@ -48,6 +48,7 @@ from qsdk.core.report import Report
 
 if TYPE_CHECKING:
     from qsdk.verbs.analysis.profile import profile
+    from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
     from qsdk.verbs.batch_norm import reestimate_batch_norm
     from qsdk.verbs.bias import correct_bias
@@ -97,6 +98,7 @@ _VERBS = {
     "mixed_precision": "precision",
     "advise": "precision",
     "profile": "analysis.profile",
+    "sensitivity": "analysis.sensitivity",
 }
 
 __all__ = [
@@ -121,6 +123,7 @@ __all__ = [
     "mixed_precision",
     "advise",
     "profile",
+    "sensitivity",
     "observe_ranges",
     "observing",
     "freeze_ranges",

@@ -13,6 +13,7 @@ from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import advise, decibels, noise_to_signal
+from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.report import Report
@@ -113,7 +114,7 @@ def search_precision(
 
         def evaluate(assignment: Assignment) -> float:
             take(assignment)
-            return _number(metric(sim))
+            return metric_value(metric(sim))
 
         references, evaluations = _references(sim, config, metric, as_given, shifted)
         reference = references["reference"]
@@ -133,11 +134,7 @@ def require_budget(metric: Any, max_drop: Any) -> None:
     Raises:
         ConfigError: names the argument.
     """
-    if not callable(metric):
-        raise ConfigError(
-            f"metric={metric!r} is no function; give one of the sim whose value is a number, larger being better: "
-            "lambda sim: accuracy(sim)"
-        )
+    require_metric(metric)
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float | np.number) or not max_drop >= 0.0:
         raise ConfigError(
             f"max_drop={max_drop!r} is no budget; give a number from 0, in the metric's own unit: 0.01 where it "
@@ -159,13 +156,13 @@ def _references(
     in_float, before = config.override("*", weight=float32, activation=float32, bias=float32), sim.snapshot()
     with as_given() as moved:
         sim.replan(in_float)
-        given = now = _number(metric(sim))
+        given = now = metric_value(metric(sim))
         sim.restore(before)
     if moved:
         sim.replan(in_float)
         if shifted:
             sim.store_floats(shifted)
-        now = _number(metric(sim))
+        now = metric_value(metric(sim))
     return {"reference": given, "float_now": now}, 1 + moved
 
 
@@ -179,18 +176,6 @@ def _left(state: SimState) -> list[str]:
         for site, encoding in state.own.items()
         if encoding.frozen
     ]
-
-
-def _number(metric: Any) -> float:
-    try:
-        value = float(metric)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the metric is {str(metric)[:40]!r}, which is no number; return one, such as float(correct / total)"
-        ) from error
-    if np.isnan(value):
-        raise ConfigError("the metric is NaN; give a function of the sim whose value is a number, larger being better")
-    return value
 
 
 def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Candidate]:

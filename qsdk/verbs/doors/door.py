@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
+from torch import Tensor
 
 from onnx_backend.opening.from_trace import TracedModel
 from qsdk.core.graph.graph import Graph
@@ -18,6 +19,8 @@ from qsdk.core.report import Report
 
 #: Calls a module on a batch: `(model, batch)`.
 Forward = Callable[[Any, Any], Any]
+#: replaces the values at a site, as (site, values)
+Visitor = Callable[[str, Tensor], Tensor]
 #: receives the float values at a site, as (site, values)
 Visit = Callable[[str, npt.NDArray[Any]], None]
 
@@ -71,6 +74,28 @@ class Door(Protocol):
         self, batches: Iterable[Any], forward: Forward | None, *, in_float: bool
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the floating-point outputs of each batch, of the simulation or of the float model."""
+        ...
+
+    def quantizing_only(self, sites: Collection[str]) -> AbstractContextManager[None]:
+        """Let the sim quantize at these sites alone inside the block."""
+        ...
+
+    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+        """Run the float model with gradients, and return its floating-point outputs.
+
+        Args:
+            batch: of the data.
+            visitor: sees every site's values, stored ones too; what it returns goes on in their place.
+            forward: calls the module on a batch.
+            where: names the batch in messages.
+
+        Returns:
+            The outputs; None where the model has ops without gradients.
+        """
+        ...
+
+    def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
+        """Return a function of (site, values): the values on the site's grid; None where float, or on it already."""
         ...
 
     def as_given(self) -> AbstractContextManager[bool]:

@@ -1,7 +1,7 @@
 """The door of a sim of an nn.Module."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
+from torch import Tensor
 
 from onnx_backend.opening.from_trace import TracedModel, open_traced
 from onnx_backend.parity import parity
@@ -25,9 +26,9 @@ from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
-from qsdk.verbs.doors.door import Forward, Visit
+from qsdk.verbs.doors.door import Forward, Visit, Visitor
 from torch_bridge import calibrate, given_weights, saved, stored_values
-from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites
+from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites, visit_tensors
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import relu6
 from torch_bridge.walk import batch_norm_statistics, layer_walk
@@ -73,6 +74,31 @@ class ModuleDoor:
     ) -> Iterator[list[npt.NDArray[np.float32]]]:
         """Yield the outputs in eval mode and without gradients."""
         return outputs.outputs(self.sim, batches, forward, in_float=in_float)
+
+    @contextmanager
+    def quantizing_only(self, sites: Collection[str]) -> Iterator[None]:
+        """Quantize in a visitor, so that nothing of the sim changes."""
+        runtime = self.sim.runtime
+
+        def visit(site: str, x: Tensor) -> Tensor:
+            return runtime.quantize(site, x) if site in sites else x
+
+        narrow = any(site in runtime.islands for site in sites)
+        with runtime.in_phase("visit", visit, quantizes=narrow):
+            yield
+
+    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+        """Run the module; its own parameters get no gradients."""
+        return visit_tensors.visit_tensors(self.sim, batch, visitor, forward, where)
+
+    def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
+        """Return what applies the site's quantizer."""
+        quantizers = {
+            site: quantizer
+            for site, quantizer in self.sim.quantizers.items()
+            if quantizer.decision.spec is not None and not quantizer.decision.passes_through
+        }
+        return lambda site, x: quantizers[site](x) if site in quantizers else None
 
     def as_given(self) -> AbstractContextManager[bool]:
         """Restore the user's parameters and buffers."""

@@ -1,7 +1,7 @@
 """The door of a sim of an ONNX model."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
+from torch import Tensor
 
 from onnx_backend import given_weights, saved
-from onnx_backend.data_passes import outputs, relu6, stored_by_name, visit_sites
+from onnx_backend.data_passes import outputs, quantizing_only, relu6, stored_by_name, visit_sites
 from onnx_backend.opening.from_trace import TracedModel
+from onnx_backend.runtime.feeds import DeclaredInput, as_feeds
 from onnx_backend.sim import OnnxSim
 from onnx_backend.walk import batch_norm_statistics, layer_walk
 from qsdk.algorithms import ranks
+from qsdk.algorithms.graph_in_torch.run_graph import run_graph, unsupported_ops
+from qsdk.algorithms.on_grid import fake_quantize
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
@@ -26,7 +30,7 @@ from qsdk.core.scaling.relu6 import clips_at_six
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
-from qsdk.verbs.doors.door import Forward, Visit
+from qsdk.verbs.doors.door import Forward, Visit, Visitor
 
 Array = npt.NDArray[Any]
 
@@ -72,6 +76,26 @@ class OnnxDoor:
         """Yield the outputs of a session."""
         require_no_forward(forward)
         return outputs.outputs(self.sim, batches, in_float=in_float)
+
+    def quantizing_only(self, sites: Collection[str]) -> AbstractContextManager[None]:
+        """Run a Q/DQ model with fewer pairs."""
+        return quantizing_only.quantizing_only(self.sim, sites)
+
+    def visited_outputs(self, batch: Any, visitor: Visitor, forward: Forward | None, where: str) -> list[Tensor] | None:
+        """Run the graph in PyTorch, where it has all ops."""
+        require_no_forward(forward)
+        graph = self.sim.graph
+        if unsupported_ops(graph):
+            return None
+        inputs = [DeclaredInput(value) for value in self.sim.traced().model.graph.input]
+        found = run_graph(graph, self.constants(), as_feeds(batch, inputs, where), visitor)
+        return [y for y in found if y.is_floating_point()]
+
+    def fake_quantizer(self) -> Callable[[str, Tensor], Tensor | None]:
+        """Return what applies the site's encoding."""
+        decisions = self.sim.plan.decisions
+        encodings = {s: encoding for s, encoding in self.sim.encodings.items() if not decisions[s].passes_through}
+        return lambda site, x: fake_quantize(x, encodings[site]) if site in encodings else None
 
     def as_given(self) -> AbstractContextManager[bool]:
         """Restore the user's initializers."""

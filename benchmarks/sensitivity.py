@@ -1,0 +1,113 @@
+"""Sensitivity estimated in one pass over the data against layers measured one at a time, on pretrained networks.
+
+One JSON line. Per network, config and side (`module`, and `file`: the same network as a float ONNX file): Spearman's
+rank correlation of `sqnr_db` over all rows, the same of the rows of weights and of activations, the median and the largest
+difference in dB, the number of rows, and the processor time of the estimate over a float forward pass of all its data
+(`passes`; one row measured takes one pass or two). Targets: correlation at least 0.9, at most 3 passes.
+`python benchmarks/sensitivity.py demo crepe` measures a few; `--config w4a8` one config; `--side module` one side.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import qsdk
+
+sys.path.append(str(Path(__file__).parent))
+import pretrained
+
+CONFIGS = {"w8a8": qsdk.w8a8, "w4a8": qsdk.w4a8}
+BATCHES = 5
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    ranks = [np.argsort(np.argsort(values)) for values in (left, right)]
+    return round(float(np.corrcoef(*ranks)[0, 1]), 3)
+
+
+def measured(sim: Any, data: Sequence[Any], in_float: Callable[[], Any]) -> dict[str, Any]:
+    in_float()
+    start = time.process_time()
+    in_float()
+    one_pass = time.process_time() - start
+    start = time.process_time()
+    estimated = qsdk.sensitivity(sim, data, progress=False)
+    spent = (time.process_time() - start) / one_pass
+    exact = qsdk.sensitivity(sim, data, exact=True, progress=False)
+    found = {(row["layer"], row["kind"]): row["sqnr_db"] for row in estimated.rows}
+    rows = [(row["kind"], found[row["layer"], row["kind"]], row["sqnr_db"]) for row in exact.rows]
+    result: dict[str, Any] = {"rank_correlation": spearman(*zip(*[row[1:] for row in rows], strict=True))}
+    for kind in ("weights", "activations"):
+        result[kind] = spearman(*zip(*[row[1:] for row in rows if row[0] == kind], strict=True))
+    differences = np.abs([guess - true for _, guess, true in rows])
+    result |= {"median_db": round(float(np.median(differences)), 2), "largest_db": round(float(differences.max()), 1)}
+    return result | {"rows": len(rows), "passes": round(spent, 2), "method": estimated.summary["method"]}
+
+
+def network(case: pretrained.Case, config: qsdk.QuantConfig, side: str, folder: Path) -> dict[str, Any]:
+    data = list(case.calibration)[:BATCHES]
+    if side == "module":
+        sim = qsdk.quantize(case.model, data[0], config, **case.options)
+        qsdk.calibrate(sim, data, progress=False)
+        return measured(sim, data, lambda: [run(case.model, batch) for batch in data])
+    path = folder / "float.onnx"
+    sim = qsdk.quantize(
+        case.model, data[0], config.override("*", weight="float32", activation="float32"), **case.options
+    )
+    qsdk.export(sim, path, uncalibrated="float")
+    osim = qsdk.quantize(path, None, config)
+    names = [value.name for value in onnx.load(path, load_external_data=False).graph.input]
+    fed = [as_feeds(batch, names) for batch in data]
+    qsdk.calibrate(osim, fed, progress=False)
+    session = onnxruntime.InferenceSession(path)
+    return measured(osim, fed, lambda: [session.run(None, batch) for batch in fed])
+
+
+def as_feeds(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    return {name: x.numpy() for name, x in (batch.items() if isinstance(batch, dict) else [(names[0], batch)])}
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("networks", nargs="*")
+    parser.add_argument("--config", choices=CONFIGS, action="append")
+    parser.add_argument("--side", choices=("module", "file"), action="append")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for make in pretrained.NETWORKS:
+        if options.networks and make.__name__ not in options.networks:
+            continue
+        try:
+            case = make()
+        except pytest.skip.Exception as reason:
+            print(f"skipped {make.__name__}: {reason}", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for config in options.config or CONFIGS:
+                for side in options.side or ("module", "file"):
+                    row = network(case, CONFIGS[config](), side, Path(folder))
+                    found[f"{make.__name__} {config} {side}"] = row
+                    print(make.__name__, config, side, row, file=sys.stderr)
+    print(json.dumps({"benchmark": "sensitivity", **found}))
+
+
+if __name__ == "__main__":
+    main()

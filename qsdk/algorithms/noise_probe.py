@@ -1,0 +1,105 @@
+"""The noise that quantization at each site causes at a model's outputs, from one backward pass per batch.
+
+To first order, a rounding error d at a site changes the outputs by J d, where J is the Jacobian of the outputs with
+respect to the site. For a vector v of random signs, `E[(v' J d)^2] = |J d|^2` (Hutchinson 1990), and `v' J` is the
+gradient of `v' y`: one backward pass gives that of every site. The examples of a batch do not influence one another,
+so each one is an estimate of its own; so is each channel of a weight, since its rounding errors are its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+#: returns the values of a site on its grid, or None where the site stays as it is
+Quantize = Callable[[str, Tensor], Tensor | None]
+
+
+@dataclass
+class NoiseProbe:
+    """What visits every site of a float forward pass, and measures in a backward pass.
+
+    Attributes:
+        quantize: of a site, without gradients.
+        channel_axes: site -> channel axis, of stored tensors; all other sites hold activations.
+        seed: of the random signs.
+        noise: site -> power of its noise at the outputs, summed over all batches.
+        unreached: sites with an error that no gradient reached.
+    """
+
+    quantize: Quantize
+    channel_axes: Mapping[str, int]
+    seed: int = 0
+    noise: dict[str, float] = field(default_factory=dict)
+    unreached: set[str] = field(default_factory=set)
+    _errors: dict[str, Tensor] = field(default_factory=dict)
+    _waiting: list[tuple[str, Tensor, list[Tensor]]] = field(default_factory=list)
+
+    def visit(self, site: str, x: Tensor) -> Tensor:
+        """Note the rounding error at a site, and return its float values, from which gradients are taken."""
+        error = self._errors.get(site)
+        if error is None:
+            with torch.no_grad():
+                on_grid = self.quantize(site, x.detach())
+                if on_grid is None:
+                    return x
+                error = _finite(on_grid.float() - x).to(torch.bfloat16)
+            if site in self.channel_axes:
+                self._errors[site] = error  # the same for every batch
+        gradients: list[Tensor] = []
+        self._waiting.append((site, error, gradients))
+        if not torch.is_grad_enabled():  # inside a part of the model that forbids them
+            return x
+        tapped = x if x.requires_grad and site not in self.channel_axes else x.detach().requires_grad_()
+        tapped.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def measure(self, outputs: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Take the gradients of the outputs of the batch that was visited, and add the noise of every site.
+
+        Args:
+            outputs: floating-point, with gradients.
+            weights: what the power of each output counts for.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        self.seed += 1
+        total = torch.zeros(())
+        examples = outputs[0].shape[0] if outputs and outputs[0].dim() else 1
+        for y, weight in zip(outputs, weights, strict=True):
+            if y.requires_grad:
+                signs = torch.randint(0, 2, y.shape, generator=generator).mul_(2).sub_(1).to(y.device, torch.float32)
+                total = total + (_finite(y.float()) * signs).sum().cpu() * weight**0.5
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        stored: dict[str, Tensor] = {}
+        for site, error, gradients in self._waiting:
+            if not gradients:
+                if error.any():
+                    self.unreached.add(site)
+                continue
+            slopes = sum(gradients[1:], start=gradients[0]).float()
+            parts = _by_part(_finite(slopes * error), self.channel_axes.get(site), examples)
+            if site in self.channel_axes:  # read more than once, it has the same errors each time
+                stored[site] = stored[site] + parts if site in stored else parts
+            else:
+                self._add(site, parts)
+        for site, parts in stored.items():
+            self._add(site, parts)
+        self._waiting.clear()
+
+    def _add(self, site: str, parts: Tensor) -> None:
+        self.noise[site] = self.noise.get(site, 0.0) + float(parts.double().square().sum())
+
+
+def _by_part(products: Tensor, axis: int | None, examples: int) -> Tensor:
+    """Return the sums of products per channel of a stored tensor, or per example of an activation."""
+    if axis is not None:
+        return products.movedim(axis, 0).reshape(products.shape[axis], -1).sum(1) if products.dim() else products
+    rows = examples if products.dim() and products.shape[0] % max(examples, 1) == 0 else 1
+    return products.reshape(rows, -1).sum(1)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Return a tensor with 0 in place of NaN and infinities, which masks have."""
+    return x if torch.isfinite(x.detach().sum()) else torch.where(torch.isfinite(x), x, 0.0)

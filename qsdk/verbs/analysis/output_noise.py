@@ -1,0 +1,139 @@
+"""The noise that each site's quantization causes at a sim's outputs: estimated by gradients, or measured."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from tqdm import tqdm
+
+from qsdk.algorithms.noise_probe import NoiseProbe
+from qsdk.core.errors import DataError
+from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+
+FloatArrays = Sequence[npt.NDArray[np.float32]]
+_EVERY = 2  # of the batches are used: with gradients and simulated they cost about five float passes
+
+
+@dataclass
+class OutputWeights:
+    """What the power of each output counts for: each output as much as another one, whatever its unit."""
+
+    values: list[float] = field(default_factory=list)
+
+    def power(self, outputs: FloatArrays) -> float:
+        """Return the weighted power of a batch of outputs; the first batch, in float, sets the weights."""
+        squares = [np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64)) for y in outputs]
+        if not self.values:
+            self.values = [
+                1.0 / mean if square.size and (mean := float(square.mean())) > 0.0 else 0.0 for square in squares
+            ]
+        return sum(w * float(square.sum()) for w, square in zip(self.values, squares, strict=True))
+
+    def power_of_changes(self, changed: Iterable[FloatArrays], in_float: Iterable[FloatArrays]) -> float:
+        """Return the weighted power of the differences between outputs, over batches."""
+        with np.errstate(invalid="ignore"):  # infinite in both
+            return sum(
+                self.power([left - right for left, right in zip(ys, exact, strict=True)])
+                for ys, exact in zip(changed, in_float, strict=True)
+            )
+
+
+def estimate_noise(
+    sim: Sim, data: Iterable[Any], *, forward: Forward | None, progress: bool, seed: int
+) -> tuple[OutputNoise, set[str]] | None:
+    """Return the noise of every site to first order, and the sites that no gradient reaches.
+
+    Every second batch is used, with a forward pass in float, one in the simulation, and a backward pass.
+
+    Returns:
+        None where the model has no gradients.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        DataError: no data, or data that the model does not take.
+    """
+    door, noise, weights = door_of(sim), OutputNoise(), OutputWeights()
+    stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
+    axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
+    probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
+    for number, batch in _batches(data, progress):
+        if number % _EVERY:
+            continue
+        outputs = door.visited_outputs(batch, probe.visit, forward, f"batch {number}")
+        if outputs is None or not any(y.requires_grad for y in outputs):
+            return None
+        in_float = [_to_numpy(y) for y in outputs]
+        noise.signal += weights.power(in_float)
+        probe.measure(outputs, weights.values)
+        noise.all_quantized += weights.power_of_changes(door.outputs([batch], forward, in_float=False), [in_float])
+    noise.alone = probe.noise
+    return noise, probe.unreached
+
+
+def measure_noise(
+    sim: Sim,
+    data: Iterable[Any],
+    layers: Sequence[LayerSites],
+    *,
+    forward: Forward | None,
+    progress: bool,
+    reverse: bool,
+    known: OutputNoise | None = None,
+) -> OutputNoise:
+    """Return the noise of each layer, measured with it alone quantized: one pass over the data for each.
+
+    Args:
+        sim: calibrated.
+        data: batches.
+        layers: to be measured.
+        forward: calls the module on a batch.
+        progress: show a progress bar.
+        reverse: measure also with all but the layer quantized, in one more pass for each.
+        known: an estimate to fill in, in its units; None to start anew.
+
+    Raises:
+        DataError: no data, or data that the model does not take.
+    """
+    door, weights = door_of(sim), OutputWeights()
+    batches = [batch for _, batch in _batches(data, progress=False)]
+    in_float = list(door.outputs(batches, forward, in_float=True))
+    signal = sum(weights.power(outputs) for outputs in in_float)
+    noise = OutputNoise(signal) if known is None else known
+    unit = noise.signal / signal if signal > 0.0 else 0.0
+    every = frozenset(site for site, decision in sim.plan.decisions.items() if decision.spec is not None)
+
+    def with_only(sites: Iterable[str]) -> float:
+        with door.quantizing_only(frozenset(sites)):
+            return unit * weights.power_of_changes(door.outputs(batches, forward, in_float=False), in_float)
+
+    if known is None:
+        noise.all_quantized = with_only(every)
+    for layer in tqdm(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
+        noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
+        if reverse:
+            noise.without[layer] = with_only(every.difference(layer.sites))
+    return noise
+
+
+def _batches(data: Iterable[Any], progress: bool) -> Iterator[tuple[int, Any]]:
+    """Yield numbered batches, with a progress bar.
+
+    Raises:
+        DataError: there is none, or the data is no iterable of batches.
+    """
+    if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
+        raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; wrap one batch in a list")
+    number = -1
+    for number, batch in enumerate(tqdm(data, desc="sensitivity", unit="batch", disable=not progress, leave=False)):
+        yield number, batch
+    if number < 0:
+        raise DataError("the data is empty; give at least one batch")
+
+
+def _to_numpy(y: Tensor) -> npt.NDArray[np.float32]:
+    return y.detach().float().cpu().numpy()

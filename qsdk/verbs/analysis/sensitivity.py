@@ -1,0 +1,111 @@
+"""The verb `sensitivity`: which layer's quantization costs how much at the model's outputs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from qsdk.core.precision.metrics import metric_value, require_metric
+from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
+from qsdk.core.report import Report
+from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+
+_SAMPLED_BATCHES = 2  # where layers are measured one at a time in place of an estimate
+
+
+def sensitivity(
+    sim: Sim,
+    data: Iterable[Any],
+    *,
+    metric: Callable[[Any], float] | None = None,
+    exact: bool = False,
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Report:
+    """Return what quantizing each layer alone costs at the model's outputs, worst first.
+
+    By default one pass over the data estimates all layers at once, to first order, from the gradients of random
+    combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`). A layer that no gradient reaches,
+    and every layer of a model without gradients, is measured with it alone quantized, on two batches.
+
+    Args:
+        sim: calibrated, of either side; it is left as it is.
+        data: as for `calibrate`; re-iterable, or kept as a list where layers are measured.
+        metric: called with the sim; larger is better. It is called once per row, with that row alone quantized, and
+            must run the sim that it is given.
+        exact: measure every layer, on all data, in two passes per row: it alone quantized, and all but it.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
+        progress: show progress bars.
+        seed: of the random combinations.
+
+    Returns:
+        Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
+        `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), and
+        the number of `sites`. Several outputs count equally, each in units of its own power. Summary: `sqnr_db` of the
+        whole simulation, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), and with a
+        metric `reference` (nothing quantized), `metric` (all of it) and `drop`.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+        ConfigError: a metric that is no function, or whose value is no number.
+        DataError: no data, or data that the model does not take.
+
+    Example:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> report = qsdk.sensitivity(sim, [x], progress=False)
+        >>> report.rows[0]["kind"]
+        'weights'
+    """
+    if metric is not None:
+        require_metric(metric)
+    door = door_of(sim)
+    _ = sim.encodings  # a missing calibration is reported before the data is used up
+    layers = layers_of(sim.plan)
+    noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
+    facts: dict[str, Any] = {"method": method}
+    drops: dict[LayerSites, float] = {}
+    if metric is not None:
+        with door.quantizing_only(()):
+            reference = metric_value(metric(sim))
+        now = metric_value(metric(sim))
+        facts |= {"reference": reference, "metric": now, "drop": reference - now}
+        for layer in tqdm(layers, desc="metric of each layer", disable=not progress, leave=False):
+            with door.quantizing_only(frozenset(layer.sites)):
+                drops[layer] = reference - metric_value(metric(sim))
+    return sensitivity_report(layers, noise, drops, facts)
+
+
+def noise_of_layers(
+    sim: Sim,
+    data: Iterable[Any],
+    layers: Sequence[LayerSites],
+    *,
+    exact: bool,
+    forward: Forward | None,
+    progress: bool,
+    seed: int = 0,
+) -> tuple[OutputNoise, str]:
+    """Return the noise of layers at the outputs, and how it was found: `estimated` or `measured` and on what."""
+    if exact:
+        return measure_noise(sim, data, layers, forward=forward, progress=progress, reverse=True), "measured"
+    batches = data if hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
+    found = estimate_noise(sim, batches, forward=forward, progress=progress, seed=seed)
+    few = _first(batches, _SAMPLED_BATCHES)
+    if found is None:
+        measured = measure_noise(sim, few, layers, forward=forward, progress=progress, reverse=False)
+        return measured, f"measured on {len(few)} batches: the model has no gradients"
+    noise, unreached = found
+    missed = [layer for layer in layers if unreached.intersection(layer.sites)]
+    if missed:
+        measure_noise(sim, few, missed, forward=forward, progress=progress, reverse=False, known=noise)
+    return noise, "estimated" + (f"; {len(missed)} rows measured on {len(few)} batches" if missed else "")
+
+
+def _first(data: Iterable[Any], count: int) -> list[Any]:
+    return [batch for _, batch in zip(range(count), data, strict=False)]

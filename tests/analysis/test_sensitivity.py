@@ -1,0 +1,212 @@
+"""`qsdk.sensitivity`: the estimate of one pass, the exact measurement, metrics, and what stays untouched."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qsdk
+from qsdk.demo.data import load
+from qsdk.demo.model import load_pretrained
+from qsdk.verbs.doors.choose import door_of
+
+
+class Branches(nn.Module):
+    """A trunk with a shortcut, a shared layer, and a part without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        y = y + torch.relu(self.shared(torch.relu(self.shared(y))))
+        with torch.no_grad():
+            gate = torch.sigmoid(self.gate(y))
+        return self.last(y * gate)
+
+
+def calibrated(model, batches, config):
+    sim = qsdk.quantize(model, batches[0], config)
+    qsdk.calibrate(sim, batches, progress=False)
+    return sim
+
+
+def by_row(report):
+    return {(row["layer"], row["kind"]): row for row in report.rows}
+
+
+def ranks(values):
+    return np.argsort(np.argsort(values))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    images = torch.from_numpy(load().calibration_images[:64])
+    return calibrated(load_pretrained(), list(images.split(16)), qsdk.w4a8()), list(images.split(16))
+
+
+@pytest.fixture
+def branches():
+    torch.manual_seed(0)
+    batches = [torch.randn(64, 12) for _ in range(2)]
+    return calibrated(Branches().eval(), batches, qsdk.w4a8()), batches
+
+
+def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
+    sim, batches = demo
+    estimated = by_row(qsdk.sensitivity(sim, batches, progress=False))
+    measured = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
+    assert estimated.keys() == measured.keys()
+    pairs = np.array([(estimated[key]["sqnr_db"], row["sqnr_db"]) for key, row in measured.items()])
+    assert np.corrcoef(ranks(pairs[:, 0]), ranks(pairs[:, 1]))[0, 1] > 0.93
+    assert np.median(np.abs(pairs[:, 0] - pairs[:, 1])) < 1.5
+
+
+def test_the_estimate_reads_the_data_once_and_every_second_batch_of_it(demo):
+    sim, batches = demo
+    calls = []
+
+    def forward(model, batch):
+        calls.append(len(batch))
+        return model(batch)
+
+    qsdk.sensitivity(sim, iter(batches), forward=forward, progress=False)
+    assert calls == [16] * 4  # two batches, each in float and in the simulation
+
+
+def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):
+    sim, batches = branches
+    report = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
+    with torch.no_grad():
+        exact = torch.cat([sim.unwrap()(x) for x in batches])
+    for layer in ("first", "shared", "last"):
+        everything_else = qsdk.w4a8().override("*", weight="float32", activation="float32", bias="float32")
+        alone = calibrated(sim.unwrap(), batches, everything_else.override(layer, weight="int4"))
+        noise = torch.cat([alone(x) for x in batches]) - exact
+        db = 10 * np.log10(float(exact.square().sum() / noise.square().sum()))
+        assert report[layer, "weights"]["sqnr_db"] == pytest.approx(db, abs=0.05)  # int32 biases add a little
+
+
+def test_all_but_one_is_the_reverse(branches):
+    sim, batches = branches
+    report = qsdk.sensitivity(sim, batches, exact=True, progress=False)
+    worst = report.rows[0]
+    assert worst["kind"] == "weights"
+    assert worst["sqnr_db"] < report.rows[-1]["sqnr_db"]
+    assert worst["sqnr_db_without"] > report.summary["sqnr_db"] + 1.0
+
+
+def test_a_layer_behind_no_grad_is_measured(branches):
+    sim, batches = branches
+    report = qsdk.sensitivity(sim, batches, progress=False)
+    exact = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
+    found = by_row(report)["gate", "weights"]
+    assert "measured on 2 batches" in report.summary["method"]
+    assert found["sqnr_db"] == pytest.approx(exact["gate", "weights"]["sqnr_db"], abs=0.5)
+
+
+def test_a_model_without_gradients_is_measured(branches):
+    sim, batches = branches
+    frozen = calibrated(WithoutGradients(sim.unwrap()).eval(), batches, qsdk.w4a8())
+    report = qsdk.sensitivity(frozen, batches, progress=False)
+    assert "has no gradients" in report.summary["method"]
+    exact = by_row(qsdk.sensitivity(frozen, batches, exact=True, progress=False))
+    for key, row in by_row(report).items():
+        assert row["sqnr_db"] == pytest.approx(exact[key]["sqnr_db"], abs=1e-6)
+
+
+class WithoutGradients(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.inner(x)
+
+
+def test_a_metric_is_called_with_each_row_alone(branches):
+    sim, batches = branches
+    with torch.no_grad():
+        exact = sim.unwrap()(batches[0])
+
+    def closeness(given):
+        assert given is sim
+        return -float((given(batches[0]) - exact).abs().max())
+
+    report = qsdk.sensitivity(sim, batches, metric=closeness, progress=False)
+    assert report.summary["reference"] == pytest.approx(0.0, abs=1e-6)
+    assert report.summary["drop"] == pytest.approx(-closeness(sim), abs=1e-6)
+    drops = [row["drop"] for row in report.rows]
+    assert drops == sorted(drops, reverse=True)
+    with door_of(sim).quantizing_only({"last:weight", "last:bias"}):
+        alone = -closeness(sim)
+    assert by_row(report)["last", "weights"]["drop"] == pytest.approx(alone, abs=1e-6)
+
+
+def test_nothing_of_the_users_changes(branches):
+    sim, batches = branches
+    for parameter in sim.model.parameters():
+        parameter.requires_grad_(parameter.ndim > 1)
+    before, flags = sim(batches[0]), [p.requires_grad for p in sim.model.parameters()]
+    sim.model.train()
+    qsdk.sensitivity(sim, batches, progress=False)
+    assert torch.equal(sim(batches[0]), before)
+    assert [p.requires_grad for p in sim.model.parameters()] == flags
+    assert all(p.grad is None for p in sim.model.parameters())
+    assert sim.model.training
+
+
+def test_a_metric_that_fails_leaves_the_sim(branches):
+    sim, batches = branches
+    before = sim(batches[0])
+
+    def failing(given):
+        raise RuntimeError("no labels")
+
+    with pytest.raises(RuntimeError, match="no labels"):
+        qsdk.sensitivity(sim, batches, metric=failing, progress=False)
+    assert torch.equal(sim(batches[0]), before)
+
+
+def test_masks_of_infinity_do_not_spoil_the_estimate():
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(8, 6, 16)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(x, src_mask=torch.full((6, 6), float("-inf")).triu(1))
+
+    sim = calibrated(Masked().eval(), [x], qsdk.w8a8())
+    estimated = by_row(qsdk.sensitivity(sim, [x], progress=False))
+    exact = by_row(qsdk.sensitivity(sim, [x], exact=True, progress=False))
+    assert all(np.isfinite(row["sqnr_db"]) for row in estimated.values())
+    pairs = np.array([(estimated[key]["sqnr_db"], row["sqnr_db"]) for key, row in exact.items()])
+    assert np.corrcoef(ranks(pairs[:, 0]), ranks(pairs[:, 1]))[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "words"),
+    [
+        ([], {}, qsdk.DataError, "at least one batch"),
+        (torch.zeros(2, 12), {}, qsdk.DataError, "wrap one batch in a list"),
+        ([torch.zeros(2, 12)], {"metric": 3}, qsdk.ConfigError, "no function"),
+        ([torch.zeros(2, 12)], {"metric": lambda sim: float("nan")}, qsdk.ConfigError, "NaN"),
+    ],
+)
+def test_wrong_arguments_are_named(branches, data, options, error, words):
+    with pytest.raises(error, match=words):
+        qsdk.sensitivity(branches[0], data, progress=False, **options)
+
+
+def test_an_uncalibrated_sim_is_refused():
+    model, x = nn.Linear(4, 2), torch.randn(2, 4)
+    with pytest.raises(qsdk.CalibrationError, match="no encoding"):
+        qsdk.sensitivity(qsdk.quantize(model, x), [x], progress=False)
