@@ -1,9 +1,9 @@
 """Sensitivity estimated in one pass over the data against layers measured one at a time, on pretrained networks.
 
 One JSON line. Per network, config and side (`module`, and `file`: the same network as a float ONNX file): Spearman's
-rank correlation of `sqnr_db` over all rows, the same of the rows of weights and of activations, the median and the largest
-difference in dB, the number of rows, and the processor time of the estimate over a float forward pass of all its data
-(`passes`; one row measured takes one pass or two). Targets: correlation at least 0.9, at most 3 passes.
+rank correlation of `sqnr_db` over all rows, and of the rows of weights and of activations; the median and the largest
+difference in dB; the number of rows; and `passes`, the processor time of the estimate over a float forward pass of all
+its data (one row measured takes one pass or two). Targets: correlation at least 0.9, at most 3 passes.
 `python benchmarks/sensitivity.py demo crepe` measures a few; `--config w4a8` one config; `--side module` one side.
 """
 

@@ -76,6 +76,46 @@ def test_the_estimate_reads_the_data_once_and_every_second_batch_of_it(demo):
     assert calls == [16] * 4  # two batches, each in float and in the simulation
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A float file and the sim of the same values on either side, with one set of ranges."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 6)).eval()
+    batches, path = [torch.randn(16, 3, 8, 8) for _ in range(2)], tmp_path_factory.mktemp("both") / "float.onnx"
+    torch.onnx.export(
+        model, (batches[0],), path, dynamo=True, verbose=False, input_names=["x"], dynamic_shapes=({0: "n"},)
+    )
+    fed = [{"x": batch.numpy()} for batch in batches]
+    osim = qsdk.quantize(path, None, qsdk.w4a8())
+    qsdk.calibrate(osim, fed, progress=False)
+    return calibrated(model, batches, qsdk.w4a8()), batches, osim, fed
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_both_sides_say_the_same(both, exact):
+    sim, batches, osim, fed = both
+    ours = [row["sqnr_db"] for row in qsdk.sensitivity(sim, batches, exact=exact, progress=False).rows]
+    theirs = qsdk.sensitivity(osim, fed, exact=exact, progress=False)
+    assert theirs.summary["method"] == ("measured" if exact else "estimated")
+    assert [row["sqnr_db"] for row in theirs.rows] == pytest.approx(ours, abs=0.02)
+
+
+def test_an_opened_file_can_be_asked_and_keeps_its_session(both, tmp_path):
+    sim, batches, _, _ = both
+    fed = [batch.numpy() for batch in batches]
+    qsdk.export(sim, tmp_path / "model.onnx")
+    opened = qsdk.quantize(tmp_path / "model.onnx", None)
+    before, session = opened.run(fed[0])[0], opened._session
+    report = qsdk.sensitivity(opened, fed, exact=True, metric=lambda s: float(s.run(fed[0])[0].sum()), progress=False)
+    assert opened._session is session
+    assert np.array_equal(opened.run(fed[0])[0], before)
+    ours = qsdk.sensitivity(sim, batches, exact=True, progress=False)
+    kinds = [[row["sqnr_db"] for row in report.rows if row["kind"] == kind] for kind in ("weights", "activations")]
+    assert min(kinds[0]) > 100  # stored in the file on their grid
+    wanted = [row["sqnr_db"] for row in ours.rows if row["kind"] == "activations"]
+    assert sorted(kinds[1]) == pytest.approx(sorted(wanted), abs=3.0)
+
+
 def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):
     sim, batches = branches
     report = by_row(qsdk.sensitivity(sim, batches, exact=True, progress=False))
