@@ -1,15 +1,20 @@
 """The verbs on precision: sites that one scale serves badly, and the few that must be wider."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
+from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
+from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
+from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -46,6 +51,8 @@ def mixed_precision(
     max_drop: float,
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = 32,
+    max_ms: float | None = None,
+    runtime: ProfiledRuntime | Callable[[Any], float] = "onnxruntime",
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
@@ -62,6 +69,9 @@ def mixed_precision(
         max_drop: how much the metric may fall below that of the float model that was given to `quantize`.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric, after which no more raised sites are lowered again.
+        max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
+            that allows, though the metric may then be missed.
+        runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show progress bars.
 
@@ -70,7 +80,7 @@ def mixed_precision(
         `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
         float values that are stored now, which `sim.unwrap()` gives), `met` (False: even with every site at the last
         level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones) and `advice` (rows of
-        `advise`).
+        `advise`); with `max_ms` also `ms` and `ms_before`, and `ms` of the rows that were measured.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -84,20 +94,39 @@ def mixed_precision(
         >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
         >>> _ = qsdk.calibrate(sim, [x], progress=False)
         >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())
-        >>> report = qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False)
-        >>> report.summary["met"]
+        >>> qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False).summary["met"]
         True
     """
     require_budget(metric, max_drop)
+    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
     samples = _samples(sim, data, forward, progress)
+    options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
+    with _counted(metric, progress) as counted:
+        return search_precision(sim, samples, counted, as_given=door_of(sim).as_given, **options)
+
+
+@contextmanager
+def _counted(metric: Callable[[Any], float], progress: bool) -> Iterator[Callable[[Any], float]]:
+    """Yield a metric that moves a progress bar with every evaluation."""
     with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
 
         def counted(current: Any) -> float:
             bar.update()
             return metric(current)
 
-        options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations}
-        return search_precision(sim, samples, counted, as_given=door_of(sim).as_given, **options)
+        yield counted
+
+
+def _stopwatch(sim: Sim, runtime: ProfiledRuntime | Callable[[Any], float]) -> Callable[[], float]:
+    """Return a function that measures the milliseconds of a sim as it is then.
+
+    Raises:
+        ConfigError: the runtime is unknown, or only emulated.
+    """
+    if callable(runtime):
+        return partial(runtime, sim)
+    require_runtime(runtime)
+    return lambda: float(profile(sim, runtime=runtime, progress=False).summary["ms"])
 
 
 def _samples(sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool) -> dict[str, SiteSample]:

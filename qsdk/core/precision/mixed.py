@@ -16,6 +16,7 @@ from qsdk.core.precision.advice import advise, decibels, noise_to_signal
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
+from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import HasBiases, shifts_put_back_on_error
 from qsdk.core.sims.state import HasState, SimState, put_back_on_error
@@ -75,6 +76,7 @@ def search_precision(
     max_drop: float,
     levels: Sequence[Mapping[str, str]] = LEVELS,
     max_evaluations: int = 32,
+    time: TimeBudget | None = None,
 ) -> Report:
     """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the float model's.
 
@@ -82,15 +84,14 @@ def search_precision(
         sim: calibrated, of either side; it has the chosen precision afterwards.
         samples: site -> sample of its float values.
         metric: larger is better; called with the sim.
-        as_given: context in which stored tensors are those of the original model; it yields whether verbs changed any.
+        as_given: context in which stored tensors are the original model's; it yields whether verbs changed any.
         max_drop: allowed loss of the metric against the original model with every site in float32.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric, after which no more raised sites are lowered again.
+        time: a budget that limits what is raised; then the metric may be missed.
 
     Returns:
-        One row per assignment tried, by the sum of `weight_bits` and `activation_bits` (means over the elements of all
-        candidates): these, `raised`, `metric`, `drop`, `chosen`, `pareto` (nothing cheaper is as good); the sites
-        raised, and advice, in the summary.
+        One row per assignment tried, and a summary: see `qsdk.mixed_precision`.
 
     Raises:
         ConfigError: a budget that is no number, an unknown dtype, or a sim without config. Whatever is raised, also by
@@ -118,14 +119,32 @@ def search_precision(
 
         references, evaluations = _references(sim, config, metric, as_given, shifted)
         reference = references["reference"]
-        options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
-        noise = [candidate.noise for candidate in candidates]
-        search = Search(noise, options, len(dtypes), evaluate, reference - max_drop, max_evaluations)
-        chosen, met = search.run()
+        search = _search(candidates, dtypes, evaluate, reference - max_drop, max_evaluations)
+        chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
     facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
     outcome = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before), "advice": advice.to_dict()["rows"]}
-    return Report("Mixed precision", _rows(search, candidates, dtypes, reference, chosen), {**facts, **outcome})
+    rows = _rows(search, candidates, dtypes, reference, chosen, None if time is None else time.times)
+    return Report("Mixed precision", rows, {**facts, **({} if time is None else time.summary(chosen)), **outcome})
+
+
+def _search(
+    candidates: Sequence[Candidate],
+    dtypes: Sequence[Mapping[str, DType]],
+    evaluate: Callable[[Assignment], float],
+    wanted: float,
+    most: int,
+) -> Search:
+    options = [frozenset(i for i, level in enumerate(dtypes, 1) if _raises(c, level)) for c in candidates]
+    return Search([candidate.noise for candidate in candidates], options, len(dtypes), evaluate, wanted, most)
+
+
+def _in_time(search: Search, time: TimeBudget, take: Callable[[Assignment], None]) -> tuple[Assignment, bool]:
+    """Return what the search would raise as far as the time allows, and whether both budgets hold."""
+    wanted, _ = search.run()
+    ranked = sorted(range(len(wanted)), key=lambda candidate: -search.noise[candidate])
+    chosen = time.fitted(wanted, ranked, take)
+    return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen, take)
 
 
 def require_budget(metric: Any, max_drop: Any) -> None:
@@ -239,6 +258,7 @@ def _rows(
     dtypes: Sequence[Mapping[str, DType]],
     reference: float,
     chosen: Assignment,
+    times: Mapping[Assignment, float] | None,
 ) -> list[dict[str, Any]]:
     def bits(choice: str, assignment: Assignment) -> float:
         of_kind = [(c, level) for c, level in zip(candidates, assignment, strict=True) if c.choice == choice]
@@ -249,7 +269,13 @@ def _rows(
     rows: list[dict[str, Any]] = []
     for trial in search.trials:
         widths = {f"{choice}_bits": bits(choice, trial.assignment) for choice in ("weight", "activation")}
-        facts = {"raised": sum(map(bool, trial.assignment)), "metric": trial.metric, "drop": reference - trial.metric}
+        facts: dict[str, Any] = {
+            "raised": sum(map(bool, trial.assignment)),
+            "metric": trial.metric,
+            "drop": reference - trial.metric,
+        }
+        if times is not None:
+            facts["ms"] = times.get(trial.assignment)
         rows.append({**widths, **facts, "chosen": trial.assignment == chosen})
     rows.sort(key=lambda row: (row["weight_bits"] + row["activation_bits"], -row["metric"]))
     best = -np.inf

@@ -217,3 +217,39 @@ def test_advice_names_the_small_half_and_its_remedy_helps():
     assert (sim.encodings["small:output"].dtype, untied.encodings["small:output"].dtype) == (uint8, uint8)
     assert untied.encodings["small:output"].scale[0] < 0.1 * sim.encodings["small:output"].scale[0]
     assert not [r for r in qsdk.advise(untied, [IMAGES], progress=False).rows if r["site"] == "small:output"]
+
+
+def raised_weights(sim) -> set[str]:
+    return {site for site, name in dtypes(sim).items() if site.endswith(":weight") and name != "int4"}
+
+
+def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
+    """Each weight that is raised takes 1 ms, an activation none."""
+    metric, before = sqnr_metric(model), sim.snapshot()
+    options = {"max_drop": 20.0, "progress": False, "runtime": lambda current: 5.0 + len(raised_weights(current))}
+    free = qsdk.mixed_precision(sim, data_for(sim), metric, **options)
+    assert "ms" not in {*free.summary, *free.rows[0]}
+    assert len(raised_weights(sim)) > 1
+    sim.restore(before)
+    report = qsdk.mixed_precision(sim, data_for(sim), metric, max_ms=6.0, **options)
+    assert not report.summary["met"]
+    assert len(raised_weights(sim)) == 1
+    assert [report.summary[name] for name in ("ms", "ms_before", "max_ms")] == [6.0, 5.0, 6.0]
+    (chosen,) = [row for row in report.rows if row["chosen"]]
+    assert (chosen["ms"], chosen["metric"]) == (6.0, metric(sim))
+    assert None in {row["ms"] for row in report.rows}, "not every trial is measured"
+
+
+def test_time_is_measured_in_a_runtime(sim, model: Net):
+    metric, before, state = sqnr_metric(model), sim.snapshot(), state_of(sim)
+    report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e-6, progress=False)
+    assert not report.summary["met"]
+    assert report.summary["raised"] == []
+    assert report.summary["ms"] == report.summary["ms_before"] > 0
+    assert state_of(sim) == state
+    sim.restore(before)
+    report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e6, progress=False)
+    assert report.summary["met"]
+    assert report.summary["ms"] != report.summary["ms_before"]
+    with pytest.raises(qsdk.ConfigError, match="the time of an emulation says nothing"):
+        qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=5.0, runtime="qnn", progress=False)
