@@ -29,7 +29,10 @@ def _conv(
 ) -> Tensor:
     window = Window.of(weight.shape[2:], strides, dilations)
     widths = window.pads(x.shape[2:], pads, auto_pad)
-    return _CONV[x.ndim - 2](padded(x, widths), weight, bias, window.strides, 0, window.dilations, group)
+    pad = [begin for begin, _ in widths]
+    if any(begin != end for begin, end in widths):  # which torch's convolutions cannot do; a copy that autograd keeps
+        x, pad = padded(x, widths), [0] * len(widths)
+    return _CONV[x.ndim - 2](x, weight, bias, window.strides, pad, window.dilations, group)
 
 
 def _conv_transpose(

@@ -78,6 +78,24 @@ def test_outputs_and_gradients_of_the_demo_network_are_those_of_its_module():
     torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4 * float(other.grad.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["mlp", "convnet", "cnn", "transformer", "detector"])
+def test_a_visitor_that_quantizes_every_site_gives_the_simulation(name: str):
+    model = MODELS[name]()
+    feeds = feeds_of(model)
+    sim = qsdk.quantize(model, None, qsdk.w8a8())
+    qsdk.calibrate(sim, [feeds], progress=False)
+    encodings = sim.encodings
+
+    def quantize(site, value):
+        return torch.from_numpy(encodings[site].fake_quantize(value.numpy())) if site in encodings else value
+
+    found = run_graph(sim.graph, OnnxDoor(sim).constants(), feeds, quantize)
+    for value, wanted, index in zip(found, sim.run(feeds), sim.graph.outputs, strict=True):
+        lsb = float(encodings[sim.graph.tensors[index].site].scale.max())
+        assert np.abs(value.numpy() - wanted).max() <= 2.01 * lsb
+        assert np.abs(value.numpy() - wanted).mean() <= 0.05 * lsb
+
+
 def test_every_site_is_visited_once_in_order_and_its_result_goes_on():
     graph = read_graph(mlp())
     stored = {t.name: np.asarray(t.value) for t in graph.tensors if t.constant}
