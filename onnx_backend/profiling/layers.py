@@ -14,6 +14,7 @@ from qsdk.core.site import owner_of, port_of
 
 #: what ONNX Runtime adds to the type of an op that it fuses, or computes in integers
 _ADDED = re.compile(r"^(QLinear|Fused|Nhwc|Q(?=Gemm))|(IntegerToFloat|NBits)$")
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "ConvInteger", "MatMulInteger"})
 #: a tensor of a site, in a file that qsdk wrote
 _OF_SITE = re.compile(r"(.+:[a-z]+\d*)/(?:de)?quantized")
 
@@ -116,7 +117,7 @@ def _way(
 
 
 def layers_of(model: ModelProto, kernels: Sequence[Kernel], nodes: Sequence[Sequence[NodeProto]]) -> list[str]:
-    """Return the layer of each kernel: the owner of its weight, else of its result; in other files a node.
+    """Return the layer of each kernel: the owner of its weight, else of its result; in other files that node.
 
     A conversion of the runtime's own counts for the kernel that reads it, else for the one that it reads.
 
@@ -126,7 +127,7 @@ def layers_of(model: ModelProto, kernels: Sequence[Kernel], nodes: Sequence[Sequ
         nodes: as `nodes_of` returns them.
     """
     quantizers = {node.input[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
-    found = [_layer(k, own, quantizers) if own else "" for k, own in zip(kernels, nodes, strict=True)]
+    found = [_layer(own, quantizers) if own else "" for own in nodes]
     reader = {name: index for index, kernel in reversed(list(enumerate(kernels))) for name in kernel.inputs}
     maker = {name: index for index, kernel in enumerate(kernels) for name in kernel.outputs}
     for index in reversed(range(len(kernels))):
@@ -137,7 +138,7 @@ def layers_of(model: ModelProto, kernels: Sequence[Kernel], nodes: Sequence[Sequ
     return found
 
 
-def _layer(kernel: Kernel, nodes: Sequence[NodeProto], quantizers: Mapping[str, NodeProto]) -> str:
+def _layer(nodes: Sequence[NodeProto], quantizers: Mapping[str, NodeProto]) -> str:
     """Return the layer of a kernel that runs nodes of the file."""
     read = [match[1] for node in nodes for name in node.input if (match := _OF_SITE.match(name))]
     weights = [site for site in read if port_of(site).startswith("weight")]
@@ -147,5 +148,4 @@ def _layer(kernel: Kernel, nodes: Sequence[NodeProto], quantizers: Mapping[str, 
     made = [match[1] for name in results if (match := _OF_SITE.match(name))]
     if weights or made:
         return owner_of((weights or made)[0])
-    wanted = _ADDED.sub("", kernel.op_type)
-    return node_label(next((node for node in nodes if node.op_type == wanted), last))
+    return node_label(next((node for node in nodes if node.op_type in _WEIGHTED), last))

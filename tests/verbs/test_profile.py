@@ -145,6 +145,45 @@ def branching() -> onnx.ModelProto:
     )
 
 
+def spelled_out() -> onnx.ModelProto:
+    """A layer with its activation, a LayerNormalization and a Gelu, op by op."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], "product"),
+        node("Add", ["m", "b"], ["a"], "bias"),
+        node("Relu", ["a"], ["r"], "relu"),
+        node("ReduceMean", ["r", "last"], ["mean"], "mean"),
+        node("Sub", ["r", "mean"], ["d"], "centre"),
+        node("Pow", ["d", "two"], ["squares"], "squares"),
+        node("ReduceMean", ["squares", "last"], ["v"], "variance"),
+        node("Add", ["v", "tiny"], ["more"], "guard"),
+        node("Sqrt", ["more"], ["s"], "root"),
+        node("Div", ["d", "s"], ["n"], "normal"),
+        node("Mul", ["n", "gain"], ["g"], "gain"),
+        node("Add", ["g", "b"], ["l"], "shift"),
+        node("Div", ["l", "root2"], ["e0"], "smaller"),
+        node("Erf", ["e0"], ["e1"], "erf"),
+        node("Add", ["e1", "one"], ["e2"], "above"),
+        node("Mul", ["l", "e2"], ["e3"], "gate"),
+        node("Mul", ["e3", "half"], ["y"], "halved"),
+    ]
+    numbers = {"two": 2.0, "tiny": 1e-5, "root2": 2**0.5, "one": 1.0, "half": 0.5}
+    stored = {name: np.asarray(value, np.float32) for name, value in numbers.items()}
+    stored |= {**weights(w=(8, 8), b=(8,), gain=(8,)), "last": np.array([-1])}
+    return make_model(nodes, {"x": [4, 8]}, {"y": [4, 8]}, stored)
+
+
+def test_kernel_that_replaces_many_nodes_names_them_all():
+    rows = {row["op_type"]: (row["layer"], row["nodes"]) for row in profiled(spelled_out()).rows}
+    assert rows == {
+        "FusedGemm": ("product", "product, bias, relu"),
+        "LayerNormalization": ("shift", "mean, centre, squares, variance, guard, root, normal, gain, shift"),
+        "Gelu": ("halved", "smaller, erf, above, gate, halved"),
+    }
+    rows = {row["layer"]: row["nodes"] for row in profiled(spelled_out(), runtime="openvino").rows}
+    assert rows["product"] == "product, bias, relu"
+    assert sorted(", ".join(rows.values()).split(", ")) == sorted(item.name for item in spelled_out().graph.node)
+
+
 def test_body_of_a_branch_counts_once(demo: Demo):
     rows = profiled(branching()).rows
     assert sorted(row["op_type"] for row in rows) == ["Greater", "If", "ReduceMax", "Relu"]
