@@ -14,27 +14,30 @@ Array = npt.NDArray[Any]
 
 
 class OpenVinoRunner:
-    """A model in OpenVINO on the CPU, float parts in float32; it is compiled for the sizes that it is run on.
+    """A model in OpenVINO on the CPU, float parts in float32.
 
     Attributes:
         title: name and version of the runtime.
+        version: of the runtime.
         compiled: OpenVINO's own `CompiledModel`; None before the first run.
         request: its `InferRequest`, which holds the counters of a model that is compiled with `PERF_COUNT`.
     """
 
-    def __init__(self, model: ModelProto, **options: Any) -> None:
-        """Keep a model until its sizes are known.
+    def __init__(self, model: ModelProto, *, fixed_sizes: bool = True, **options: Any) -> None:
+        """Keep a model until its first run.
 
         Args:
             model: it is not changed.
+            fixed_sizes: compile it for the sizes that it is run on; else once, as it is written.
             options: OpenVINO's own properties to compile it with.
 
         Raises:
             ConfigError: OpenVINO is not installed.
         """
         self.openvino = installed_package("openvino", "openvino")
-        self.title = f"OpenVINO {self.openvino.__version__.split('-')[0]}"
-        self.sized = SizedModel(model)
+        self.version = self.openvino.__version__.split("-")[0]
+        self.title = f"OpenVINO {self.version}"
+        self.sized, self.fixed_sizes = SizedModel(model), fixed_sizes
         # without the hint, processors with bfloat16 compute the float parts in it
         self.options = {"INFERENCE_PRECISION_HINT": "f32", **options}
         self.compiled: Any = None
@@ -43,9 +46,9 @@ class OpenVinoRunner:
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the model; see `Runner.run`."""
         given = self.sized.given(feeds)
-        fixed = self.sized.for_sizes_of(given)
-        if fixed is not None:
-            self.compiled = self._compiled(fixed)
+        fixed = self.sized.for_sizes_of(given) if self.fixed_sizes else None
+        if fixed is not None or self.compiled is None:
+            self.compiled = self._compiled(fixed or self.sized.model)
             self.request = self.compiled.create_infer_request()
         known = {name for port in self.compiled.inputs for name in port.get_names()}
         try:

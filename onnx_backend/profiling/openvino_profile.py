@@ -28,7 +28,7 @@ def profile_in_openvino(
         ConfigError: OpenVINO is not installed.
         ModelError: it cannot compile or run the model.
     """
-    options = {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
+    options: dict[str, Any] = {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
     runner = OpenVinoRunner(with_weights(model), PERF_COUNT=True, **options)
     for _ in range(_WARM_UP):
         runner.run(feeds)

@@ -1,6 +1,5 @@
 """Run a portable integer model on every runtime that is installed, and require the same integers of all."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnx_backend.integer.reference.run import run_reference
+from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
 from onnx_backend.proto.nodes import attributes
 from qsdk.core.errors import IntegerError
 
@@ -116,15 +116,6 @@ def _runtimes(
         evaluator = ReferenceEvaluator(model, new_ops=[GatherElements])
         yield "onnx.reference", onnx.__version__, "", lambda feeds: list(evaluator.run(None, dict(feeds)))
     if importlib.util.find_spec("openvino") is not None:
-        openvino: Any = importlib.import_module("openvino")
-        core = openvino.Core()
-        version = openvino.__version__.partition("-")[0]
-
-        def on_openvino(feeds: Mapping[str, Array]) -> Sequence[Array]:
-            compiled = core.compile_model(
-                core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-            )
-            found = compiled(dict(feeds))
-            return [found[output] for output in compiled.outputs]
-
-        yield "openvino", version, "", on_openvino
+        # sizes stay open, as in the file that is written
+        runner = OpenVinoRunner(model, fixed_sizes=False)
+        yield "openvino", runner.version, "", runner.run

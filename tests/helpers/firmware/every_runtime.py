@@ -9,16 +9,13 @@ from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.integer.verify.other_runtimes import GatherElements
+from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
 
 
 def openvino(model: Any, feeds: Any) -> list[Any]:
     """The outputs of OpenVINO's CPU plugin; skips where it is not installed."""
-    core = pytest.importorskip("openvino", reason="the extra qsdk[openvino] is not installed").Core()
-    compiled = core.compile_model(
-        core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-    )
-    found = compiled(dict(feeds))
-    return [found[output] for output in compiled.outputs]
+    pytest.importorskip("openvino", reason="the extra qsdk[openvino] is not installed")
+    return OpenVinoRunner(model, fixed_sizes=False).run(feeds)
 
 
 def onnxruntime(model: Any, feeds: Any, level: str = "ORT_ENABLE_ALL") -> list[Any]:

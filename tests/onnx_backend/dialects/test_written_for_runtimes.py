@@ -6,11 +6,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import qsdk
 from onnx_backend.other_runtimes import runner
 from onnx_backend.other_runtimes.choose import open_in
+from onnx_backend.other_runtimes.openvino_runner import OpenVinoRunner
 from onnx_backend.other_runtimes.qnn_runner import QnnRunner
 from onnx_backend.parity.teacher import RunOn
 from qsdk.demo.data import load
@@ -244,3 +245,23 @@ def test_a_detector_head_with_open_sizes_runs_on_the_htp_alone(tmp_path):
     qsdk.export(sim, tmp_path / "m.onnx", dialect="qnn")
     QnnRunner(onnx.load(tmp_path / "m.onnx"), cpu_fallback=False).run(batch)
     assert qsdk.check_parity(sim, tmp_path / "m.onnx", [batch], runtime="qnn", progress=False).summary["passed"]
+
+
+@pytest.mark.usefixtures("openvino")
+def test_openvino_compiles_a_model_for_its_sizes_or_once_as_it_is_written():
+    graph = helper.make_graph(
+        [helper.make_node("Shape", ["x"], ["s"]), helper.make_node("Reshape", ["x", "s"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    for fixed_sizes in (True, False):
+        opened = OpenVinoRunner(model, fixed_sizes=fixed_sizes)
+        compiled = []
+        for rows in (2, 5):
+            x = np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
+            np.testing.assert_array_equal(opened.run({"x": x})[0], x)
+            compiled.append(opened.compiled)
+        assert (compiled[0] is compiled[1]) is not fixed_sizes
+        assert compiled[1].inputs[0].get_partial_shape().is_dynamic is not fixed_sizes
