@@ -47,6 +47,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk.verbs.analysis.compare import compare
     from qsdk.verbs.analysis.profile import profile
     from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
@@ -99,6 +100,7 @@ _VERBS = {
     "advise": "precision",
     "profile": "analysis.profile",
     "sensitivity": "analysis.sensitivity",
+    "compare": "analysis.compare",
 }
 
 __all__ = [
@@ -116,6 +118,7 @@ __all__ = [
     "awq",
     "export",
     "check_parity",
+    "compare",
     "to_integer",
     "validate",
     "apply_encodings",

@@ -1,0 +1,119 @@
+"""Places: the tensors of one side of a comparison, each with every name it goes by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.site import owner_of, port_of
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor that one side of a comparison computes.
+
+    Attributes:
+        name: by which its values are given, and which a report shows.
+        site: of a sim or a file of ours; "" where it has none.
+        modules: paths of the modules whose result it is, the innermost first.
+        values: names of ONNX values and nodes, or of a file.
+        ops: names as of functional ops (`layer1/add.0`): the number is a guess where an exporter merges ops.
+        view: whether an op that only moves values makes it.
+        encoding: of the grid that it lies on, if it is quantized.
+        weight_noise: power of the rounding of the weights read for it, relative to the power of these weights.
+        epsilon: of the float type that it is computed in; 0 where that is not known.
+        codes: whether its values are integers, whose encoding only the other side knows.
+        given: True for an input of the model that is not quantized.
+        output: the position among the model's outputs, or None.
+    """
+
+    name: str
+    site: str = ""
+    modules: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    view: bool = False
+    encoding: Encoding | None = None
+    weight_noise: float = 0.0
+    epsilon: float = 0.0
+    codes: bool = False
+    given: bool = False
+    output: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return every name of the place that is not guessed."""
+        return tuple(dict.fromkeys(name for name in (self.name, self.site, *self.modules, *self.values) if name))
+
+
+class Side(Protocol):
+    """A model that runs on a batch and gives the values at its places."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Return the places in the order in which they are computed; known after the first run."""
+        ...
+
+    @property
+    def teachable(self) -> bool:
+        """Return whether the model can go on from given values."""
+        ...
+
+    def values(self, batch: Any, where: str) -> Mapping[str, Array]:
+        """Return the values at every place, by its name.
+
+        Args:
+            batch: of the user.
+            where: names the batch in messages.
+
+        Raises:
+            DataError: a batch that the model does not take.
+        """
+        ...
+
+    def taught(self, batch: Any, where: str, given: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the values where each is computed from the given ones in front of it; arguments as of `values`."""
+        ...
+
+
+def owner_names(site: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the path of the module whose result a site is, and else the name of the functional op; both may be absent.
+
+    Example:
+        >>> owner_names("layer1.conv:output"), owner_names("layer1/add.0:output")
+        ((('layer1.conv',), ()), ((), ('layer1/add.0',)))
+    """
+    owner = module_of_site(site)
+    if not site:
+        return (), ()
+    return ((), (owner,)) if "/" in owner else ((owner,), ())
+
+
+def module_of_site(site: str) -> str:
+    """Return the owner of a site; a further result keeps its port.
+
+    Example:
+        >>> module_of_site("layer1.conv:output"), module_of_site("lstm:output1")
+        ('layer1.conv', 'lstm:output1')
+    """
+    return owner_of(site) if port_of(site) in ("output", "input") else site
+
+
+def rounding_noise(encoding: Encoding, values: Array) -> float:
+    """Return the power of the rounding that a grid causes, relative to the power of the values; 0 where these are 0.
+
+    On integers it is a twelfth of the squared step, as of a uniform error, so that a range that clips does not count as
+    rounding. The steps of a float grid depend on the values, so that the rounding itself is measured.
+    """
+    exact = np.asarray(values, np.float64)
+    power = float(np.mean(exact**2)) if exact.size else 0.0
+    if not 0 < power < np.inf:
+        return 0.0
+    if encoding.dtype.is_integer:
+        return float(np.mean(encoding.scale.astype(np.float64) ** 2)) / 12 / power
+    return float(np.mean((encoding.fake_quantize(values) - exact) ** 2)) / power

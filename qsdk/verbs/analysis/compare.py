@@ -1,0 +1,176 @@
+"""The verb that compares two forms of one network tensor by tensor: modules, sims, ONNX files, dumped tensors."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+from torch import nn
+
+from onnx_backend.data_passes.named_values import OnnxValues
+from onnx_backend.proto import model_io
+from onnx_backend.runtime.feeds import batches_of
+from onnx_backend.sim import OnnxSim
+from qsdk.core.comparing.comparison import Comparison
+from qsdk.core.comparing.folder import DumpedFolder
+from qsdk.core.comparing.place import Array, Place, Side
+from qsdk.core.errors import ConfigError
+from qsdk.core.report import Report
+from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.onnx_door import require_no_forward
+from torch_bridge.data_passes.named_values import ModuleValues
+from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import progress_over
+
+Comparable = nn.Module | Sim | str | os.PathLike[str] | ModelProto
+
+
+def compare(
+    a: Comparable,
+    b: Comparable,
+    data: Iterable[Any] | None = None,
+    *,
+    names: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Compare two forms of one network tensor by tensor, and name the first one in network order that is off.
+
+    Each form is a module, a sim of either side, an ONNX file (float, Q/DQ or integer-only) or a folder of tensors that
+    a device dumped. Tensors are matched by their names, however each tool spells them. Each batch runs twice: once from
+    end to end, and once with the values of the other side in front of every tensor, so that an early difference does
+    not hide where a later one arises. A tensor is off where its own ops differ by more than
+
+    - one step of the grid, where both sides are quantized there;
+    - 15 dB above the rounding of its grid and weights, or 20 dB SQNR by clipping, where one side is quantized and the
+      other is float;
+    - 1e-4 of its largest value, where both are float;
+    - or `tolerance` of its largest value, where that is given.
+
+    Args:
+        a: a module, a sim, the path of an ONNX file or an onnx model, or the path of a folder.
+        b: another form of the same network.
+        data: batches, as for `calibrate`; may be None where both sides are folders.
+        names: name on side a -> name on side b, for tensors that cannot be matched otherwise.
+        tolerance: the largest difference that counts as none, relative to the largest value of a tensor.
+        forward: `(model, batch)`, to call a module yourself; an ONNX model then gets what the module was called with.
+        progress: show a progress bar.
+
+    Returns:
+        Rows in network order: `site` (the name on side a), `other` (on side b), `layout` (what lies otherwise: NHWC,
+        axes of one), `max_difference`, `sqnr_db`, `max_lsb` (in steps, where a side is quantized), `own_sqnr_db` (with
+        the same values in front), `off`. Summary: `first_off`, `why`, `matched`, `unmatched_a`, `unmatched_b`,
+        `sqnr_db` (of the outputs).
+
+    Raises:
+        ConfigError: a side that is none of these, a name in `names` that is not there, or no names in common.
+        CalibrationError: a sim without encodings.
+        DataError: no data, data that a side does not take, or a dump with fewer values than the other side has.
+        FileFormatError: a file that cannot be read.
+
+    Example:
+        >>> import torch, qsdk
+        >>> x = torch.randn(8, 4)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> sim = qsdk.quantize(model, x)
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> print(qsdk.compare(model, sim, [x], progress=False).summary["first_off"])
+        None
+    """
+    _require_tolerance(tolerance)
+    sides = _fed_alike(_side(a, "a", forward), _side(b, "b", forward), forward)
+    comparison = Comparison(*sides, names)
+    for batch, where in _batches(sides, data, progress):
+        comparison.add(batch, where)
+    return comparison.report(tolerance)
+
+
+def _require_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise ConfigError(
+            f"tolerance={tolerance!r} is no share of a tensor's largest value; give 0 or more, such as 1e-3"
+        )
+
+
+def _batches(
+    sides: tuple[Side | DumpedFolder, Side | DumpedFolder], data: Iterable[Any] | None, progress: bool
+) -> Iterator[tuple[Any, str]]:
+    """Yield the batches, each with its name in messages; of two folders, once all there is."""
+    folders = [isinstance(side, DumpedFolder) for side in sides]
+    if data is not None and not all(folders):
+        over = progress_over if any(isinstance(side, ModuleValues) for side in sides) else batches_of
+        for number, batch in over(data, "compare", progress):
+            yield batch, f"batch {number}"
+    elif all(folders):
+        yield None, "the dump"
+    else:
+        raise ConfigError("data= is missing: only two folders of dumped tensors can be compared without it")
+
+
+def _side(given: Any, name: str, forward: Forward | None) -> Side | DumpedFolder:
+    """Return a side of the comparison.
+
+    Raises:
+        ConfigError: it is nothing that can be compared.
+    """
+    if isinstance(given, QuantSim | nn.Module):
+        return ModuleValues(given, forward)
+    if isinstance(given, OnnxSim):
+        return OnnxValues(given.opened or given.qdq_model(), given.providers)
+    if isinstance(given, str | os.PathLike) and Path(given).is_dir():
+        return DumpedFolder(Path(given))
+    if isinstance(given, str | os.PathLike | ModelProto):
+        return OnnxValues(model_io.load(given))
+    raise ConfigError(
+        f"side {name} is a {type(given).__name__}; give a module, a sim, an ONNX model or its path, or the path of a "
+        "folder of dumped tensors"
+    )
+
+
+class _FedAsModule:
+    """An ONNX model that gets the arguments with which the user's `forward` calls the module."""
+
+    def __init__(self, model: OnnxValues, module: ModuleValues) -> None:
+        self._model, self._module = model, module
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self._model.places
+
+    @property
+    def teachable(self) -> bool:
+        return self._model.teachable
+
+    def values(self, batch: Any, where: str) -> Mapping[str, Array]:
+        return self._model.values(self._arguments(batch, where), where)
+
+    def taught(self, batch: Any, where: str, given: Mapping[str, Array]) -> Mapping[str, Array]:
+        return self._model.taught(self._arguments(batch, where), where, given)
+
+    def _arguments(self, batch: Any, where: str) -> Any:
+        self._module.values(batch, where)
+        called = self._module.arguments
+        wanted = [place.name for place in self._model.places if place.given]
+        return called if set(wanted) <= set(called) else tuple(called.values())
+
+
+def _fed_alike(
+    left: Side | DumpedFolder, right: Side | DumpedFolder, forward: Forward | None
+) -> tuple[Side | DumpedFolder, Side | DumpedFolder]:
+    """Return both sides, an ONNX model fed as `forward` feeds the module beside it.
+
+    Raises:
+        ConfigError: `forward` is given, and no side is a module.
+    """
+    if forward is None:
+        return left, right
+    if isinstance(left, ModuleValues) and isinstance(right, OnnxValues):
+        return left, _FedAsModule(right, left)
+    if isinstance(right, ModuleValues) and isinstance(left, OnnxValues):
+        return _FedAsModule(left, right), right
+    if not isinstance(left, ModuleValues) and not isinstance(right, ModuleValues):
+        require_no_forward(forward)
+    return left, right
