@@ -46,6 +46,7 @@ _REFUSES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = MappingProxyType(
     {
         "BatchNormalization": lambda given: given.get("training_mode") == 1,
         "Cast": lambda given: given["to"] not in DTYPES,
+        "DFT": lambda given: bool(given.get("inverse") and given.get("onesided")),
         "Resize": lambda given: given.get("coordinate_transformation_mode") == "tf_crop_and_resize",
         **dict.fromkeys(RECURRENT, refuses_layer),
     }
