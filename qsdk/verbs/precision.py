@@ -12,9 +12,11 @@ from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
+from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -58,9 +60,10 @@ def mixed_precision(
 ) -> Report:
     """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
 
-    One float pass ranks the sites by their own quantization noise. A bisection over that ranking and a pruning then
-    call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A bias that was
-    shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is restored where the weight is raised.
+    `sensitivity` ranks the sites by the noise that each causes at the outputs. A bisection over that ranking and a
+    pruning then call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A
+    bias that was shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is restored where the weight is
+    raised.
 
     Args:
         sim: calibrated, of either side. Afterwards it has the chosen precision.
@@ -79,8 +82,9 @@ def mixed_precision(
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
         `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
         float values that are stored now, which `sim.unwrap()` gives), `met` (False: even with every site at the last
-        level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones) and `advice` (rows of
-        `advise`); with `max_ms` also `ms` and `ms_before`, and `ms` of the rows that were measured.
+        level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones), `advice` (rows of
+        `advise`) and `ranking` (rows of `sensitivity`, before the search); with `max_ms` also `ms` and `ms_before`, and
+        `ms` of the rows that were measured.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -99,10 +103,16 @@ def mixed_precision(
     """
     require_budget(metric, max_drop)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
-    samples = _samples(sim, data, forward, progress)
+    batches = list(data) if isinstance(data, Iterator) else data
+    samples = _samples(sim, batches, forward, progress)
+    layers = layers_of(sim.plan)
+    found, method = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
+    noise = {site: power / found.signal for site, power in found.alone.items()} if found.signal > 0.0 else {}
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, progress) as counted:
-        return search_precision(sim, samples, counted, as_given=door_of(sim).as_given, **options)
+        report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
+    ranking = sensitivity_report(layers, found, {}, {"method": method}).to_dict()["rows"]
+    return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
 
 
 @contextmanager

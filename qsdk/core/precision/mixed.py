@@ -12,7 +12,7 @@ from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
-from qsdk.core.precision.advice import advise, decibels, noise_to_signal
+from qsdk.core.precision.advice import advise, decibels
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
@@ -57,7 +57,7 @@ class Candidate:
         choice: `weight` or `activation`, the config's word for their kind.
         dtype: the present one.
         elements: number of their values (of one batch, for activations).
-        noise: quantization noise over signal.
+        noise: theirs at the model's outputs, over the power of the outputs.
     """
 
     sites: tuple[str, ...]
@@ -70,6 +70,7 @@ class Candidate:
 def search_precision(
     sim: PlannedSim,
     samples: Mapping[str, SiteSample],
+    noise: Mapping[str, float],
     metric: Callable[[Any], float],
     *,
     as_given: Callable[[], AbstractContextManager[bool]],
@@ -83,6 +84,7 @@ def search_precision(
     Args:
         sim: calibrated, of either side; it has the chosen precision afterwards.
         samples: site -> sample of its float values.
+        noise: site -> power of its noise at the model's outputs, over that of the outputs; it ranks the sites.
         metric: larger is better; called with the sim.
         as_given: context in which stored tensors are the original model's; it yields whether verbs changed any.
         max_drop: allowed loss of the metric against the original model with every site in float32.
@@ -103,7 +105,7 @@ def search_precision(
     require_budget(metric, max_drop)
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
-        candidates = _candidates(sim, samples)
+        candidates = _candidates(sim, samples, noise)
         advice = advise(sim.plan, sim.encodings, samples)
 
         def take(assignment: Assignment) -> None:
@@ -197,34 +199,29 @@ def _left(state: SimState) -> list[str]:
     ]
 
 
-def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample]) -> list[Candidate]:
+def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample], noise: Mapping[str, float]) -> list[Candidate]:
     classes: dict[str, list[Decision]] = {}
     for decision in sim.plan.decisions.values():
         if decision.quantized and decision.kind != "bias":
             classes.setdefault(decision.encoding_site, []).append(decision)
     weights = [d.site for members in classes.values() for d in members if d.kind == "weight"]
-    encodings, stored, result = sim.encodings, sim.stored_floats(weights), []
+    encodings, stored = sim.encodings, sim.stored_floats(weights)
+    result = []
     for home, members in classes.items():
-        encoding = encodings[home]
-        if encoding.frozen:
-            continue
-        seen = [pair for pair in (_values_of(member, samples, stored) for member in members) if pair is not None]
-        noise = max((noise_to_signal(values, encoding) for values, _ in seen), default=0.0)
-        choice = "weight" if members[0].kind == "weight" else "activation"
-        sites = tuple(member.site for member in members)
-        result.append(Candidate(sites, choice, encoding.dtype, sum(count for _, count in seen), noise))
+        encoding, sites = encodings[home], tuple(member.site for member in members)
+        if not encoding.frozen:
+            choice = "weight" if members[0].kind == "weight" else "activation"
+            count = sum(_elements(member, samples, stored) for member in members)
+            at_outputs = sum(noise.get(site, 0.0) for site in sites)
+            result.append(Candidate(sites, choice, encoding.dtype, count, at_outputs))
     return result
 
 
-def _values_of(
-    decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]
-) -> tuple[FloatArray, int] | None:
-    """Return values of a site to measure its noise on, and their full number; None if no batch reached it."""
+def _elements(decision: Decision, samples: Mapping[str, SiteSample], stored: Mapping[str, FloatArray]) -> int:
+    """Return the number of values at a site, 0 if no batch reached it."""
     if decision.kind == "weight":
-        values = stored.get(decision.site)
-        return None if values is None else (values, values.size)
-    sample = samples.get(decision.site)
-    return None if sample is None else (sample.values, sample.elements)
+        return stored[decision.site].size if decision.site in stored else 0
+    return samples[decision.site].elements if decision.site in samples else 0
 
 
 def _raises(candidate: Candidate, level: Mapping[str, DType]) -> bool:
@@ -248,7 +245,7 @@ def _raised(candidates: Sequence[Candidate], chosen: Assignment, dtypes: Sequenc
         if level:
             more = f" and {len(candidate.sites) - 1} tied" if len(candidate.sites) > 1 else ""
             change = f"{candidate.dtype} -> {dtypes[level - 1][candidate.choice]}"
-            result.append(f"{candidate.sites[0]}{more}: {change} (was {decibels(candidate.noise):.1f} dB)")
+            result.append(f"{candidate.sites[0]}{more}: {change} ({decibels(candidate.noise):.1f} dB at the outputs)")
     return result
 
 

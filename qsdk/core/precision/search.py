@@ -1,6 +1,6 @@
 """The search for the few sites that need more precision: a bisection over a ranking, then pruning.
 
-The ranking costs one pass of statistics (each site's own quantization noise over its signal). The metric is evaluated
+The ranking comes with the candidates (the noise of each at the model's outputs). The metric is evaluated
 about as often as twice the logarithm of the number of candidates, and never twice for the same assignment.
 """
 
