@@ -62,8 +62,7 @@ def mixed_precision(
 
     `sensitivity` ranks the sites by the noise that each causes at the outputs. A bisection over that ranking and a
     pruning then call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A
-    bias that was shifted for the rounding of its weight (`seq_mse`, `correct_bias`) is restored where the weight is
-    raised.
+    bias that was shifted for the rounding of its weight is restored where the weight is raised.
 
     Args:
         sim: calibrated, of either side. Afterwards it has the chosen precision.
@@ -81,10 +80,9 @@ def mixed_precision(
     Returns:
         Rows by cost: `weight_bits` and `activation_bits` (means per element), `raised`, `metric`, `drop`, `chosen`,
         `pareto` (nothing cheaper is as good). Summary: `reference` (of the model that was given), `float_now` (of the
-        float values that are stored now, which `sim.unwrap()` gives), `met` (False: even with every site at the last
-        level, which the sim then has), `evaluations`, `raised` (the sites), `left` (frozen ones), `advice` (rows of
-        `advise`) and `ranking` (rows of `sensitivity`, before the search); with `max_ms` also `ms` and `ms_before`, and
-        `ms` of the rows that were measured.
+        values stored now, see `sim.unwrap`), `met` (False: even with every site at the last level, which the sim then
+        has), `evaluations`, `raised` (the sites), `left` (frozen ones), `advice` (rows of `advise`), `ranking` (rows
+        of `sensitivity`, before the search); with `max_ms` also `ms` and `ms_before`, and `ms` of the measured rows.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -105,14 +103,21 @@ def mixed_precision(
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
     batches = list(data) if isinstance(data, Iterator) else data
     samples = _samples(sim, batches, forward, progress)
-    layers = layers_of(sim.plan)
-    found, method = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
-    noise = {site: power / found.signal for site, power in found.alone.items()} if found.signal > 0.0 else {}
+    noise, ranking = _ranked(sim, batches, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
-    ranking = sensitivity_report(layers, found, {}, {"method": method}).to_dict()["rows"]
     return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
+
+
+def _ranked(
+    sim: Sim, batches: Iterable[Any], forward: Forward | None, progress: bool
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the noise of each site at the outputs, over their power, and the rows of `sensitivity`."""
+    layers = layers_of(sim.plan)
+    found, _ = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
+    noise = {site: power / found.signal for site, power in found.alone.items()} if found.signal > 0.0 else {}
+    return noise, sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
 
 
 @contextmanager

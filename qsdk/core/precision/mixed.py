@@ -96,8 +96,7 @@ def search_precision(
         One row per assignment tried, and a summary: see `qsdk.mixed_precision`.
 
     Raises:
-        ConfigError: a budget that is no number, an unknown dtype, or a sim without config. Whatever is raised, also by
-            the metric, the sim is unchanged.
+        ConfigError: a wrong budget, an unknown dtype, or a sim without config. The sim is unchanged by any error.
     """
     config = sim.config
     if config is None:
