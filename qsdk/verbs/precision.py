@@ -61,20 +61,20 @@ def mixed_precision(
     """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
 
     `sensitivity` ranks the sites by the noise that each causes at the outputs. A bisection over that ranking and a
-    pruning then call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are. A
-    bias that was shifted for the rounding of its weight is restored where the weight is raised.
+    pruning then call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are,
+    and the bias of a raised weight loses the shift that its old rounding needed.
 
     Args:
         sim: calibrated, of either side. Afterwards it has the chosen precision.
         data: as for `calibrate`.
         metric: called with the sim; larger is better.
-        max_drop: how much the metric may fall below that of the float model that was given to `quantize`.
+        max_drop: how much it may fall below that of the float model that was given to `quantize`.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
         max_evaluations: of the metric, after which no more raised sites are lowered again.
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
             that allows, though the metric may then be missed.
         runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
-        forward: `(model, batch)`, to call the model yourself (PyTorch side).
+        forward: `(model, batch)`, to call the model yourself.
         progress: show progress bars.
 
     Returns:
@@ -86,24 +86,20 @@ def mixed_precision(
 
     Raises:
         CalibrationError: the sim is not calibrated.
-        ConfigError: a budget that is no number, or a metric that is NaN. Whatever is raised, also by the metric, the
-            sim is unchanged.
+        ConfigError: a budget that is no number, or a metric that is NaN. The sim is unchanged by any error.
         DataError: data that the model does not take.
 
     Example:
         >>> import torch, qsdk
         >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
-        >>> sim = qsdk.quantize(model, x, qsdk.w4a8())
-        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x, qsdk.w4a8()), [x], progress=False)
         >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())
         >>> qsdk.mixed_precision(sim, [x], closeness, max_drop=0.05, progress=False).summary["met"]
         True
     """
     require_budget(metric, max_drop)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
-    batches = list(data) if isinstance(data, Iterator) else data
-    samples = _samples(sim, batches, forward, progress)
-    noise, ranking = _ranked(sim, batches, forward, progress)
+    samples, noise, ranking = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
@@ -111,13 +107,15 @@ def mixed_precision(
 
 
 def _ranked(
-    sim: Sim, batches: Iterable[Any], forward: Forward | None, progress: bool
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the noise of each site at the outputs, over their power, and the rows of `sensitivity`."""
+    sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool
+) -> tuple[dict[str, SiteSample], dict[str, float], list[dict[str, Any]]]:
+    """Return a sample and the noise at the outputs, over their power, of each site, and the rows of `sensitivity`."""
+    batches = list(data) if isinstance(data, Iterator) else data
+    samples = _samples(sim, batches, forward, progress)
     layers = layers_of(sim.plan)
     found, _ = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
     noise = {site: power / found.signal for site, power in found.alone.items()} if found.signal > 0.0 else {}
-    return noise, sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
+    return samples, noise, sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
 
 
 @contextmanager
