@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
@@ -112,5 +113,7 @@ def random_feeds_for(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> 
                 f"the size of the input {item.name!r} is {shown}; give data, or its sizes: "
                 f"shapes={{{item.name!r}: (1, 3, 224, 224)}} (its own)"
             )
-        found[item.name] = random_array(rng, item.dtype, tuple(map(int, sizes)))
+        # sessions take float32 where a model takes bfloat16
+        dtype = np.dtype(np.float32) if item.dtype == ml_dtypes.bfloat16 else item.dtype
+        found[item.name] = random_array(rng, dtype, tuple(map(int, sizes)))
     return found

@@ -246,6 +246,14 @@ def test_error_of_the_runtime_names_the_node_of_the_file():
         profiled(text_model(), data=[np.array([[99, 0]])])
 
 
+def test_bfloat16_model_is_timed_on_random_values():
+    x = torch.randn(2, 4, dtype=torch.bfloat16)
+    sim = qsdk.quantize(torch.nn.Linear(4, 2, dtype=torch.bfloat16), x)
+    qsdk.calibrate(sim, [x], progress=False)
+    assert {row["layer"] for row in profiled(sim).rows} >= {"input", "self"}
+    assert profiled(sim, data=[x]).rows
+
+
 def test_weights_of_four_bits_run_in_the_precision_of_their_kernel():
     sim = qsdk.quantize(
         make_model(
