@@ -1,7 +1,8 @@
 """Write a Q/DQ model at an opset below 21, which has 8-bit types, scales per tensor and channel, and no `output_dtype`.
 
 Composed operators that came later are replaced by the standard's own definition; onnx's converter does the others down
-to opset 15, below which only `Shape` changed its meaning.
+to opset 15. Below, `Shape` has no part, `CastLike` is the Cast that it is, and a Reshape copies a size where its shape
+says 0: a size that is computed is 0 in an empty tensor alone, in which there is nothing to get wrong.
 """
 
 from collections.abc import Mapping
@@ -10,11 +11,10 @@ import onnx
 import onnx.inliner
 from onnx import ModelProto, NodeProto, TensorProto, defs, helper, shape_inference
 
-from onnx_backend.proto.external_data import array
-from onnx_backend.proto.graph_queries import initializers, names_in, unique
-from onnx_backend.proto.nodes import attributes, node_label, replace_nodes
+from onnx_backend.proto.graph_queries import initializers, names_in, producers, unique
+from onnx_backend.proto.nodes import attributes, node_label, replace_nodes, says_zero
 from onnx_backend.proto.opsets import OPSET, carry_metadata, opset_of
-from onnx_backend.proto.weightless import checkable, refill, skeleton
+from onnx_backend.proto.weightless import checkable, inferred_skeleton, known_types, refill, skeleton
 from qsdk.core.errors import ExportError
 from qsdk.core.numerics.encoding import Encoding
 
@@ -143,6 +143,8 @@ def at_older_opset(model: ModelProto, opset: int) -> ModelProto:
 def _converted(model: ModelProto, opset: int) -> ModelProto:
     """Return a copy at an opset; raise what onnx raises where that cannot be."""
     light = _written_out(skeleton(model), opset)
+    if not _has("CastLike", opset):
+        _write_casts(light)
     for node in light.graph.node:
         if node.op_type in _SAME:
             node.domain = _KEPT
@@ -208,7 +210,7 @@ def _require_forms(model: ModelProto, opset: int) -> None:
     Raises:
         RuntimeError: names the node.
     """
-    stored = initializers(model.graph)
+    stored, makers = initializers(model.graph), producers(model.graph.node)
     for node in model.graph.node:
         if not _has(node.op_type, opset):
             raise RuntimeError(f"the operator {node.op_type} of the node {node_label(node)!r} came later")
@@ -217,18 +219,31 @@ def _require_forms(model: ModelProto, opset: int) -> None:
             raise RuntimeError(f"{node.op_type} takes {schema.max_input} inputs there, {node_label(node)!r} has more")
         known = set(schema.attributes) | ({"start", "end"} if node.op_type == "Shape" else set())
         for attribute in [item for item in node.attribute if item.name not in known]:
-            if helper.get_attribute_value(attribute) and not _means_nothing(node, attribute.name, stored):
+            if helper.get_attribute_value(attribute) and not _means_nothing(node, attribute.name, stored, makers):
                 problem = f"{node.op_type} has no attribute {attribute.name} there, and {node_label(node)!r} uses it"
                 raise RuntimeError(problem)
             node.attribute.remove(attribute)
 
 
-def _means_nothing(node: NodeProto, attribute: str, stored: Mapping[str, TensorProto]) -> bool:
+def _means_nothing(
+    node: NodeProto, attribute: str, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]
+) -> bool:
     """Return True for an attribute that has no effect here, or the value that older opsets take for granted."""
     if node.op_type == "Reshape" and attribute == "allowzero":
-        return node.input[1] in stored and bool(array(stored[node.input[1]]).all())
+        return not says_zero(node.input[1], stored, makers)
     known = defs.get_schema(node.op_type, OPSET).attributes[attribute].default_value
     return known in node.attribute
+
+
+def _write_casts(model: ModelProto) -> None:
+    """Replace each CastLike by a Cast to the type of its second input where that is known, in place."""
+    types = known_types(inferred_skeleton(model))
+    for node in model.graph.node:
+        kind = types.get(node.input[1]) if node.op_type == "CastLike" else None
+        if kind is not None:
+            node.op_type = "Cast"
+            del node.input[1:]
+            node.attribute.append(helper.make_attribute("to", kind))
 
 
 def _write_shapes_whole(model: ModelProto) -> None:

@@ -17,7 +17,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.lazy_tensors import LargeTensor, LoweredModel, is_stub
-from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label
+from onnx_backend.proto.nodes import attributes, is_constant, metadata, node_label, says_zero
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.subgraphs import bodies
 from onnx_backend.qdq.fusion_barriers import COPY_KEY
@@ -239,8 +239,7 @@ def _attributes(node: NodeProto, facts: _ValueNumbers) -> Key:
         found = {}  # an op of another domain: its attributes as they stand
     graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
     found.update({entry.name: _plain(entry) for entry in node.attribute if entry.type not in graphs})
-    shape = facts.stored.get(node.input[1]) if node.op_type == "Reshape" and len(node.input) > 1 else None
-    if shape is not None and array(shape).all():
+    if node.op_type == "Reshape" and len(node.input) > 1 and not says_zero(node.input[1], facts.stored, facts.makers):
         found.pop("allowzero", None)  # it says what a 0 in the shape means, and there is none
     return tuple(sorted(found.items(), key=lambda item: item[0]))
 

@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnx_backend.proto.external_data import array
 from onnx_backend.proto.subgraphs import reads, rename_reads
 from qsdk.core.errors import ModelError
 
 MARK_DOMAIN = "qsdk"
 MARK_OP = "Quantizer"
+
+#: operators that move the numbers of a shape and change none
+_SAME_NUMBERS = frozenset({"Cast", "CastLike", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 
 
 def is_mark(node: NodeProto) -> bool:
@@ -66,6 +70,19 @@ def is_constant(node: NodeProto) -> bool:
     kind = node.attribute[0].name
     is_text = kind == "value" and node.attribute[0].t.data_type == TensorProto.STRING
     return kind in ("value", "value_float", "value_floats", "value_int", "value_ints") and not is_text
+
+
+def says_zero(shape: str, stored: Mapping[str, TensorProto], makers: Mapping[str, NodeProto]) -> bool:
+    """Return True if a shape has a stored 0, or comes from outside the model; sizes that are computed do not count."""
+    if shape in stored:
+        return not array(stored[shape]).all()
+    node = makers.get(shape)
+    if node is None:
+        return True
+    if is_constant(node):
+        return not array(constant_tensor(node)).all()
+    parts = node.input if node.op_type == "Concat" else node.input[:1] if node.op_type in _SAME_NUMBERS else ()
+    return any(says_zero(name, stored, makers) for name in parts)
 
 
 def lift_constants(model: ModelProto) -> None:

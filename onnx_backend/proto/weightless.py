@@ -87,6 +87,13 @@ def types_of(model: ModelProto, *, trust_declared: bool = True) -> dict[str, tup
     return found
 
 
+def known_types(shaped: ModelProto) -> dict[str, int]:
+    """Return the ONNX dtype of every tensor whose type a model with inferred shapes states."""
+    graph = shaped.graph
+    found = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.output, *graph.value_info)}
+    return {name: kind for name, kind in found.items() if kind} | {t.name: t.data_type for t in graph.initializer}
+
+
 def inferred_skeleton(model: ModelProto, *, trust_declared: bool = True) -> ModelProto:
     """Return the skeleton of a model with the types and shapes that can be inferred; nodes and bodies stay in order.
 

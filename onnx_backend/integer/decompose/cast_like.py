@@ -3,16 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from onnx import ModelProto, NodeProto
+from onnx import NodeProto
 
 from onnx_backend.integer.decompose.writer import Writer
-
-
-def known_types(shaped: ModelProto) -> dict[str, int]:
-    """Return the ONNX dtype of every tensor whose type a model with inferred shapes states."""
-    graph = shaped.graph
-    found = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.output, *graph.value_info)}
-    return {name: kind for name, kind in found.items() if kind} | {t.name: t.data_type for t in graph.initializer}
 
 
 def cast_like(node: NodeProto, taken: set[str], types: Mapping[str, int]) -> Writer | None:

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import onnx.inliner
 from onnx import ModelProto, NodeProto, defs, helper, shape_inference
 
-from onnx_backend.integer.decompose.cast_like import cast_like, known_types
+from onnx_backend.integer.decompose.cast_like import cast_like
 from onnx_backend.integer.decompose.einsum import einsum
 from onnx_backend.integer.decompose.reductions import REDUCTIONS, reduction
 from onnx_backend.integer.decompose.standardized import DEVIATIONS, standardized
@@ -17,7 +17,7 @@ from onnx_backend.passes.simplify import simplify
 from onnx_backend.proto.graph_queries import names_in, nodes_reaching
 from onnx_backend.proto.nodes import replace_nodes
 from onnx_backend.proto.opsets import opset_of
-from onnx_backend.proto.weightless import declared_types
+from onnx_backend.proto.weightless import declared_types, known_types
 from qsdk.core.errors import IntegerError
 
 #: Operators that ONNX defines by others and that have no lowering; Swish has one, but the runtime no kernel for it.
