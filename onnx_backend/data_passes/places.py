@@ -78,7 +78,7 @@ def _places(found: _Found) -> Iterator[OnnxPlace]:
         noise = sum(weights.get(name, 0.0) + carried.get(name, 0.0) for name in read)
         for name in filter(None, node.output):
             carried[name] = noise
-            if name in behind or node.op_type == "QuantizeLinear" or node.op_type.startswith(_NO_TENSOR):
+            if name in behind or name in found.pairs or node.op_type.startswith(_NO_TENSOR):
                 continue
             if name in quantized:
                 pair = found.pairs[quantized[name]]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +12,16 @@ from qsdk.core.errors import DataError, FileFormatError
 from qsdk.core.numerics.encoding import Encoding, storage_type
 
 _RAW = (".raw", ".bin")
-_SAMPLE = re.compile(r"^(?:[A-Za-z]+[_-]?)?\d+$")  # Result_0, batch1, 7
-_ENDS_OF_SAMPLE = 12
+#: `Result_0`, `batch1`, `7`; and not `layer1`, which is a part of names
+_SAMPLE = re.compile(r"^(?:(?:result|batch|sample|image|input|frame)[_-]?)?(\d+)$", re.IGNORECASE)
 
 
 class DumpedFolder:
     """The tensors that a device dumped: `.npy` files, or raw ones whose dtype and shape the other side tells.
 
-    A name is a file's path in the folder without its suffix. Sub-folders whose names end in a number
-    (`Result_0/conv1.raw`, as `qnn-net-run` writes them) hold one sample or batch each, in the order of these numbers;
-    without them, the samples lie along the first axis of each file.
+    A name is a file's path in the folder without its suffix. Sub-folders `Result_0` (as `qnn-net-run` writes them),
+    `batch_0`, `sample_0`, `image_0`, `input_0`, `frame_0` or `0` hold one sample or batch each, in the order of their
+    numbers; without them, the samples lie along the first axis of each file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,6 +32,7 @@ class DumpedFolder:
         """
         self.folder = folder
         samples = sorted((path for path in folder.iterdir() if _is_sample(path)), key=_number)
+        self._by_sample = bool(samples)
         self._files: dict[str, list[Path]] = {}
         for root in samples or [folder]:
             for path in sorted(root.rglob("*")):
@@ -41,6 +43,7 @@ class DumpedFolder:
             raise FileFormatError(f"the folder {folder} holds no .npy, .raw or .bin file; give one of dumped tensors")
         self._read: dict[str, list[Array]] = {}  # what is left of each tensor, file by file
         self._next: dict[str, int] = {}
+        self._dtypes: dict[str, np.dtype[Any]] = {}
 
     @property
     def places(self) -> Sequence[Place]:
@@ -53,7 +56,8 @@ class DumpedFolder:
 
     def whole(self, name: str) -> Array:
         """Return all that was dumped of a tensor; raw files as a row of float32."""
-        parts = [_loaded(path, np.dtype(np.float32)) for path in self._files[name]]
+        raw = self.is_raw(name)
+        parts = [np.fromfile(path, np.float32) if raw else _loaded(path) for path in self._files[name]]
         return parts[0] if len(parts) == 1 else np.concatenate([np.atleast_1d(part) for part in parts])
 
     def take(self, name: str, like: Array, encoding: Encoding | None) -> Array:
@@ -77,28 +81,18 @@ class DumpedFolder:
                     "the same samples in the same order"
                 )
             path = self._files[name][at]
-            left.append(_decoded(_loaded(path, self._dtype(path, wanted, encoding)), encoding, path))
+            left.append(self._values(name, path, like, encoding))
             self._next[name] = at + 1
         return self._cut(name, wanted)
 
-    def _dtype(self, path: Path, wanted: int, encoding: Encoding | None) -> np.dtype[np.generic]:
-        """Return the dtype of a raw file: by its bytes per value, where it holds one sample of those wanted, or all."""
-        size = path.stat().st_size
-        if size == 0:
-            raise DataError(f"{path} is empty; dump it again")
-        codes = None if encoding is None else storage_type(encoding.dtype)
-        for dtype in (np.dtype(np.float32), np.dtype(np.float16), codes):
-            if dtype is None:
-                continue
-            count, rest = divmod(size, dtype.itemsize)
-            if not rest and count == wanted and not (dtype == np.float16 and codes is not None and codes.itemsize == 2):
-                return np.dtype(dtype)
-        if size % 4 == 0 and (wanted % (size // 4) == 0 or (size // 4) % wanted == 0):
-            return np.dtype(np.float32)
-        raise DataError(
-            f"{path} has {size} bytes, the other side {wanted} values: neither float32, float16 nor codes of the site "
-            "fit; dump this tensor in float32"
-        )
+    def _values(self, name: str, path: Path, like: Array, encoding: Encoding | None) -> Array:
+        if self.is_raw(name):
+            if name not in self._dtypes:  # the first file begins with the first sample
+                self._dtypes[name] = _dtype_of_raw(path, like, encoding)
+            return _decoded(np.fromfile(path, self._dtypes[name]), encoding, path)
+        values = _decoded(_loaded(path), encoding, path)
+        alone = self._by_sample and values.ndim == like.ndim - 1  # a sample without the batch axis
+        return values[None] if alone else values
 
     def _cut(self, name: str, wanted: int) -> Array:
         """Take a number of values off the front; the first axis is cut where that is possible."""
@@ -127,18 +121,45 @@ def _is_sample(path: Path) -> bool:
     return path.is_dir() and _SAMPLE.match(path.name) is not None
 
 
-def _number(path: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+$", path.name[-_ENDS_OF_SAMPLE:])
-    return int(digits.group()) if digits else 0, path.name
+def _number(path: Path) -> int:
+    found = _SAMPLE.match(path.name)
+    return int(found[1]) if found else 0
 
 
-def _loaded(path: Path, dtype: np.dtype[np.generic]) -> Array:
+def _loaded(path: Path) -> Array:
     try:
-        if path.suffix in _RAW:
-            return np.fromfile(path, dtype)
         return np.asarray(np.load(path, allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise FileFormatError(f"{path} cannot be read as an array ({error}); dump it again") from error
+
+
+def _dtype_of_raw(path: Path, like: Array, encoding: Encoding | None) -> np.dtype[Any]:
+    """Return the dtype of a raw file: float32, float16 or codes of the site.
+
+    The size must be that of whole samples. Where several dtypes fit, it is the one in which the first sample is the
+    most like that of the other side, in whatever order its values lie.
+
+    Raises:
+        DataError: no dtype fits the size.
+    """
+    held = path.read_bytes()
+    sample = like.size // len(like) if like.ndim and len(like) else max(like.size, 1)
+    codes = None if encoding is None else storage_type(encoding.dtype)
+    fitting = [
+        np.frombuffer(held, dtype)
+        for dtype in (np.dtype(np.float32), np.dtype(np.float16), codes)
+        if dtype is not None and held and len(held) % (dtype.itemsize * sample) == 0
+    ]
+    if not fitting:
+        raise DataError(
+            f"{path} has {len(held)} bytes, the other side {sample} values per sample: neither float32 nor float16 nor "
+            "codes of the site fit; dump this tensor in float32"
+        )
+    decoded = [_decoded(values, encoding, path) for values in fitting]
+    wanted = np.sort(like.reshape(-1)[:sample])
+    with np.errstate(all="ignore"):
+        unlike = [float(np.sum((np.sort(values[:sample]) - wanted).astype(np.float64) ** 2)) for values in decoded]
+    return fitting[int(np.argmin([value if np.isfinite(value) else np.inf for value in unlike]))].dtype
 
 
 def _decoded(values: Array, encoding: Encoding | None, path: Path) -> Array:

@@ -52,8 +52,8 @@ def op_names(path: str, op_type: str, call: int) -> tuple[str, ...]:
 
 
 def common_names(names: Iterable[str]) -> set[str]:
-    """Return the plain forms of names, those of modules in traced names included."""
+    """Return the plain forms of names, those of modules in traced names, and of sites beside their codes, included."""
     given = list(names)
-    found = {plain(name) for name in given}
+    found = {re.sub("_(?:de)?quantized$", "", plain(name)) for name in given}
     found |= {plain(module) for name in given for module in parts_of_traced_name(name)[0]}
     return found - {""}
