@@ -26,7 +26,7 @@ _KERNEL_TIME = "_kernel_time"
 _WARM_UP = 3
 #: kernels that the runtime puts between others, which compute nothing
 _OWN = frozenset({"Transpose", "Cast", "QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput"})
-_EXACT_INTEGERS = 4  # the level of accuracy at which MatMulNBits rounds its input to int8
+_INT8_LEVEL = 4  # the level of accuracy at which MatMulNBits rounds its input to int8
 
 
 def profile_in_onnxruntime(
@@ -126,5 +126,5 @@ def _kernels(nodes: list[NodeProto], timed: Mapping[str, list[dict[str, Any]]], 
 def _multiplies_integers(node: NodeProto) -> bool:
     """Return True for the kernels with float scales among their inputs, or that quantize their input themselves."""
     if node.op_type == "MatMulNBits":
-        return int(attributes(node).get("accuracy_level", 0)) == _EXACT_INTEGERS
+        return int(attributes(node).get("accuracy_level", 0)) == _INT8_LEVEL
     return node.op_type.startswith(("Q", "DynamicQuantize")) or "Integer" in node.op_type

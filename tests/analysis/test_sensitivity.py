@@ -250,3 +250,13 @@ def test_an_uncalibrated_sim_is_refused():
     model, x = nn.Linear(4, 2), torch.randn(2, 4)
     with pytest.raises(qsdk.CalibrationError, match="no encoding"):
         qsdk.sensitivity(qsdk.quantize(model, x), [x], progress=False)
+
+
+def test_a_runtime_adds_the_milliseconds_of_each_layer(branches):
+    sim, batches = branches
+    plain, timed = (qsdk.sensitivity(sim, batches, progress=False, runtime=name) for name in (None, "onnxruntime"))
+    assert [{**row, "ms": None} for row in plain.rows] == [{**row, "ms": None} for row in timed.rows]
+    times = {row["layer"]: row["ms"] for row in timed.rows if row["kind"] == "weights"}
+    assert all(times[layer] > 0 for layer in ("first", "shared", "gate", "last"))
+    with pytest.raises(qsdk.ConfigError, match="the time of an emulation says nothing"):
+        qsdk.sensitivity(sim, batches, progress=False, runtime="qnn")

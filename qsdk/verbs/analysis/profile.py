@@ -83,6 +83,14 @@ def profile(
     return Report("Where the time goes", rows, summary)
 
 
+def ms_by_layer(report: Report) -> dict[str, float]:
+    """Return layer -> the milliseconds of its kernels, from a report of `profile`."""
+    found: dict[str, float] = {}
+    for row in report.rows:
+        found[row["layer"]] = found.get(row["layer"], 0.0) + row["ms"]
+    return found
+
+
 def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the share of the kernels of each precision."""
     kinds = get_args(Precision)

@@ -1,6 +1,6 @@
 """The verb `sensitivity`: which layer's quantization costs how much at the model's outputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -9,6 +9,7 @@ from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
+from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -21,6 +22,7 @@ def sensitivity(
     *,
     metric: Callable[[Any], float] | None = None,
     exact: bool = False,
+    runtime: ProfiledRuntime | None = None,
     forward: Forward | None = None,
     progress: bool = True,
     seed: int = 0,
@@ -37,16 +39,18 @@ def sensitivity(
         metric: called with the sim; larger is better. It is called once per row, with that row alone quantized, and
             must run the sim that it is given.
         exact: measure every layer, on all data, in two passes per row: it alone quantized, and all but it.
+        runtime: also time the exported file there, as `profile` does on random values.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show progress bars.
         seed: of the random combinations.
 
     Returns:
         Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
-        `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), and
-        the number of `sites`. Several outputs count equally, each in units of its own power. Summary: `sqnr_db` of the
-        whole simulation, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), and with a
-        metric `reference` (nothing quantized), `metric` (all of it) and `drop`.
+        `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
+        number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
+        equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, `layers`,
+        `rows_with_80_percent` of the noise, `method` (estimated or measured), and with a metric `reference` (nothing
+        quantized), `metric` (all of it) and `drop`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -66,10 +70,17 @@ def sensitivity(
         require_metric(metric)
     door_of(sim)
     _ = sim.encodings  # a missing calibration is reported before the data is used up
+    times = None if runtime is None else ms_by_layer(profile(sim, runtime=runtime, progress=progress))
     layers = layers_of(sim.plan)
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
     facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
-    return sensitivity_report(layers, noise, drops, {"method": method, **facts})
+    report = sensitivity_report(layers, noise, drops, {"method": method, **facts})
+    return report if times is None else _with_ms(report, times)
+
+
+def _with_ms(report: Report, times: Mapping[str, float]) -> Report:
+    rows = [{**row, "ms": times.get(row["layer"])} for row in report.rows]
+    return Report(report.title, rows, report.summary)
 
 
 def _drops(
