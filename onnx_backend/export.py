@@ -99,7 +99,7 @@ def write_model(
         "paths": [str(name) for name in written],
     }
     options = needed_options(lowered, dialect)
-    facts = {"computed_otherwise": remarks, "fixed_shapes": sizes, "session_options": options}
+    facts = {**remarks, "fixed_shapes": sizes, "session_options": options}
     return Report("Export", rows, summary | {name: value for name, value in facts.items() if value})
 
 

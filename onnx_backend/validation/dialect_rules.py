@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator
 
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.dialects.other_runtimes import REFUSED, TABLES, RuntimeTable
-from onnx_backend.dialects.readers import Readers, type_name
+from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import open_inputs
 from onnx_backend.proto.nodes import node_label
+from onnx_backend.validation import tensorrt_rules
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
 from qsdk.core.numerics.dtypes import DTYPES
 
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
-_TENSORRT_TYPES = frozenset({"int8", "float8e4m3fn", "float4e2m1"})  # and int4 for weights
 
 
 def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
@@ -36,12 +36,14 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
         if node.op_type == "DynamicQuantizeLinear" and not writing.for_onnxruntime and dialect != "onnx":
             problem = "ranges that are found while the model runs were not tried on this runtime"
             yield warning(node_label(node), "dialect", problem, "calibrate in place of dynamic_activations=True")
+        if dialect == "tensorrt":
+            yield from tensorrt_rules.placement_findings(node, known)
         if not is_quantizer(node):
             continue
         if writing.explicit:
             yield from _without_zero_point(node, dialect)
         if dialect == "tensorrt":
-            yield from _for_tensorrt(node, known)
+            yield from tensorrt_rules.quantizer_findings(node, known)
         if node.op_type == "QuantizeLinear" and known.dtype(node) in writing.clipped:
             yield from _unclipped(node, known)
         if dialect in TABLES and node.op_type == "DequantizeLinear":
@@ -105,29 +107,3 @@ def _is_shifted(node: NodeProto, known: Readers) -> bool:
     """Return True if a QuantizeLinear or DequantizeLinear has a zero point other than 0."""
     zero_point = known.stored.get(node.input[2]) if len(node.input) > 2 else None
     return zero_point is not None and bool(array(zero_point).any())
-
-
-def _for_tensorrt(node: NodeProto, known: Readers) -> Iterator[Finding]:
-    """Yield what TensorRT's documents exclude: types, zero points, and biases in int32 (Working with Quantized Types).
-
-    No engine was built to check it, which takes a GPU.
-    """
-    name = node_label(node)
-    stored = known.stored.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-    maker = known.makers.get(node.input[0])
-    if stored is not None:
-        dtype = type_name(stored.data_type)
-    else:
-        quantize = maker if node.op_type == "DequantizeLinear" else node
-        if quantize is None or quantize.op_type != "QuantizeLinear":
-            return
-        dtype = known.dtype(quantize)
-    if stored is not None and stored.data_type == TensorProto.INT32:
-        remedy = 'quantize with config.for_dialect("tensorrt"), which leaves biases float'
-        yield error(name, "dialect", "TensorRT reads no int32 bias behind a DequantizeLinear", remedy)
-    elif dtype not in _TENSORRT_TYPES and not (stored is not None and dtype == "int4"):
-        remedy = 'quantize with config.for_dialect("tensorrt"): int8, symmetric'
-        yield error(name, "dialect", f"TensorRT has no quantized type {dtype}", remedy)
-    if _is_shifted(node, known):
-        remedy = "quantize with symmetric_activations=True and symmetric weights"
-        yield error(name, "dialect", "TensorRT takes zero points of 0 alone", remedy)

@@ -52,11 +52,12 @@ def validate(model: ModelProto, *, dialect: str | None = None) -> Report:
     return Report("Validation", [asdict(f) for f in found], {"errors": errors, "warnings": len(found) - errors})
 
 
-def require_readable(model: ModelProto, dialect: str) -> list[str]:
+def require_readable(model: ModelProto, dialect: str) -> dict[str, list[str]]:
     """Refuse a model that the runtime of a dialect would refuse or misread.
 
     Returns:
-        What it computes a few steps off, in words.
+        What it computes a few steps off, in words, under `computed_otherwise`, and what it computes right but slowly,
+        under `placement`.
 
     Raises:
         ExportError: names each node with its remedy.
@@ -68,7 +69,11 @@ def require_readable(model: ModelProto, dialect: str) -> list[str]:
         raise ExportError(
             f"the dialect {dialect} cannot have this model as it is:\n" + "\n".join(wrong[:_SHOWN]) + more
         )
-    return [f"{item.node}: {item.problem}" for item in found]
+    facts: dict[str, list[str]] = {"computed_otherwise": [], "placement": []}
+    for item in found:
+        fact = "placement" if item.rule == "placement" else "computed_otherwise"
+        facts[fact].append(f"{item.node}: {item.problem}")
+    return facts
 
 
 def require_valid(model: ModelProto, where: str) -> None:
