@@ -19,8 +19,12 @@ pytestmark = pytest.mark.slow  # what the guides use, the tests of each verb tes
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+def blocks_of(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
 def block_of(name: str) -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+    (block,) = blocks_of(name)
     return block
 
 
@@ -37,11 +41,13 @@ def names(tmp_path, monkeypatch) -> dict:
 
 
 def test_the_guide_to_precision_runs(names: dict):
-    exec(compile(block_of("precision.md"), "precision.md", "exec"), names)
+    choosing, hurting = blocks_of("precision.md")
+    exec(compile(choosing, "precision.md", "exec"), names)
     images = names["batches"][0]
     assert torch.equal(names["again"](images), names["sim"](images))
     assert names["report"].summary["met"]
     assert names["sim"].encodings["head:weight"].dtype.name == "int8"
+    exec(compile(hurting, "precision.md", "exec"), names)
 
 
 def test_the_guide_to_post_training_quantization_runs(names: dict):
@@ -54,7 +60,7 @@ def test_the_guide_to_post_training_quantization_runs(names: dict):
 def test_the_guide_to_devices_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / "gpu.md").read_text(), re.DOTALL):
+    for block in blocks_of("gpu.md"):
         exec(compile(block, "gpu.md", "exec"), names)
     assert names["osim"].placement().summary["fell_back"] == 0
 
@@ -108,7 +114,7 @@ def test_the_guide_to_export_runs(names: dict):
 def test_the_guide_to_training_runs(names: dict):
     images, labels = names["batches"][0], torch.arange(64) % 10
     names["loader"] = list(zip(images.split(8), labels.split(8), strict=True))
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "qat.md").read_text(), re.DOTALL)
+    blocks = blocks_of("qat.md")
     assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "qat.md", "exec"), names)
@@ -130,6 +136,6 @@ def test_the_guide_to_integers_runs(names: dict):
 def test_the_guide_to_runtimes_runs(names: dict):
     for runtime in ("openvino", "onnxruntime_qnn"):
         pytest.importorskip(runtime, reason=f"{runtime} has no wheel for this system")
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / "runtimes.md").read_text(), re.DOTALL):
+    for block in blocks_of("runtimes.md"):
         exec(compile(block, "runtimes.md", "exec"), names)
     assert names["report"].summary["integer_share"] > 0.5
