@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from qsdk import __version__
-from qsdk.commands.options.checks import add_parity, add_profile, add_validate
+from qsdk.commands.options.checks import add_compare, add_parity, add_profile, add_validate
 from qsdk.commands.options.files import add_encodings, add_inspect, add_to_integer
 from qsdk.commands.options.quantize import add_quantize
 from qsdk.commands.options.report import add_report
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         add_inspect,
         add_validate,
         add_parity,
+        add_compare,
         add_to_integer,
         add_encodings,
         add_report,

@@ -166,6 +166,16 @@ def test_a_dump_in_nhwc_is_found_to_be_so(forms: Forms, tmp_path: Path, save: An
     assert min(row["sqnr_db"] for row in report.rows) > 100
 
 
+def test_the_layout_of_a_faulty_tensor_is_that_of_the_others(forms: Forms, tmp_path: Path) -> None:
+    values = forms.computed(forms.float_file)
+    faulty = {name: last(value) for name, value in values.items()} | {"relu": last(values["relu"][:, ::-1])}
+    report = compared(forms, forms.float_file, dumped(tmp_path, faulty, raw))
+    assert rows(report)["relu"]["layout"] == "NHWC on side b"
+    # what reads it did not get what was dumped
+    assert [row["site"] for row in report.rows if row["off"]] == ["relu", "conv2d_1"]
+    assert report.summary["first_off"] == "relu"
+
+
 def test_a_dump_by_samples_lies_in_numbered_folders(forms: Forms, tmp_path: Path) -> None:
     values = forms.computed(forms.file)
     for sample in range(4):

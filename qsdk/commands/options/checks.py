@@ -1,4 +1,4 @@
-"""The options of the commands that check or measure a model: validate, parity, profile."""
+"""The options of the commands that check or measure a model: validate, parity, compare, profile."""
 
 from typing import Any
 
@@ -57,6 +57,35 @@ def add_parity(commands: Any) -> None:
     )
     parity.add_argument("--against", metavar="FILE", help="compare with the simulation of this Q/DQ file instead")
     parity.set_defaults(run="qsdk.commands.parity:run")
+
+
+def add_compare(commands: Any) -> None:
+    """Add `qsdk compare`."""
+    compare = add_command(
+        commands,
+        "compare",
+        "compare two forms of a network tensor by tensor, and name the first one that is off (exit 1 if there is one)",
+        "qsdk compare float.onnx device_dump/ --data images.npz",
+    )
+    side = "an ONNX file (float, Q/DQ or integer-only), or a folder of dumped tensors (.npy, .raw, .bin)"
+    compare.add_argument("a", help=side)
+    compare.add_argument("b", help="another form of the same network")
+    add_data(compare, required=False)
+    compare.add_argument(
+        "--name",
+        type=entry,
+        action="append",
+        default=[],
+        metavar="A=B",
+        help="a tensor of a and the one of b that it is, where their names have nothing in common",
+    )
+    compare.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="the largest difference that counts as none, relative to the largest value of a tensor, such as 1e-2",
+    )
+    compare.set_defaults(run="qsdk.commands.compare:run")
 
 
 def add_profile(commands: Any) -> None:

@@ -49,7 +49,10 @@ class Comparison:
         if first:
             if None not in ran and not self._names:
                 self._matched = by_values(self._matched, self._places, values)
-            self._pairs = [self._described(pair, values) for pair in self._matched]
+            self._pairs = [self._described(pair, values, None) for pair in self._matched]
+            usual = next((pair.layout.moved for pair in self._pairs if pair.layout and pair.layout.moved), None)
+            if usual is not None:  # decides where the values do not, because they differ otherwise too
+                self._pairs = [self._described(pair, values, usual) for pair in self._matched]
             _fill_segments(self._pairs, self._places, values)
         own = self._own(batch, where, values)
         for pair, alone in zip(self._pairs, own, strict=True):
@@ -123,12 +126,12 @@ class Comparison:
         assert b is not None
         return a, b
 
-    def _described(self, pair: Pair, values: tuple[Values, Values]) -> PairOfPlaces:
+    def _described(self, pair: Pair, values: tuple[Values, Values], usual: tuple[int, int] | None) -> PairOfPlaces:
         found = _floats(pair, values)
         reference = 1 if self._is_raw(0, pair) else 0
         flat = self._is_raw(1 - reference, pair)
         sides = ("b", "a") if reference else ("a", "b")
-        layout = find_layout(found[reference], found[1 - reference], sides, flat=flat)
+        layout = find_layout(found[reference], found[1 - reference], sides, flat=flat, usual=usual)
         return PairOfPlaces(pair, reference, layout, (found[0].shape, found[1].shape))
 
     def _is_raw(self, side: int, pair: Pair) -> bool:

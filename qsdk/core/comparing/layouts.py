@@ -37,21 +37,30 @@ class Layout:
         return np.ascontiguousarray(moved).reshape(shape)
 
 
-def find_layout(reference: Array, other: Array, sides: tuple[str, str], *, flat: bool = False) -> Layout | None:
+def find_layout(
+    reference: Array,
+    other: Array,
+    sides: tuple[str, str],
+    *,
+    flat: bool = False,
+    usual: tuple[int, int] | None = None,
+) -> Layout | None:
     """Return how values lie beside those of the reference, or None where their shapes have nothing in common.
 
     Known are channels last against channels first, axes of one element that are missing or added, and files without a
-    shape. Where several fit, the plain one is taken unless another leaves a hundredth of its difference.
+    shape. Where several fit, the usual one is taken unless another leaves a hundredth of its difference.
 
     Args:
         reference: values of one side.
         other: of the other side.
         sides: the names of both, for the report.
         flat: True where the other values have no shape of their own.
+        usual: the `moved` of other tensors of these sides.
     """
     if reference.size != other.size:
         return None
     fitting = list(_fitting(reference.shape, other.shape, sides, flat=flat))
+    fitting.sort(key=lambda layout: layout.moved != usual)
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     differences = [_difference(reference, layout.aligned(other, reference.shape)) for layout in fitting]
