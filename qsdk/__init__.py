@@ -47,7 +47,9 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk.verbs.analysis.autoquant import autoquant
     from qsdk.verbs.analysis.compare import compare
+    from qsdk.verbs.analysis.precision import advise, mixed_precision
     from qsdk.verbs.analysis.profile import profile
     from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from qsdk.verbs.distill import Distilled, distill_loss
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
-    from qsdk.verbs.precision import advise, mixed_precision
     from qsdk.verbs.qdq_files import validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
     from qsdk.verbs.ranges import tune_ranges
@@ -96,10 +97,11 @@ _VERBS = {
     "anneal_bits": "schedules",
     "distill_loss": "distill",
     "Distilled": "distill",
-    "mixed_precision": "precision",
-    "advise": "precision",
+    "mixed_precision": "analysis.precision",
+    "advise": "analysis.precision",
     "profile": "analysis.profile",
     "sensitivity": "analysis.sensitivity",
+    "autoquant": "analysis.autoquant",
     "compare": "analysis.compare",
 }
 
@@ -127,6 +129,7 @@ __all__ = [
     "advise",
     "profile",
     "sensitivity",
+    "autoquant",
     "observe_ranges",
     "observing",
     "freeze_ranges",

@@ -41,13 +41,16 @@ def names(tmp_path, monkeypatch) -> dict:
 
 
 def test_the_guide_to_precision_runs(names: dict):
-    choosing, hurting = blocks_of("precision.md")
+    choosing, asking, trying = blocks_of("precision.md")
     exec(compile(choosing, "precision.md", "exec"), names)
     images = names["batches"][0]
     assert torch.equal(names["again"](images), names["sim"](images))
     assert names["report"].summary["met"]
     assert names["sim"].encodings["head:weight"].dtype.name == "int8"
-    exec(compile(hurting, "precision.md", "exec"), names)
+    exec(compile(asking, "precision.md", "exec"), names)
+    exec(compile(trying, "precision.md", "exec"), names)
+    assert names["report"].summary["bytes"] <= 120_000
+    assert Path("model.onnx").stat().st_size == names["report"].summary["bytes"]
 
 
 def test_the_guide_to_comparisons_runs(names: dict):

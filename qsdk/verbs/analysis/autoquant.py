@@ -1,0 +1,322 @@
+"""The verb `autoquant`: try what the guides recommend, the cheapest first, until a budget is met."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qsdk.core.config.config import QuantConfig, w8a8
+from qsdk.core.precision.metrics import metric_value
+from qsdk.core.precision.mixed import require_budget
+from qsdk.core.report import Report
+from qsdk.core.sims.state import SimState
+from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights
+from qsdk.verbs.analysis.autoquant_steps import Step, steps_to_try
+from qsdk.verbs.analysis.precision import mixed_precision
+from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.quantize import calibrate, quantize
+
+_EVALUATIONS = 12  # of the metric, in the search for mixed precision
+_SLACK = 1.05  # of a measured time, as in `mixed_precision`
+_ACTIVATIONS_ALONE = ({"activation": "uint16"},)  # where no byte of weights is left
+
+
+@dataclass(frozen=True, repr=False)
+class AutoquantReport(Report):
+    """The path that `autoquant` has taken, and where it ended.
+
+    Attributes:
+        sim: the result, calibrated.
+        code: the lines of Python that make it again.
+    """
+
+    sim: Any = field(default=None, compare=False)
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\nto repeat it:\n{self.code}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class _Budgets:
+    """What the result has to keep: a drop of the metric, bytes of the file, milliseconds of a run in a runtime."""
+
+    max_drop: float
+    max_bytes: int | None
+    max_ms: float | None
+    runtime: ProfiledRuntime
+
+    @property
+    def of_time(self) -> dict[str, Any]:
+        """Return the arguments of `mixed_precision` for the budget of time."""
+        return {} if self.max_ms is None else {"max_ms": self.max_ms, "runtime": self.runtime}
+
+
+class _Stopwatch:
+    """A clock that stands still while the metric of a path is evaluated."""
+
+    def __init__(self, path: "_Path") -> None:
+        self._path, self._started, self._paused = path, time.perf_counter(), 0.0
+
+    def metric(self, sim: Sim) -> float:
+        """Return the metric of the path's sim."""
+        begun = time.perf_counter()
+        try:
+            return self._path.measured()
+        finally:
+            self._paused += time.perf_counter() - begun
+
+    def without_metric(self) -> float:
+        """Return the seconds so far."""
+        return time.perf_counter() - self._started - self._paused
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place on the path, to go back to: the state of the sim, its metric, its bytes and the code so far."""
+
+    state: SimState
+    now: float
+    size: int
+    code: tuple[str, ...]
+
+
+@dataclass
+class _Path:
+    """A sim on its way, the metric now, and the steps so far.
+
+    Attributes:
+        sim: with the steps that were kept.
+        data: batches, re-iterable.
+        metric: called with the sim.
+        reference: the metric of the float model.
+        seconds: that one float pass over the data takes.
+        options: `forward` and `progress` of every verb.
+        now: the metric of the sim.
+        size: bytes of its file.
+        rows: one for each step tried.
+        code: the lines that repeat the kept ones.
+        unrounded: the place before weights were rounded for good; None where none was.
+        evaluations: calls of the metric.
+    """
+
+    sim: Sim
+    data: Iterable[Any]
+    metric: Callable[[Any], float]
+    reference: float
+    seconds: float
+    options: Mapping[str, Any]
+    now: float
+    size: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+    unrounded: _Place | None = None
+    evaluations: int = 0
+
+    @property
+    def forwarded(self) -> str:
+        """Return the argument `forward` of a line of code, where there is one."""
+        return ", forward=forward" if self.options["forward"] else ""
+
+    def held(self) -> _Place:
+        """Return the place where the path is."""
+        return _Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code))
+
+    def go_back(self, place: _Place) -> None:
+        """Return to a place, with the sim."""
+        self.sim.restore(place.state)
+        self.now, self.size, self.code = place.now, place.size, list(place.code)
+
+    def measured(self) -> float:
+        """Return the metric of the sim, and count the call."""
+        self.evaluations += 1
+        return metric_value(self.metric(self.sim))
+
+    def note(self, step: str, metric: float, size: int, seconds: float, kept: bool, note: str = "") -> None:
+        """Add the row of a step."""
+        row = {"step": step, "metric": metric, "drop": self.reference - metric, "bytes": size}
+        self.rows.append({**row, "passes": seconds / self.seconds, "kept": kept, "note": note})
+
+    def try_step(self, step: Step) -> None:
+        """Take a step, and undo it unless the metric is better."""
+        started, why_not = time.perf_counter(), step.why_not(self.sim)
+        if why_not:
+            return
+        before = self.held()
+        try:
+            step.run(self.sim, self.data, self.options)
+            spent = time.perf_counter() - started
+            found = self.measured()
+        except BaseException:
+            self.go_back(before)
+            raise
+        kept = found > self.now
+        self.note(step.name, found, self.size, spent, kept)
+        if not kept:
+            self.go_back(before)
+            return
+        self.now = found
+        self.code.append(step.code(self.forwarded))
+        if step.rounds and self.unrounded is None:
+            self.unrounded = before
+
+
+def autoquant(
+    model: Any,
+    example: Any,
+    data: Iterable[Any],
+    metric: Callable[[Any], float],
+    *,
+    max_drop: float,
+    max_bytes: int | None = None,
+    max_ms: float | None = None,
+    config: QuantConfig | None = None,
+    runtime: ProfiledRuntime = "onnxruntime",
+    forward: Forward | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> AutoquantReport:
+    """Quantize a model so that a metric stays within a budget of the float model's, in as few steps as that takes.
+
+    The steps are those of the guide, in the order of their cost: min-max ranges, other estimators, `equalize` or
+    `smooth_quant` where there is something to scale, `correct_bias`, then for weights below 8 bits `seq_mse`,
+    `gptq` and `adaround`, and at last `mixed_precision`. A step that does not improve the metric is undone, so the
+    result is never worse than the plain preset; the first one that meets the budget is the last. Where the preset's
+    file is too large, the weights that matter least at the outputs (`sensitivity`) take 4 bits from the start.
+
+    Args:
+        model: an nn.Module, an ONNX path or an onnx model; it is left as it is.
+        example: as for `quantize`.
+        data: as for `calibrate`; kept as a list if it can be read only once.
+        metric: called with the sim; larger is better.
+        max_drop: how much it may fall below the float model's.
+        max_bytes: that the exported file may take.
+        max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
+        config: to start from; None for `w8a8()`.
+        runtime: to measure `max_ms` in.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
+        progress: show progress bars.
+        seed: of all sampling; one seed gives one result (but `max_ms` measures time).
+
+    Returns:
+        A report with `sim`, the result, and `code`, the lines that repeat it. Rows: `step`, `metric`, `drop`, `bytes`
+        of the file, `passes` (its time in float passes over the data, without the metric), `kept`, `note`. Summary:
+        `met` (all budgets), `missed` (which), `reference` (the metric in float), `metric`, `drop`, `bytes`, `passes`,
+        `evaluations` of the metric, and with `max_ms` `ms`.
+
+    Raises:
+        ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
+        DataError: data that the model does not take.
+
+    Example:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())
+        >>> qsdk.autoquant(model, x, [x], closeness, max_drop=0.5, progress=False).summary["met"]
+        True
+    """
+    require_budget(metric, max_drop)
+    batches = list(data) if isinstance(data, Iterator) else data
+    options = {"forward": forward, "progress": progress}
+    path = _start(model, example, batches, metric, config, max_bytes, options)
+    _walk(path, steps_to_try(seed), budgets := _Budgets(max_drop, max_bytes, max_ms, runtime))
+    return _finish(path, budgets)
+
+
+def _walk(path: _Path, steps: Sequence[Step], budgets: _Budgets) -> None:
+    """Take the steps until the metric is within its budget, and raise sites if it is not then."""
+    for step in steps:
+        if path.reference - path.now <= budgets.max_drop:
+            return
+        path.try_step(step)
+    if path.reference - path.now > budgets.max_drop:
+        _mix(path, [step for step in steps if step.rounds], budgets)
+
+
+def _start(
+    model: Any,
+    example: Any,
+    data: Iterable[Any],
+    metric: Callable[[Any], float],
+    config: QuantConfig | None,
+    max_bytes: int | None,
+    options: Mapping[str, Any],
+) -> _Path:
+    """Return the path at the preset, calibrated by min-max, with 4 bits in weights where the file is too large."""
+    sim = quantize(model, example, config or w8a8())
+    started = time.perf_counter()
+    for _ in door_of(sim).outputs(data, options["forward"], in_float=True):
+        pass
+    seconds = max(time.perf_counter() - started, 1e-9)
+    path = _Path(sim, data, metric, 0.0, seconds, options, 0.0, 0)
+    started = time.perf_counter()
+    calibrate(sim, data, **options)
+    spent = time.perf_counter() - started
+    with door_of(sim).quantizing_only(()):
+        path.reference = path.measured()
+    path.now, path.size = path.measured(), exported_bytes(sim)
+    path.note("the preset, min_max", path.now, path.size, spent, True)
+    path.code = [] if config else ["config = qsdk.w8a8()"]
+    if max_bytes is not None and path.size > max_bytes:
+        started = time.perf_counter()
+        lowered, path.size = lower_weights(sim, data, path.size, max_bytes, options)
+        spent, path.now = time.perf_counter() - started, path.measured()
+        path.note(f"int4 in {len(lowered)} weights", path.now, path.size, spent, True, "to fit into max_bytes")
+        path.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
+    path.code += ["sim = qsdk.quantize(model, example, config)", f"qsdk.calibrate(sim, data{path.forwarded})"]
+    return path
+
+
+def _mix(path: _Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
+    """Raise what must be wider, from before weights were rounded for good, and round what is left as it was.
+
+    If that ends no better than where the path is, it goes back.
+    """
+    here = path.held()
+    path.go_back(path.unrounded or here)
+    steps: Sequence[Mapping[str, Any]] = ({}, {"levels": _ACTIVATIONS_ALONE})
+    for number, levels in enumerate(steps if budgets.max_bytes is not None else steps[:1]):
+        before, seconds = path.held(), _Stopwatch(path)
+        given = {**levels, **budgets.of_time, "max_drop": budgets.max_drop, "max_evaluations": _EVALUATIONS}
+        try:
+            found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
+        except BaseException:
+            path.go_back(here)
+            raise
+        spent = seconds.without_metric()
+        now, size = next(row["metric"] for row in found.rows if row["chosen"]), exported_bytes(path.sim)
+        fits = budgets.max_bytes is None or size <= budgets.max_bytes
+        note = f"{len(found.summary['raised'])} raised" + ("" if fits else ": beyond max_bytes")
+        name = "mixed_precision" + (" of activations" if number else "")
+        path.note(name, now, size, spent, fits, note)
+        if fits:
+            path.now, path.size = now, size
+            shown = "".join(f", {key}={value!r}" for key, value in given.items())
+            path.code.append(f"qsdk.mixed_precision(sim, data, metric{shown}{path.forwarded})")
+            break
+        path.go_back(before)
+    for step in rounding:
+        if path.reference - path.now > budgets.max_drop:
+            path.try_step(step)
+    if path.now < here.now:
+        path.go_back(here)
+        path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
+
+
+def _finish(path: _Path, budgets: _Budgets) -> AutoquantReport:
+    drop = path.reference - path.now
+    missed = [f"the metric is {drop:.4g} below float"] if drop > budgets.max_drop else []
+    if budgets.max_bytes is not None and path.size > budgets.max_bytes:
+        missed.append(f"the file has {path.size} bytes")
+    facts: dict[str, Any] = {"reference": path.reference, "metric": path.now, "drop": drop, "bytes": path.size}
+    if budgets.max_ms is not None:
+        facts["ms"] = float(profile(path.sim, runtime=budgets.runtime, progress=False).summary["ms"])
+        if facts["ms"] > budgets.max_ms * _SLACK:
+            missed.append(f"a run takes {facts['ms']:.4g} ms")
+    facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
+    summary = {"met": not missed, **({"missed": missed} if missed else {}), **facts}
+    return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))

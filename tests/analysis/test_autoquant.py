@@ -1,0 +1,172 @@
+"""`qsdk.autoquant`: budgets that hold, a path that can be repeated, and a result never worse than the preset."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qsdk
+from qsdk.core.precision.lowering import LowerableWeight, choose_lowered
+
+IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+BATCHES = list(IMAGES[:32].split(8))
+
+
+class Net(nn.Module):
+    """One of its layers, `fragile`, holds two weights far apart, which four bits cannot serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fragile, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
+        with torch.no_grad():
+            self.fragile.weight[:, 0, 0, 0] = 4.0
+
+    def forward(self, x):
+        return self.last(self.fragile(self.first(x).relu()).relu())
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("float") / "float.onnx"
+    shapes = ({0: torch.export.Dim.AUTO},)
+    torch.onnx.export(model, (IMAGES[:8],), path, dynamo=True, verbose=False, dynamic_shapes=shapes)
+    return str(path)
+
+
+def outputs_of(sim) -> np.ndarray:
+    return sim(IMAGES[32:]).numpy() if hasattr(sim, "model") else sim.run(IMAGES[32:].numpy())[0]
+
+
+@pytest.fixture(scope="module")
+def sqnr(model):
+    with torch.no_grad():
+        exact = model(IMAGES[32:]).numpy()
+
+    def in_decibels(sim) -> float:
+        error = float(np.square(outputs_of(sim) - exact).sum())
+        return min(140.0, 10 * np.log10(float(np.square(exact).sum()) / error)) if error else 140.0
+
+    return in_decibels
+
+
+def run(model, metric, *, data=BATCHES, **options):
+    return qsdk.autoquant(model, data[0], data, metric, progress=False, **options)
+
+
+def steps(report) -> list[str]:
+    return [row["step"] for row in report.rows]
+
+
+def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
+    report = run(model, sqnr, max_drop=125.0)
+    assert steps(report) == ["the preset, min_max"]
+    assert report.summary["met"]
+    assert report.summary["reference"] == 140.0
+    assert sqnr(report.sim) == report.summary["metric"]
+
+
+@pytest.mark.parametrize("side", ["module", "file"])
+def test_narrow_weights_are_rounded_and_the_lines_repeat_it(model, exported, sqnr, side):
+    given = model if side == "module" else exported
+    data = BATCHES if side == "module" else [batch.numpy() for batch in BATCHES]
+    report = run(given, sqnr, data=data, max_drop=104.0, config=qsdk.w4a8())
+    assert report.summary["metric"] > report.rows[0]["metric"]
+    assert {"seq_mse", "gptq"} <= set(steps(report))
+    names = {"qsdk": qsdk, "model": given, "example": data[0], "data": data, "metric": sqnr, "config": qsdk.w4a8()}
+    exec(
+        report.code.replace("(sim, data", "(sim, data, progress=False").replace("progress=False, metric", "metric"),
+        names,
+    )
+    assert np.array_equal(outputs_of(names["sim"]), outputs_of(report.sim))
+
+
+def test_the_result_is_never_worse_than_the_preset_and_says_what_was_missed(model, sqnr):
+    report = run(model, sqnr, max_drop=0.0, config=qsdk.w4a8())
+    kept = [row["metric"] for row in report.rows if row["kept"]]
+    assert report.summary["metric"] == max(kept) >= report.rows[0]["metric"]
+    assert not report.summary["met"]
+    assert "below float" in report.summary["missed"][0]
+    assert "mixed_precision" in steps(report)
+
+
+def test_mixed_precision_meets_what_rounding_does_not(model, sqnr):
+    report = run(model, sqnr, max_drop=92.0, config=qsdk.w4a8())
+    assert report.summary["met"]
+    assert "mixed_precision" in steps(report)
+    assert sqnr(report.sim) >= 48.0
+
+
+@pytest.mark.parametrize("side", ["module", "file"])
+def test_the_file_fits_into_max_bytes(model, exported, sqnr, tmp_path, side):
+    given = model if side == "module" else exported
+    data = BATCHES if side == "module" else [batch.numpy() for batch in BATCHES]
+    whole = run(given, sqnr, data=data, max_drop=125.0).summary["bytes"]
+    report = run(given, sqnr, data=data, max_drop=125.0, max_bytes=whole - 100)
+    qsdk.export(report.sim, tmp_path / "model.onnx")
+    assert os.path.getsize(tmp_path / "model.onnx") == report.summary["bytes"] <= whole - 100
+    first, fragile, last = [row["dtype"] for row in report.sim.coverage().rows if row["kind"] == "weight"]
+    assert fragile == "int8"
+    assert "int4" in (first, last)
+
+
+def test_a_size_that_cannot_be_reached_is_an_error(model, sqnr):
+    with pytest.raises(qsdk.ConfigError, match="with 4 bits in every weight"):
+        run(model, sqnr, max_drop=1.0, max_bytes=100)
+
+
+def test_max_bytes_also_bounds_what_is_raised(model, sqnr):
+    size = run(model, sqnr, max_drop=125.0, config=qsdk.w4a8()).summary["bytes"]
+    report = run(model, sqnr, max_drop=90.0, config=qsdk.w4a8(), max_bytes=size + 60)
+    assert report.summary["bytes"] <= size + 60
+    assert any("beyond max_bytes" in row["note"] for row in report.rows)
+
+
+def test_time_is_a_budget_that_can_be_missed(model, sqnr):
+    report = run(model, sqnr, max_drop=125.0, max_ms=1e-6)
+    assert report.summary["ms"] > 1e-6
+    assert not report.summary["met"]
+    assert "ms" in report.summary["missed"][0]
+
+
+def test_one_seed_gives_one_path(model, sqnr):
+    first, second = (run(model, sqnr, max_drop=102.0, config=qsdk.w4a8(), seed=3) for _ in range(2))
+    assert [(row["step"], row["metric"]) for row in first.rows] == [(row["step"], row["metric"]) for row in second.rows]
+    assert first.code == second.code
+
+
+def test_the_users_model_is_left_alone(model, sqnr):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run(model, sqnr, data=[*BATCHES], max_drop=104.0, config=qsdk.w4a8())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_data_that_can_be_read_once_is_kept(model, sqnr):
+    report = qsdk.autoquant(model, BATCHES[0], iter(BATCHES), sqnr, max_drop=104.0, config=qsdk.w4a8(), progress=False)
+    assert len(report.rows) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_drop": -1.0}, "no budget"), ({"max_drop": 1.0, "metric": 3}, "no function")],
+)
+def test_wrong_arguments_are_named(model, options, words):
+    given = {"metric": lambda sim: 0.0, **options}
+    with pytest.raises(qsdk.ConfigError, match=words):
+        qsdk.autoquant(model, BATCHES[0], BATCHES, progress=False, **given)
+
+
+def test_what_costs_least_per_byte_is_lowered_first():
+    weights = [LowerableWeight("a", 10, 1.0), LowerableWeight("b", 100, 2.0), LowerableWeight("c", 100, 9.0)]
+    assert choose_lowered(weights, 110) == ["a", "b"]
+    assert choose_lowered(weights, 100) == ["b"]
+    assert choose_lowered(weights, 111) == ["b", "c"]
+    assert choose_lowered(weights, 210) == ["a", "b", "c"]
+    assert choose_lowered(weights, 211) is None
