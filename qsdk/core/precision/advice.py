@@ -46,18 +46,22 @@ def decibels(noise: float) -> float:
     return 200.0 if noise <= 1e-20 else -10.0 * float(np.log10(noise))
 
 
-def advise(plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, SiteSample]) -> Report:
+def advise(
+    plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, SiteSample], noise: Mapping[str, float]
+) -> Report:
     """Return the activations that their encoding serves badly, worst first, each with the cheapest remedy.
 
     Args:
         plan: of the sim.
         encodings: site -> encoding, ties resolved.
         samples: site -> sample of its float values.
+        noise: site -> power of its noise at the model's outputs.
 
     Returns:
-        Rows `site`, `dtype`, `sqnr_db`, `finding`, `remedy` (to paste into the config), `sqnr_db_then`.
+        Rows `site`, `dtype`, `sqnr_db` (of its own values), `share` (of all noise at the outputs), `finding`, `remedy`
+        (to paste into the config), `sqnr_db_then`, the largest share first.
     """
-    rows = []
+    rows, total = [], sum(noise.values()) or 1.0
     for site, sample in samples.items():
         decision = plan.decisions.get(site)
         if decision is None or site not in encodings or not sample.values.size or decision.passes_through:
@@ -66,8 +70,11 @@ def advise(plan: Plan, encodings: Mapping[str, Encoding], samples: Mapping[str, 
         result = _advice_for(plan, decision, encodings[site], sample, now)
         if result is not None:
             row: dict[str, Any] = {"site": site, "dtype": encodings[site].dtype.name, "sqnr_db": now}
+            row["share"] = noise.get(site, 0.0) / total
             rows.append(row | {"finding": result.what, "remedy": result.remedy, "sqnr_db_then": result.after})
-    return Report("Precision advice", sorted(rows, key=lambda row: row["sqnr_db"]), {"sites": len(rows)})
+    return Report(
+        "Precision advice", sorted(rows, key=lambda row: (-row["share"], row["sqnr_db"])), {"sites": len(rows)}
+    )
 
 
 def _advice_for(

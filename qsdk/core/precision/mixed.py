@@ -105,7 +105,7 @@ def search_precision(
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
         candidates = _candidates(sim, samples, noise)
-        advice = advise(sim.plan, sim.encodings, samples)
+        advice = advise(sim.plan, sim.encodings, samples, noise)
 
         def take(assignment: Assignment) -> None:
             sim.restore(before)

@@ -22,7 +22,7 @@ from qsdk.verbs.doors.door import Forward
 
 
 def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, progress: bool = True) -> Report:
-    """Name the sites that their encoding serves badly, worst first, each with the cheapest remedy.
+    """Name the sites that their encoding serves badly, each with the cheapest remedy.
 
     A site is named where a tie leaves it a fraction of its grid (the scores of a detector beside its boxes), where one
     channel takes the grid from the others, or where its SQNR is below 20 dB for another reason. The remedies, from the
@@ -30,19 +30,22 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
 
     Args:
         sim: calibrated, of either side.
-        data: as for `calibrate`; one pass in float, of which a bounded sample is kept.
+        data: as for `calibrate`; one pass in float, of which a bounded sample is kept, and the pass of `sensitivity`.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
-        Rows `site`, `dtype`, `sqnr_db`, `finding`, `remedy` (a line for the config), `sqnr_db_then`.
+        Rows `site`, `dtype`, `sqnr_db` (of its own values), `share` (of all noise at the model's outputs, the largest
+        first), `finding`, `remedy` (a line for the config), `sqnr_db_then`. Summary: `sites`, and `ranking`: the rows
+        of `sensitivity`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take.
     """
-    samples = _samples(sim, data, forward, progress)
-    return advice.advise(sim.plan, sim.encodings, samples)
+    samples, noise, ranking = _ranked(sim, data, forward, progress)
+    report = advice.advise(sim.plan, sim.encodings, samples, noise)
+    return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
 
 
 def mixed_precision(

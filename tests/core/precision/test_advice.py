@@ -7,9 +7,15 @@ from qsdk.core.numerics.dtypes import uint8
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerTensor, Spec
 from qsdk.core.planning.plan import Decision, Plan
-from qsdk.core.precision.advice import advise, decibels, noise_to_signal
+from qsdk.core.precision.advice import advise as advise_with_noise
+from qsdk.core.precision.advice import decibels, noise_to_signal
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.ranges.ranges import encoding_from_range, range_of
+
+
+def advise(plan, encodings, samples, noise=None):
+    return advise_with_noise(plan, encodings, samples, noise or {})
+
 
 SPEC = Spec(uint8, PerTensor(), symmetric=False)
 
@@ -104,3 +110,16 @@ def test_values_that_are_not_finite_are_left_out():
     sample = sample_of([1.0, np.inf, -np.inf, np.nan, 2.0])
     assert (sample.low, sample.high) == (1.0, 2.0)
     np.testing.assert_array_equal(sample.values, [1.0, 2.0])
+
+
+def test_what_hurts_the_outputs_most_comes_first():
+    values = {
+        name: np.append(np.random.default_rng(seed).uniform(-1, 1, 30_000), 300) for seed, name in enumerate("ab")
+    }
+    sites = {name: f"{name}:output" for name in values}
+    plan = Plan({site: decision(site) for site in sites.values()})
+    encodings = {sites[name]: encoding_of(x) for name, x in values.items()}
+    samples = {sites[name]: sample_of(x) for name, x in values.items()}
+    for first, second in (("a", "b"), ("b", "a")):
+        report = advise(plan, encodings, samples, {sites[first]: 3.0, sites[second]: 1.0, "other": 4.0})
+        assert [(row["site"], row["share"]) for row in report.rows] == [(sites[first], 0.375), (sites[second], 0.125)]
