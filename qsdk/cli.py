@@ -11,6 +11,7 @@ from qsdk.commands.options.checks import add_compare, add_parity, add_profile, a
 from qsdk.commands.options.files import add_encodings, add_inspect, add_to_integer
 from qsdk.commands.options.quantize import add_quantize
 from qsdk.commands.options.report import add_report
+from qsdk.commands.options.scores import add_evaluate, add_sensitivity
 from qsdk.commands.options.shared import CODES, add_command
 from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
 
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         add_encodings,
         add_report,
         add_profile,
+        add_evaluate,
+        add_sensitivity,
     ):
         add(commands)
     return parser

@@ -1,11 +1,11 @@
-"""Batches for the command line: from .npy and .npz files, or random ones."""
+"""Batches for the command line: from arrays and pictures in files, or random ones."""
 
 import sys
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from onnx_backend.proto.inputs import ModelInput
 from onnx_backend.runtime.random_feeds import random_array
+from qsdk.commands.data.pictures import PICTURES, Preprocess, preprocess_of_options
 from qsdk.core.errors import ConfigError, DataError, FileFormatError
 
 Array = npt.NDArray[Any]
@@ -25,32 +26,138 @@ class FileBatches:
     """Batches that are read from files on demand, at every iteration again.
 
     A .npy file holds the only input of a model, a .npz file one array per input under its name. Arrays of the rank that
-    the model declares are cut along their first axis into batches; arrays of one more are stacks of batches.
+    the model declares are cut along their first axis into batches; arrays of one more are stacks of batches; arrays of
+    one less are single samples, as pictures are, and are stacked to batches.
 
     Attributes:
         inputs: of the model.
         paths: files, in the order in which they are read.
         batch_size: samples per batch, where the model leaves that open.
+        preprocess: makes an array of a picture, or of any file for a function of the user.
+        reads_all: whether it makes the arrays of every file, .npy and .npz too.
+        most: samples to stop after; None for no end.
     """
 
     inputs: Sequence[ModelInput]
     paths: Sequence[Path]
     batch_size: int
+    preprocess: Preprocess | None = None
+    reads_all: bool = False
+    most: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
+        return first_samples(self._batches(), self.most, self.fixed_size)
+
+    @property
+    def fixed_size(self) -> int | None:
+        """Return the batch size that the model fixes, if all its inputs agree on one."""
+        fixed = {item.shape[0] for item in self.inputs if item.shape and isinstance(item.shape[0], int)}
+        return fixed.pop() if len(fixed) == 1 else None
+
+    def _batches(self) -> Iterator[Batch]:
+        waiting: list[Batch] = []  # single samples, of one shape, of the next batch
+        size = self.fixed_size or self.batch_size
         for path in self.paths:
-            yield from _cut(_read(path, self.inputs), self.inputs, self.batch_size, path)
+            arrays = self._arrays(path)
+            single = self._is_sample(arrays)
+            if waiting and not (single and _shapes(arrays) == _shapes(waiting[0])):
+                yield self._stacked(waiting, path)
+                waiting = []
+            if not single:
+                yield from _cut(arrays, self.inputs, self.batch_size, path)
+                continue
+            waiting.append(arrays)
+            if len(waiting) == size:
+                yield self._stacked(waiting, path)
+                waiting = []
+        if waiting:
+            yield self._stacked(waiting, self.paths[-1])
+
+    def _arrays(self, path: Path) -> Batch:
+        if self.preprocess is None or not (self.reads_all or path.suffix.lower() in PICTURES):
+            return _read(path, self.inputs)
+        made = self.preprocess(path)
+        return made if isinstance(made, dict) else {self.inputs[0].name: made}
+
+    def _is_sample(self, arrays: Batch) -> bool:
+        """Return whether arrays lack the batch axis that the model declares; what was preprocessed has none."""
+        ranks = {item.name: None if item.shape is None else len(item.shape) for item in self.inputs}
+        of_file = 0 if self.preprocess is None else -1  # where the model does not say
+        declared = {name: ranks.get(name) for name in arrays}
+        missing = {of_file if (rank := declared[n]) is None else a.ndim - rank for n, a in arrays.items()}
+        return missing == {-1}
+
+    def _stacked(self, samples: list[Batch], last: Path) -> Batch:
+        fixed = self.fixed_size
+        if fixed is not None and len(samples) != fixed:
+            raise DataError(
+                f"the last {len(samples)} samples, up to {last}, do not fill a batch of {fixed}, which the model "
+                "fixes; end before them by --max-samples"
+            )
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _shapes(arrays: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def first_samples(batches: Iterable[Batch], most: int | None, fixed: int | None = None) -> Iterator[Batch]:
+    """Yield batches until there are enough samples, and cut the last one unless the model fixes its size.
+
+    Args:
+        batches: of arrays whose first axis counts samples.
+        most: number of samples; None for all.
+        fixed: the batch size of the model.
+    """
+    left = most
+    for batch in batches:
+        if left is None:
+            yield batch
+            continue
+        if left <= 0:
+            return
+        lengths = {array.shape[0] if array.ndim else 1 for array in batch.values()}
+        length = lengths.pop() if len(lengths) == 1 else 1
+        if length <= left or len(lengths) > 1:
+            yield batch
+        elif fixed is None:
+            yield {name: array[:left] for name, array in batch.items()}
+        left -= length
 
 
 def batches_of_options(options: Namespace, inputs: Sequence[ModelInput]) -> FileBatches | list[Batch]:
-    """Return the batches for the options `--data` or `--random`."""
-    if options.data:
-        return from_files(inputs, options.data, options.batch_size)
-    return random_batches(inputs, options.random, dict(options.shape), options.seed)
+    """Return the batches for the options `--data` or `--random`.
+
+    Raises:
+        ConfigError: an option that does not fit the model or the other options.
+        DataError: the model takes no pictures.
+    """
+    if not options.data:
+        return random_batches(inputs, options.random, dict(options.shape), options.seed)
+    found = from_files(inputs, options.data, options.batch_size, all_files=bool(options.preprocess))
+    most, fixed = options.max_samples, found.fixed_size
+    if most is not None and most < (fixed or 1):
+        raise ConfigError(f"--max-samples {most} makes no batch; give {fixed or 1} or more")
+    pictures = [path for path in found.paths if path.suffix.lower() in PICTURES]
+    if not pictures and not options.preprocess:
+        return replace(found, most=most)
+    paths = found.paths
+    if most is not None and most < len(paths):  # from all folders, which are often one per class
+        paths = [paths[place * len(paths) // most] for place in range(most)]
+    preprocess = preprocess_of_options(options, inputs)
+    return replace(found, paths=paths, preprocess=preprocess, reads_all=bool(options.preprocess), most=most)
 
 
-def from_files(inputs: Sequence[ModelInput], given: Sequence[str], batch_size: int) -> FileBatches:
-    """Return the batches from files, and from all .npy and .npz files of folders, by name.
+def from_files(
+    inputs: Sequence[ModelInput], given: Sequence[str], batch_size: int, *, all_files: bool = False
+) -> FileBatches:
+    """Return the batches from files, and from all arrays, or else all pictures, of folders, by name.
+
+    Args:
+        inputs: of the model.
+        given: files and folders.
+        batch_size: samples per batch, where the model leaves that open.
+        all_files: take every file of a folder, whatever it is.
 
     Raises:
         FileFormatError: there is no such file, or none in a folder.
@@ -62,11 +169,23 @@ def from_files(inputs: Sequence[ModelInput], given: Sequence[str], batch_size: i
     for path in map(Path, given):
         if not path.exists():
             raise FileFormatError(f"there is no file or folder {path}; check the path")
-        held = sorted(p for p in path.iterdir() if p.suffix in (".npy", ".npz")) if path.is_dir() else [path]
-        if not held:
-            raise FileFormatError(f"the folder {path} holds no .npy or .npz file; save arrays with numpy.save or savez")
-        paths += held
+        paths += _held(path, all_files) if path.is_dir() else [path]
     return FileBatches(inputs, paths, batch_size)
+
+
+def _held(folder: Path, all_files: bool) -> list[Path]:
+    """Return the arrays in a folder, or else the pictures in it and its folders, in the order of their names."""
+    below = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    if all_files:
+        held = below
+    else:
+        arrays = [path for path in below if path.parent == folder and path.suffix in (".npy", ".npz")]
+        held = arrays or [path for path in below if path.suffix.lower() in PICTURES]
+    if not held:
+        raise FileFormatError(
+            f"the folder {folder} holds no .npy or .npz file and no picture; save arrays with numpy.save or savez"
+        )
+    return held
 
 
 def random_batches(

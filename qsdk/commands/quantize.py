@@ -1,53 +1,154 @@
-"""`qsdk quantize`: a float ONNX file and data in, a Q/DQ file and its encodings out."""
+"""`qsdk quantize`: a float model and data in, a Q/DQ file and its encodings out."""
 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
-from qsdk.commands.batches import batches_of_options
+from onnx_backend.sim import OnnxSim
+from qsdk.commands.batches import Batch, FileBatches, batches_of_options
+from qsdk.commands.config_of_options import config_of
+from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
+from qsdk.commands.data.user_functions import names_function
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
-from qsdk.core.aimet_config.load_config import load_config
-from qsdk.core.config.config import QuantConfig
+from qsdk.commands.scores.metric import scorer_of_options
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
+from qsdk.verbs.analysis.precision import mixed_precision
+from qsdk.verbs.batch_norm import reestimate_batch_norm
+from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.blocks import tune_blocks
+from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate, export, quantize
+from qsdk.verbs.ranges import tune_ranges
+from qsdk.verbs.scaling import awq, equalize, smooth_quant
+
+_VERBS: dict[str, Callable[..., Report]] = {
+    "equalize": equalize,
+    "smooth_quant": smooth_quant,
+    "awq": awq,
+    "reestimate_batch_norm": reestimate_batch_norm,
+    "correct_bias": correct_bias,
+    "seq_mse": seq_mse,
+    "adaround": adaround,
+    "gptq": gptq,
+    "tune_blocks": tune_blocks,
+    "tune_ranges": tune_ranges,
+}
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The sim of a float model, and its data.
+
+    Attributes:
+        sim: not calibrated.
+        data: batches as the sim takes them.
+        files: the same batches as arrays by input name.
+        arrays: makes arrays of what the sim returns.
+    """
+
+    sim: Sim
+    data: Iterable[Any]
+    files: FileBatches | list[Batch]
+    arrays: Callable[[Any], list[Any]]
 
 
 def run(options: Namespace) -> int:
-    """Quantize, calibrate and export; the report says what was done to each tensor.
+    """Quantize, calibrate, improve and export; the report says what was done to each tensor.
 
     Raises:
-        ConfigError: the output path is the float model, or cannot be written.
+        ConfigError: the output path is the float model, or cannot be written; options that do not go together.
     """
     require_output(options.out)
+    verbs = _verbs(options.verbs)
+    if options.mixed_precision and not (options.metric or options.labels):
+        raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
+    if Path(options.out).exists() and Path(options.model).exists() and Path(options.out).samefile(options.model):
+        raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
+    opened = _opened(options)
+    progress = sys.stderr.isatty() and not options.json
+    sim, method = opened.sim, options.method
+    calibrate(sim, opened.data, method=method, weight_method=options.weight_method, progress=progress)
+    for name in verbs:
+        _VERBS[name](sim, opened.data, progress=progress)
+    facts: dict[str, Any] = {"calibration": f"{method} on {_source(options, opened.files)}"}
+    facts |= {"verbs": ", ".join(verbs)} if verbs else {}
+    if options.mixed_precision:
+        facts |= _raise_precision(opened, options, progress)
+    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
+    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
+    coverage = sim.coverage()
+    facts["bytes"] = Path(options.out).stat().st_size
+    if options.providers and isinstance(sim, OnnxSim):
+        facts |= sim.placement().summary
+    show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
+    return 0 if facts.get("met", True) else 1
+
+
+def _opened(options: Namespace) -> _Opened:
+    """Open the float model, of either side, with its data."""
     config = config_of(options.config, options.override, options.skip).for_dialect(options.dialect)
     fixed = {name: _value(name, text) for name, text in options.input}
-    inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
-    if Path(options.out).exists() and Path(options.out).samefile(options.model):
-        raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
-    data, source = batches_of_options(options, inputs), ", ".join(options.data or ["random inputs"])
+    more: dict[str, Any] = {"inputs": fixed, "providers": options.providers}
+    if not names_function(options.model):
+        inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
+        files = _files(options, inputs)
+        return _Opened(quantize(options.model, next(iter(files), None), config, **more), files, files, list)
+    made = made_module(options.model)
+    files = _files(options, made.inputs)
+    data = TensorBatches(files, made)
+    example: Any = next(iter(data), None)
+    return _Opened(quantize(made.module, example, config, **more), data, files, arrays_of)
+
+
+def _files(options: Namespace, inputs: Any) -> FileBatches | list[Batch]:
     if not options.data:
         print(
             "qsdk: calibrated on random inputs: the file runs and has its final size and speed, its accuracy means "
             "nothing; give --data for ranges of real data",
             file=sys.stderr,
         )
-    sim = quantize(options.model, next(iter(data), None), config, inputs=fixed, providers=options.providers)
-    progress = sys.stderr.isatty() and not options.json
-    calibrate(sim, data, method=options.method, weight_method=options.weight_method, progress=progress)
-    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
-    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
-    coverage = sim.coverage()
-    facts = {"calibration": f"{options.method} on {source}", "bytes": Path(options.out).stat().st_size}
-    if options.providers:
-        facts |= sim.placement().summary
-    show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
-    return 0
+    return batches_of_options(options, inputs)
+
+
+def _source(options: Namespace, files: FileBatches | list[Batch]) -> str:
+    """Return what the data are, in words."""
+    reader = getattr(files, "preprocess", None)
+    made = f" ({options.preprocess or reader})" if reader is not None else ""
+    return ", ".join(options.data or ["random inputs"]) + made
+
+
+def _verbs(text: str) -> list[str]:
+    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in _VERBS]
+    if unknown:
+        raise ConfigError(f"--verbs: {unknown[0]!r} is none of {', '.join(_VERBS)}")
+    return names
+
+
+def _raise_precision(opened: _Opened, options: Namespace, progress: bool) -> dict[str, Any]:
+    """Raise sites until the metric is within the budget; return the facts of it."""
+    scorer = scorer_of_options(options, opened.files)
+    if scorer is None:
+        return {}
+
+    def metric(sim: Any) -> float:
+        return scorer.main(lambda batch: opened.arrays(sim.run(batch)), opened.data)
+
+    report = mixed_precision(opened.sim, opened.data, metric, max_drop=options.max_drop, progress=progress)
+    if not report.summary["met"]:
+        print(f"qsdk: no precision keeps the drop within {options.max_drop}; see --verbs and --config", file=sys.stderr)
+    chosen = [row for row in report.rows if row["chosen"]]
+    facts = {name: report.summary[name] for name in ("reference", "met", "evaluations", "raised")}
+    return {**facts, **{name: row[name] for row in chosen for name in ("metric", "drop")}}
 
 
 def _value(name: str, text: str) -> Any:
@@ -55,32 +156,3 @@ def _value(name: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise ConfigError(f"--input {name}={text}: give a number, true or false, or a list in brackets") from None
-
-
-def config_of(name: str, overrides: list[tuple[str, str]], skipped: list[str]) -> QuantConfig:
-    """Return a preset by name, or a config from a JSON file, with the rules of the command line after its own.
-
-    Raises:
-        ConfigError: an override that is not `KEY=DTYPE`, or an unknown dtype.
-        FileFormatError: the file cannot be read.
-    """
-    config = load_config(name)
-    for pattern, text in overrides:
-        choices = dict(part.partition("=")[::2] for part in text.split(","))
-        unknown = sorted(set(choices) - {"weight", "activation", "bias", "input", "output"})
-        if unknown:
-            raise ConfigError(
-                f"--override {pattern} {text}: {unknown[0]!r} is none of weight, activation, bias, input, output; "
-                "write for example weight=int8,activation=uint16"
-            )
-        config = config.override(
-            pattern,
-            weight=choices.get("weight"),
-            activation=choices.get("activation"),
-            bias=choices.get("bias"),
-            input=choices.get("input"),
-            output=choices.get("output"),
-        )
-    for pattern in skipped:
-        config = config.skip(pattern)
-    return config

@@ -8,7 +8,10 @@ from qsdk.commands.options.shared import add_command, shape
 def add_inspect(commands: Any) -> None:
     """Add `qsdk inspect`."""
     inspect = add_command(
-        commands, "inspect", "list the encodings of a quantized ONNX model", "qsdk inspect model.onnx"
+        commands,
+        "inspect",
+        "list the encodings that the nodes of a Q/DQ file hold, by site: what a runtime computes with",
+        "qsdk inspect model.onnx",
     )
     inspect.add_argument("model")
     inspect.set_defaults(run="qsdk.commands.files:run_inspect")
@@ -66,7 +69,12 @@ def add_encodings(commands: Any) -> None:
     encodings = commands.add_parser("encodings", help="show or convert files of encodings")
     verbs = encodings.add_subparsers(required=True, metavar="show|convert")
     of_model = "the float ONNX model that they belong to, for what a file does not say"
-    show = add_command(verbs, "show", "list the encodings of a file", "qsdk encodings show model.encodings.json")
+    show = add_command(
+        verbs,
+        "show",
+        "list a file of encodings before it is loaded or converted: kinds, granularity, what is frozen",
+        "qsdk encodings show model.encodings.json",
+    )
     show.add_argument("source", help="a file of encodings, or a Q/DQ ONNX model")
     show.add_argument("--model", help=of_model)
     show.set_defaults(run="qsdk.commands.encodings:run_show")

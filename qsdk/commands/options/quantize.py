@@ -1,8 +1,11 @@
 """The options of `qsdk quantize`."""
 
+import argparse
 from typing import Any
 
-from qsdk.commands.options.shared import DIALECTS, add_command, add_data, entry
+from qsdk.commands.options.scores import add_metric
+from qsdk.commands.options.shared import CONFIGS, DIALECTS, add_command, add_data, add_rules, entry
+from qsdk.core.ranges.estimators import METHODS
 
 
 def add_quantize(commands: Any) -> None:
@@ -10,22 +13,17 @@ def add_quantize(commands: Any) -> None:
     quantize = add_command(
         commands,
         "quantize",
-        "quantize a float ONNX model on calibration data",
+        "quantize a float ONNX model or PyTorch module on calibration data",
         "qsdk quantize float.onnx model.onnx --data images.npz --config w8a8 --override head weight=int8 --skip 'bn*'",
     )
-    quantize.add_argument("model", help="a float ONNX file")
+    quantize.add_argument(
+        "model",
+        help="a float ONNX file, or FILE.py:function, which returns a PyTorch module, or (module, example)",
+    )
     quantize.add_argument("out", help="the Q/DQ file to write; its encodings stand beside it")
     add_data(quantize)
-    quantize.add_argument("--config", default="w8a8", help="w8a8, w8a16, w4a8, w4a16 or a JSON file (default: w8a8)")
-    quantize.add_argument(
-        "--override",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("PATTERN", "KEY=DTYPE"),
-        help="another choice for the owners that match, such as 'layer1.*' weight=int4,activation=uint16",
-    )
-    quantize.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="owners that stay float")
+    quantize.add_argument("--config", default="w8a8", help=f"{CONFIGS} (default: w8a8)")
+    add_rules(quantize)
     quantize.add_argument(
         "--input",
         type=entry,
@@ -34,8 +32,16 @@ def add_quantize(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="an input that is always the same, such as sr=16000: the file that is written has it no longer",
     )
-    quantize.add_argument("--method", default="min_max", help="range estimator of activations (default: min_max)")
-    quantize.add_argument("--weight-method", help="range estimator of weights (default: min_max)")
+    quantize.add_argument(
+        "--method",
+        default="min_max",
+        metavar="NAME",
+        help=f"range estimator of activations: {', '.join(METHODS)} (default: min_max)",
+    )
+    quantize.add_argument(
+        "--weight-method", metavar="NAME", help="range estimator of weights, one of the same (default: min_max)"
+    )
+    _add_improvements(quantize)
     quantize.add_argument("--opset", type=int, default=21, help="13 to 25 (default: 21)")
     quantize.add_argument(
         "--providers",
@@ -50,3 +56,23 @@ def add_quantize(commands: Any) -> None:
         help="the runtime that is to read the file; what it cannot have is changed in the config before calibration",
     )
     quantize.set_defaults(run="qsdk.commands.quantize:run")
+
+
+def _add_improvements(quantize: argparse.ArgumentParser) -> None:
+    """Add the options of what is done after calibration."""
+    quantize.add_argument(
+        "--verbs",
+        default="",
+        metavar="VERB,VERB",
+        help="what to do after calibration, in this order: equalize, smooth_quant, awq, reestimate_batch_norm, "
+        "correct_bias, seq_mse, adaround, gptq; of a PyTorch module also tune_blocks, tune_ranges",
+    )
+    quantize.add_argument(
+        "--mixed-precision",
+        action="store_true",
+        help="raise the sites that need it until the metric on --data is within --max-drop (exit 1 if none is)",
+    )
+    quantize.add_argument(
+        "--max-drop", type=float, default=0.01, metavar="X", help="of the metric, from the float model (default: 0.01)"
+    )
+    add_metric(quantize)

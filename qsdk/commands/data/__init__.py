@@ -1,0 +1,1 @@
+"""What the command line reads besides arrays: pictures, labels, and functions of the user."""

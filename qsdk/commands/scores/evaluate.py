@@ -1,0 +1,55 @@
+"""`qsdk evaluate`: how good a file is, float, with Q/DQ or integer-only, in ONNX Runtime."""
+
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+import onnxruntime as ort
+
+from onnx_backend.proto.inputs import inputs_of
+from onnx_backend.proto.model_io import load
+from onnx_backend.runtime.compare_runs import unloadable_message
+from onnx_backend.runtime.feeds import as_feeds, run_session
+from onnx_backend.runtime.session_input import session_of
+from qsdk.commands.batches import batches_of_options
+from qsdk.commands.printing import show
+from qsdk.commands.scores.metric import scorer_of_options
+from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
+from qsdk.core.report import Report
+
+
+def run(options: Namespace) -> int:
+    """Print the scores of a file, and of another beside it.
+
+    Raises:
+        ConfigError: neither labels nor a metric are given.
+    """
+    scorer = scorer_of_options(options, batches_of_options(options, inputs_of(load(options.model))))
+    if scorer is None:
+        raise ConfigError("nothing to score by: give --labels FILE, or --metric FILE.py:function")
+    rows: list[dict[str, Any]] = []
+    for path in filter(None, (options.model, options.against)):
+        rows.append({"model": path, **scorer.scores(partial(_run, _session(path)))})
+    name = next(iter(scorer.functions))
+    summary = {"metric": name, name: rows[0][name]}
+    if options.against:
+        summary |= {"against": rows[1][name], "drop": rows[1][name] - rows[0][name]}
+    show(Report("Scores", rows, summary), as_json=options.json)
+    return 0
+
+
+def _session(path: str) -> ort.InferenceSession:
+    """Open a session with the runtime's own settings, as an application would."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        return session_of(load(path), options)
+    except QsdkError:
+        raise
+    except Exception as error:  # the runtime's own exception types are private
+        raise FileFormatError(unloadable_message(path, error)) from error
+
+
+def _run(session: ort.InferenceSession, batch: Any) -> list[npt.NDArray[Any]]:
+    return run_session(session, as_feeds(batch, session.get_inputs(), "the batch"), "the batch")
