@@ -23,6 +23,7 @@ class Writing:
         clipped: activation types whose values are clipped to the grid in front of the QuantizeLinear, because the
             runtime removes the pair, and with it the bounds.
         fixed_sizes: the runtime compiles for one size of every input.
+        written_out: operators that the runtime computes wrong, written by their definition in the standard.
         quantized_numbers: a number beside a quantized activation is written as one code and a scale.
     """
 
@@ -30,6 +31,7 @@ class Writing:
     for_onnxruntime: bool = False
     clipped: frozenset[str] = frozenset()
     fixed_sizes: bool = False
+    written_out: frozenset[str] = frozenset()
     quantized_numbers: bool = False
 
 
@@ -37,7 +39,7 @@ WRITING: Mapping[str, Writing] = MappingProxyType(
     {
         "onnxruntime": Writing(for_onnxruntime=True),
         "onnx": Writing(),
-        "openvino": Writing(clipped=frozenset({"uint16", "int16"})),
+        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=frozenset({"GroupNormalization"})),
         "qnn": Writing(explicit=True, fixed_sizes=True, quantized_numbers=True),
         "tensorrt": Writing(explicit=True),
     }

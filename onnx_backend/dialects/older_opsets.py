@@ -5,7 +5,7 @@ to opset 15. Below, `Shape` has no part, `CastLike` is the Cast that it is, and 
 says 0: a size that is computed is 0 in an empty tensor alone, in which there is nothing to get wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import onnx
 import onnx.inliner
@@ -142,7 +142,8 @@ def at_older_opset(model: ModelProto, opset: int) -> ModelProto:
 
 def _converted(model: ModelProto, opset: int) -> ModelProto:
     """Return a copy at an opset; raise what onnx raises where that cannot be."""
-    light = _written_out(skeleton(model), opset)
+    light = skeleton(model)
+    light = _inlined(light, {node.op_type for node in light.graph.node if _came_after(node, opset)})
     if not _has("CastLike", opset):
         _write_casts(light)
     for node in light.graph.node:
@@ -168,21 +169,31 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     return result
 
 
-def _written_out(light: ModelProto, opset: int) -> ModelProto:
-    """Return a skeleton with operators that came after an opset replaced by the standard's own definition."""
+def written_out(model: ModelProto, op_types: Set[str]) -> ModelProto:
+    """Return a model with composed operators replaced by the standard's own definition.
+
+    Args:
+        model: it is returned as it is where it has none of the operators, and changed else.
+        op_types: of those operators.
+    """
+    found = {node.op_type for node in model.graph.node} & op_types
+    return refill(_inlined(skeleton(model), found), model) if found else model
+
+
+def _inlined(light: ModelProto, op_types: Set[str]) -> ModelProto:
+    """Return a skeleton with operators replaced by the standard's own definition."""
     current = opset_of(light)
-    later = {node.op_type for node in light.graph.node if _came_after(node, opset)}
-    if not later:
+    if not op_types:
         return light
     for node in light.graph.node:
-        if node.op_type in later:  # the inliner knows no defaults
+        if node.op_type in op_types:  # the inliner knows no defaults
             given = {attribute.name for attribute in node.attribute}
             known = defs.get_schema(node.op_type, current).attributes.items()
             node.attribute.extend(a.default_value for k, a in known if k not in given and a.default_value.name)
     typed = shape_inference.infer_shapes(light, data_prop=True)
     stored = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in typed.graph.initializer]
     typed.graph.value_info.extend(stored)  # the inliner does not know the types of stored tensors either
-    names = [("", op_type) for op_type in sorted(later)]
+    names = [("", op_type) for op_type in sorted(op_types)]
     plain = onnx.inliner.inline_selected_functions(typed, names, inline_schema_functions=True)
     del plain.graph.value_info[:]
     return plain

@@ -46,11 +46,13 @@ class RuntimeTable:
         title: the runtime, and the version that was measured.
         refused: dtype of an activation -> readers (as `Readers.label` names them) that do not run on it.
         off: dtype of an activation -> readers that are more than one step off.
+        wrong: ops that are wrong in floats too, wherever they stand.
     """
 
     title: str
     refused: Mapping[str, frozenset[str]]
     off: Mapping[str, Mapping[str, Fault]]
+    wrong: frozenset[str] = frozenset()
 
     def fault(self, dtype: str, label: str) -> Fault | None:
         """Return what is wrong with a reader of an activation of a probed dtype, or None."""
@@ -71,10 +73,21 @@ def _off(steps: float, where: Where, labels: frozenset[str]) -> dict[str, Fault]
 
 
 _LAYERS = "Conv ConvTranspose Gemm MatMul"
-_NOT_ON_HTP = _labels(_LAYERS, "float8e4m3fn, int16, uint8, int8 blocks, uint8 blocks, int4 blocks") | {"Erf", "Where"}
+_NOT_ON_HTP = _labels(_LAYERS, "float8e4m3fn, int16, uint8, int8 blocks, uint8 blocks, int4 blocks") | _labels(
+    "Erf InstanceNormalization Where"
+)
 #: of rank 4; those of rank 3, such as a token embedding, run
 _GATHER = _labels("Gather Gather>")
 _FLOAT_WEIGHTS = "float16, float32"
+_GROUPS = _labels("GroupNormalization")
+#: op types that the tables were measured on; of others nothing is known
+PROBED = _labels(
+    f"{_LAYERS} Abs Add AveragePool Cast Clip Concat DepthToSpace Div Elu Erf Exp Expand Flatten Gather Gelu "
+    "GlobalAveragePool GlobalMaxPool GroupNormalization HardSigmoid HardSwish Identity InstanceNormalization "
+    "LayerNormalization LeakyRelu LogSoftmax LpNormalization Max MaxPool Mean Min Mul Neg Pad Pow QuantizeLinear "
+    "ReduceMax ReduceMean ReduceSum Relu Reshape Resize Sigmoid Slice Softmax Softplus Split Squeeze Sub Tanh Tile "
+    "Transpose Unsqueeze Where"
+)
 
 OPENVINO = RuntimeTable(
     "OpenVINO 2026.4 (CPU)",
@@ -84,21 +97,24 @@ OPENVINO = RuntimeTable(
         **dict.fromkeys(("uint16", "int16", "uint4"), frozenset[str]()),
     },
     {
-        "uint8": {},
+        "uint8": _off(236, "anywhere", _GROUPS),
         # products of two int8 activations overflow; a ConvTranspose of them saturates
-        "int8": _off(255, "anywhere", _labels("MatMul")) | _off(11, "anywhere", _labels("ConvTranspose", "int8")),
+        "int8": _off(255, "anywhere", _labels("MatMul"))
+        | _off(11, "anywhere", _labels("ConvTranspose", "int8"))
+        | _off(88, "anywhere", _GROUPS),
         # computed in float32: the rounding to float16 in between is dropped
-        "uint16": _off(28, "anywhere", _labels("Cast")),
-        "int16": _off(14, "anywhere", _labels("Cast")),
-        "uint4": _off(5, "input", _labels("Gemm MatMul", "int8, uint8")),
+        "uint16": _off(28, "anywhere", _labels("Cast")) | _off(61931, "anywhere", _GROUPS),
+        "int16": _off(14, "anywhere", _labels("Cast")) | _off(26616, "anywhere", _GROUPS),
+        "uint4": _off(5, "input", _labels("Gemm MatMul", "int8, uint8")) | _off(14, "anywhere", _GROUPS),
     },
+    _GROUPS,
 )
 
 QNN = RuntimeTable(
     "QNN HTP 2.7 (emulated)",
     {
         "uint8": _NOT_ON_HTP | _GATHER,
-        "int8": _NOT_ON_HTP | _GATHER | _labels(_LAYERS, "int4") | _labels("HardSigmoid LeakyRelu Neg"),
+        "int8": _NOT_ON_HTP | _GATHER | _labels(_LAYERS, "int4") | _labels("HardSigmoid LeakyRelu LogSoftmax Neg"),
         "uint16": _NOT_ON_HTP | _GATHER,
     },
     {
@@ -108,11 +124,13 @@ QNN = RuntimeTable(
             **_off(2, "anywhere", _labels("Gemm", _FLOAT_WEIGHTS)),
             **_off(6, "input", _labels("MatMul")),
             **_off(10, "output", _labels("Softmax")),
+            **_off(236, "anywhere", _GROUPS),
         },
         "int8": {
             **_off(4, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
             **_off(130, "input", _labels("Pad")),  # it pads with the code 0
             **_off(129, "anywhere", _labels("Softmax")),
+            **_off(88, "anywhere", _GROUPS),
         },
         "uint16": {
             **_off(1800, "anywhere", _labels("Conv ConvTranspose", _FLOAT_WEIGHTS)),
@@ -123,6 +141,9 @@ QNN = RuntimeTable(
             **_off(16, "anywhere", _labels("Gelu")),
             **_off(3, "anywhere", _labels("AveragePool Elu Exp HardSwish LeakyRelu")),
             **_off(1272, "input", _labels("Tanh Transpose>")),
+            **_off(12, "anywhere", _labels("LayerNormalization")),
+            **_off(65535, "input", _labels("LpNormalization")),
+            **_off(61931, "anywhere", _GROUPS),
         },
     },
 )

@@ -8,7 +8,7 @@ import onnx.inliner
 from onnx import ModelProto, NodeProto, helper
 
 from onnx_backend.dialects.dialect import Dialect, form_of, writing_of
-from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable
+from onnx_backend.dialects.older_opsets import at_older_opset, require_sayable, written_out
 from onnx_backend.proto.graph_queries import unique
 from onnx_backend.proto.lazy_tensors import LoweredModel, as_given, as_stored_in, narrow, with_large, without_large
 from onnx_backend.proto.nodes import attributes, is_mark, lift_constants, set_metadata
@@ -105,6 +105,7 @@ def lower(
         insert_kernel_casts(model)
     if writing_of(dialect).quantized_numbers:
         quantize_scalars(model)
+    model = written_out(model, writing_of(dialect).written_out)
     if opset < OPSET:
         model = at_older_opset(model, opset)
     return LoweredModel(model, large, lowering.rows)

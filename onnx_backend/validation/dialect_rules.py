@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from onnx import ModelProto, NodeProto
 
 from onnx_backend.dialects.dialect import writing_of
-from onnx_backend.dialects.other_runtimes import REFUSED, TABLES, RuntimeTable
+from onnx_backend.dialects.other_runtimes import PROBED, REFUSED, TABLES, RuntimeTable
 from onnx_backend.dialects.readers import Readers
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.inputs import open_inputs
@@ -15,6 +15,7 @@ from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
 from qsdk.core.numerics.dtypes import DTYPES
 
+_OF_SIZES = frozenset({"Shape", "Size"})  # which read no values
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
 
 
@@ -38,6 +39,11 @@ def dialect_findings(model: ModelProto, dialect: str) -> Iterator[Finding]:
             yield warning(node_label(node), "dialect", problem, "calibrate in place of dynamic_activations=True")
         if dialect == "tensorrt":
             yield from tensorrt_rules.placement_findings(node, known)
+        if dialect in TABLES and node.op_type in TABLES[dialect].wrong:
+            problem = f"{TABLES[dialect].title} computes {node.op_type} wrong, in floats too (measured)"
+            yield error(
+                node_label(node), "dialect", problem, f'export with dialect="{dialect}", which writes it by other ops'
+            )
         if not is_quantizer(node):
             continue
         if writing.explicit:
@@ -79,9 +85,17 @@ def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -
         return
     for reader in known.readers.get(dequantize.output[0], []):
         label = known.label(reader, dequantize.output[0])
+        if reader.op_type not in PROBED and reader.op_type not in _OF_SIZES | table.wrong:
+            problem = f"not probed on this runtime: {reader.op_type} behind {dtype}"
+            yield warning(node_label(reader), "not_probed", problem, "compare it with check_parity(runtime=...)")
+            continue
         fault = table.fault(dtype, label)
         shifted = _is_shifted(dequantize, known), any(_is_shifted(node, known) for node in _quantizers(reader, known))
-        if fault is None or not fault.applies(input_shifted=shifted[0], output_shifted=shifted[1]):
+        if (
+            fault is None
+            or reader.op_type in table.wrong
+            or not fault.applies(input_shifted=shifted[0], output_shifted=shifted[1])
+        ):
             continue
         what = f"{label.removesuffix('>').replace('/', ' with a weight of ')} behind {dtype}"
         if fault.steps == REFUSED:

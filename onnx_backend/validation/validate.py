@@ -56,8 +56,8 @@ def require_readable(model: ModelProto, dialect: str) -> dict[str, list[str]]:
     """Refuse a model that the runtime of a dialect would refuse or misread.
 
     Returns:
-        What it computes a few steps off, in words, under `computed_otherwise`, and what it computes right but slowly,
-        under `placement`.
+        What it computes a few steps off, in words, under `computed_otherwise`; what it computes right but slowly, under
+        `placement`; and what its table does not know, under `not_probed`.
 
     Raises:
         ExportError: names each node with its remedy.
@@ -69,10 +69,9 @@ def require_readable(model: ModelProto, dialect: str) -> dict[str, list[str]]:
         raise ExportError(
             f"the dialect {dialect} cannot have this model as it is:\n" + "\n".join(wrong[:_SHOWN]) + more
         )
-    facts: dict[str, list[str]] = {"computed_otherwise": [], "placement": []}
+    facts: dict[str, list[str]] = {"computed_otherwise": [], "placement": [], "not_probed": []}
     for item in found:
-        fact = "placement" if item.rule == "placement" else "computed_otherwise"
-        facts[fact].append(f"{item.node}: {item.problem}")
+        facts[item.rule if item.rule in facts else "computed_otherwise"].append(f"{item.node}: {item.problem}")
     return facts
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, numpy_helper
-from runtime_probes import FLOATS, INTS, LABELS, ZERO_POINTS, Probe
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from runtime_probes import FLOATS, IMAGE, INTS, LABELS, ZERO_POINTS, Probe
 
 from onnx_backend.dialects.dialect import writing_of
 from onnx_backend.dialects.other_runtimes import REFUSED, Fault, Where
@@ -25,6 +25,26 @@ SHIFTS = (
     ((True, False), False),
     ((False, True), False),
 )
+#: ops with a gain of int8 and a float bias, which are written so in every dialect -> size of both, and attributes
+NORMS = {
+    "LayerNormalization": (6, {"axis": -1}),
+    "InstanceNormalization": (4, {}),
+    "GroupNormalization": (4, {"num_groups": 2}),
+}
+#: ops that ONNX Runtime's table does not list -> a second operand, if there is one
+MORE = {"LogSoftmax": [], "LpNormalization": [], "Pow": ["six"], "Div": ["six"]}
+ALL_LABELS = (*LABELS, *NORMS, *MORE)
+
+
+def normed(op: str) -> tuple[list[NodeProto], list[TensorProto]]:
+    """A norm from "d" to "t", and its stored tensors."""
+    size, attributes = NORMS[op]
+    rng = np.random.default_rng(1)
+    stored = [numpy_helper.from_array(rng.integers(60, 128, size).astype(np.int8), "gain_q")]
+    stored.append(numpy_helper.from_array(np.float32(0.012), "gain_scale"))
+    stored.append(numpy_helper.from_array(rng.normal(0, 0.2, size).astype(np.float32), "bias"))
+    gain = helper.make_node("DequantizeLinear", ["gain_q", "gain_scale"], ["gain"])
+    return [gain, helper.make_node(op, ["d", "gain", "bias"], ["t"], **attributes)], stored
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Written:
         return ZERO_POINTS.get(self.dtype, 0) if self.shifted[last] else 0
 
     def model(self) -> ModelProto:
-        nodes, shape, stored = self.probe._inside()
+        nodes, shape, stored = self._inside()
         stored = [*stored, *(numpy_helper.from_array(np.float32(value), name) for name, value in FLOATS.items())]
         stored += [numpy_helper.from_array(np.int64(value), name) for name, value in INTS.items()]
         if writing_of(self.runtime).explicit:
@@ -61,6 +81,14 @@ class Written:
         kept = [tensor for tensor in stored if tensor.name in read]
         graph = helper.make_graph(nodes, "probe", values[:1], values[1:], kept)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+    def _inside(self) -> tuple[list[NodeProto], tuple[int, ...], list[TensorProto]]:
+        if self.label in MORE:
+            return [helper.make_node(self.label, ["d", *MORE[self.label]], ["t"])], IMAGE, []
+        if self.label in NORMS:
+            nodes, stored = normed(self.label)
+            return nodes, IMAGE, stored
+        return self.probe._inside()
 
     def values(self, model: ModelProto) -> np.ndarray:
         """Values in the grid, its ends among them."""
@@ -108,7 +136,7 @@ class Written:
         return float(np.round(np.abs(np.asarray(got, np.float64) - wanted).max() / self._scale(True)))
 
 
-def measured(runtime: str, dtype: str, labels=LABELS) -> dict[str, Fault]:
+def measured(runtime: str, dtype: str, labels=ALL_LABELS) -> dict[str, Fault]:
     """Label -> what is wrong with it, for those that are refused or more than a step off."""
     found = {}
     for label in labels:

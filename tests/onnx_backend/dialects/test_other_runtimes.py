@@ -1,13 +1,24 @@
 """The tables of other runtimes are derived again on the installed versions."""
 
+import numpy as np
+import onnx
 import pytest
-from other_runtime_probes import measured
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from other_runtime_probes import ALL_LABELS, MORE, NORMS, measured
+from torch import nn
 
-from onnx_backend.dialects.other_runtimes import OPENVINO, QNN, REFUSED, Fault, RuntimeTable
+import qsdk
+from onnx_backend.dialects.dialect import writing_of
+from onnx_backend.dialects.older_opsets import written_out
+from onnx_backend.dialects.other_runtimes import OPENVINO, PROBED, QNN, REFUSED, Fault, RuntimeTable
 from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.other_runtimes.choose import open_in
+from onnx_backend.parity.teacher import RunOn
+from onnx_backend.validation.validate import validate
 
 #: measured on every run of the tests; all others with the slow ones
-FEW = ("Add", "Conv/int8", "Conv/int4", "Gather", "MatMul", "Pad", "Softmax", "Cast")
+FEW = (*NORMS, *MORE, "Add", "Conv/int8", "Conv/int4", "Gather", "MatMul", "Pad", "Softmax", "Cast")
 TABLES = {"openvino": (OPENVINO, "openvino"), "qnn": (QNN, "onnxruntime_qnn")}
 CASES = [(runtime, dtype) for runtime, (table, _) in TABLES.items() for dtype in table.refused]
 #: int8 kernels of processors that cannot add up 8-bit products are off wherever a sum grows
@@ -41,3 +52,63 @@ def test_some_ops_are_what_the_installed_runtime_makes_of_them(runtime, dtype):
 @pytest.mark.parametrize(("runtime", "dtype"), CASES)
 def test_the_table_is_what_the_installed_runtime_does(runtime, dtype):
     require_same(table_of(runtime), dtype, measured(runtime, dtype))
+
+
+def test_the_ops_that_are_known_are_those_that_were_measured():
+    assert {label.partition("/")[0].removesuffix(">").split()[0] for label in ALL_LABELS} == PROBED
+
+
+def grouped() -> ModelProto:
+    """A GroupNormalization in floats."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4, 6, 6]) for name in ("x", "y")]
+    stored = [numpy_helper.from_array(np.float32(v), n) for n, v in (("g", [1, 0.5, 2, 0.7]), ("b", [0.1, -1, 0.3, 0]))]
+    nodes = [helper.make_node("GroupNormalization", ["x", "g", "b"], ["y"], "norm", num_groups=2)]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_openvino_computes_a_group_norm_wrong_in_floats_too_and_right_by_its_definition():
+    assert table_of("openvino").wrong == writing_of("openvino").written_out == {"GroupNormalization"}
+    x = np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32)
+    (wanted,) = RunOn().open(grouped()).run({"x": x})
+    (got,) = open_in("openvino", grouped()).run({"x": x})
+    assert np.abs(got - wanted).max() > 0.4
+    plain = written_out(grouped(), {"GroupNormalization"})
+    assert "GroupNormalization" not in {node.op_type for node in plain.graph.node}
+    np.testing.assert_allclose(open_in("openvino", plain).run({"x": x})[0], wanted, atol=1e-5)
+    (row,) = validate(grouped(), dialect="openvino").rows
+    assert (row["node"], row["severity"]) == ("norm", "error")
+    assert "computes GroupNormalization wrong, in floats too" in row["problem"]
+
+
+def test_a_group_norm_is_written_out_for_openvino(tmp_path):
+    table_of("openvino")
+    torch.manual_seed(0)
+    # weights of 7 bits cannot overflow the 16-bit sums of processors without VNNI
+    config = qsdk.w8a8().for_dialect("openvino").override("*", weight="int7")
+    x = torch.randn(2, 3, 8, 8)
+    sim = qsdk.quantize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)).eval(), x, config)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx", dialect="openvino")
+    assert validate(onnx.load(tmp_path / "m.onnx"), dialect="openvino").summary == {"errors": 0, "warnings": 0}
+    for runtime in ("openvino", None):
+        options = {} if runtime is None else {"runtime": runtime}
+        assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False, **options).summary["passed"]
+
+
+@pytest.mark.parametrize("runtime", TABLES)
+def test_an_op_that_no_probe_covers_is_named(tmp_path, runtime):
+    x = torch.randn(2, 3, 6)
+
+    class Rounded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.round(x + x) * x
+
+    sim = qsdk.quantize(Rounded(), x, qsdk.w8a8().for_dialect(runtime))
+    qsdk.calibrate(sim, [x], progress=False)
+    summary = qsdk.export(sim, tmp_path / "m.onnx", dialect=runtime).summary
+    (named,) = summary["not_probed"]
+    assert "not probed on this runtime: Round behind uint8" in named
+    assert "computed_otherwise" not in summary
+    rows = validate(onnx.load(tmp_path / "m.onnx"), dialect=runtime).rows
+    assert [(row["rule"], row["severity"]) for row in rows] == [("not_probed", "warning")]
