@@ -7,12 +7,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.fixed_shapes import with_sizes_of
 from onnx_backend.proto.graph_queries import declared_sizes, input_names, nodes_reaching
 from onnx_backend.proto.nodes import replace_nodes
+from onnx_backend.runtime.bfloat16_edges import cast_bfloat16_edges
 from qsdk.core.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
@@ -50,7 +51,7 @@ class SizedModel:
     """
 
     def __init__(self, model: ModelProto) -> None:
-        self.model, self.inputs = model, input_names(model.graph)
+        self.model, self.inputs = _with_float32_edges(model), input_names(model.graph)
         self.declared = {value.name: declared_sizes(value.type) for value in model.graph.input}
         self.sizes: dict[str, tuple[int, ...]] | None = None
 
@@ -80,6 +81,17 @@ class SizedModel:
         fixed = with_decided_sizes(with_sizes_of(self.model, values))
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         return fixed
+
+
+def _with_float32_edges(model: ModelProto) -> ModelProto:
+    """Return the model, or a copy whose inputs and outputs in bfloat16 are float32: NumPy has no such type."""
+    edges = (*model.graph.input, *model.graph.output)
+    if all(value.type.tensor_type.elem_type != TensorProto.BFLOAT16 for value in edges):
+        return model
+    found = ModelProto()
+    found.CopyFrom(model)
+    cast_bfloat16_edges(found)
+    return found
 
 
 #: opens a model in a runtime

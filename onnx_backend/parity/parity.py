@@ -11,7 +11,7 @@ from onnx_backend.parity.cuts import Cut, find_cuts
 from onnx_backend.parity.expected_model import ExpectedModel, compare_written
 from onnx_backend.parity.float_outputs import Verdict, free_outputs, verdict
 from onnx_backend.parity.stored_tensors import compare_encodings, compare_stored
-from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, in_units, lsb
+from onnx_backend.parity.tally import FLOATS, Noise, Tally, float_lsb, in_units, last_place, lsb
 from onnx_backend.parity.teacher import RunOn, Teacher, raw_inputs
 from onnx_backend.passes.decided_sizes import constant_sites
 from onnx_backend.proto.graph_queries import producers
@@ -263,5 +263,9 @@ def _compare_values(cut: Cut, got: Array, captured: Array, encodings: Mapping[st
         known = encodings[cut.site]
         step = affine.align(known.scale, captured.shape, known.axis, known.block_size)
         steps = np.abs(got.astype(np.float64) - captured.astype(np.float64)) / step
+        if cut.tensor_type in FLOATS:  # either side rounds what it dequantizes to that type
+            whole = np.rint(steps)
+            with np.errstate(invalid="ignore"):
+                steps = np.where(np.abs(steps - whole) * step <= last_place(captured, cut.tensor_type), whole, steps)
         exact = np.round(np.where(np.isnan(steps), np.inf, steps), _DIGITS)
         tally.add(in_units(exact, captured, known, cut.tensor_type))

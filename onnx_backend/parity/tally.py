@@ -94,9 +94,14 @@ def in_units(steps: Array, values: Array, encoding: Encoding, tensor_type: str) 
     if tensor_type not in FLOATS or not steps.any():
         return steps
     step = affine.align(encoding.scale, values.shape, encoding.axis, encoding.block_size)
-    exponent = np.frexp(np.abs(values) + steps * step)[1] - 1
-    unit = np.ldexp(1.0, exponent - _MANTISSA[tensor_type])
+    unit = last_place(np.abs(values) + steps * step, tensor_type)
     return np.asarray(steps / np.maximum(np.ceil(unit / step), 1))
+
+
+def last_place(values: Array, float_type: str) -> Array:
+    """Return the unit in the last place of values in a float type."""
+    exponent = np.frexp(np.abs(values.astype(np.float64)))[1] - 1
+    return np.asarray(np.ldexp(1.0, exponent - _MANTISSA[float_type]))
 
 
 class Noise:

@@ -28,6 +28,7 @@ from qsdk.core.numerics.spec import Kind
 from qsdk.core.planning.plan import Decision, Plan
 
 _OPSET_OF_CONTAINER = {"int2": 25, "uint2": 25, "float4e2m1": 23}
+_BFLOAT16 = 22  # the opset from which Conv, pooling and their kin take bfloat16
 _PRECISION = 23  # the opset from which a QuantizeLinear says in which type it divides
 Array = npt.NDArray[Any]
 
@@ -85,6 +86,9 @@ def lower(
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     lift_constants(model)
+    in_bfloat16 = any(decision.tensor_type == "bfloat16" for decision in plan.decisions.values())
+    if dialect == "onnx" and in_bfloat16:
+        opset = max(opset, _BFLOAT16)
     containers = {encoding.dtype.container for encoding in encodings.values()}
     model = at_opset(model, max(opset, *(_OPSET_OF_CONTAINER.get(container, OPSET) for container in (*containers, ""))))
     note_islands(model, plan)
@@ -102,6 +106,7 @@ def lower(
     round_entries(lowering)
     if writing_of(dialect).for_onnxruntime:
         insert_barriers(model, large)
+    if writing_of(dialect).for_onnxruntime or (dialect != "onnx" and in_bfloat16):
         insert_kernel_casts(model)
     if writing_of(dialect).quantized_numbers:
         quantize_scalars(model)
