@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.analysis.compare import compare
     from qsdk.verbs.analysis.precision import advise, mixed_precision
     from qsdk.verbs.analysis.profile import profile
+    from qsdk.verbs.analysis.report import report
     from qsdk.verbs.analysis.sensitivity import sensitivity
     from qsdk.verbs.apply import apply_encodings
     from qsdk.verbs.batch_norm import reestimate_batch_norm
@@ -100,6 +101,7 @@ _VERBS = {
     "mixed_precision": "analysis.precision",
     "advise": "analysis.precision",
     "profile": "analysis.profile",
+    "report": "analysis.report",
     "sensitivity": "analysis.sensitivity",
     "autoquant": "analysis.autoquant",
     "compare": "analysis.compare",
@@ -128,6 +130,7 @@ __all__ = [
     "mixed_precision",
     "advise",
     "profile",
+    "report",
     "sensitivity",
     "autoquant",
     "observe_ranges",

@@ -366,15 +366,15 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.seen: list[str] = []
-        self.bars = 0
+        self.pictures = 0
         self.addresses: list[str] = []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "line", "rect", "!doctype"):
+        if tag not in ("meta", "input", "!doctype"):
             self.open.append(tag)
-        self.bars += tag == "svg"
+        self.pictures += tag == "svg"
         self.addresses += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_startendtag(self, tag, attrs):
@@ -388,15 +388,19 @@ class Page(HTMLParser):
 
 
 def test_the_page_of_a_report_stands_alone(at: Path, capsys):
-    found = document(capsys, "report", "model.onnx", "--out", at / "model.html")
+    found = document(capsys, "report", "model.onnx")
+    layers = document(capsys, "report", "model.onnx", "--out", at / "model.html")
     page = Page((at / "model.html").read_text(encoding="utf-8"))
     assert page.open == []
-    assert page.addresses == []
+    assert all(address.startswith("#") for address in page.addresses)
+    assert {row["layer"] for row in layers["rows"]} <= set(page.seen)
+    assert layers["summary"]["path"] == str(at / "model.html")
     encodings = qsdk.quantize("model.onnx", None, None).encodings
     assert {row["site"] for row in found["rows"] if row["largest_scale"] is not None} == set(encodings)
     drawn = {site for site, encoding in encodings.items() if encoding.dtype.name != "int32"}
     assert {row["site"] for row in found["rows"] if row["low"] is not None} == drawn
-    assert page.bars == len(drawn)
+    weights = [site for site in drawn if site.endswith(":weight")]
+    assert page.pictures == 1 + sum(1 + (encodings[site].scale.size > 1) for site in weights)
     assert set(encodings) <= set(page.seen)
     rows = {row["site"]: row for row in found["rows"]}
     assert rows["deconv:bias"]["reason"] == "float in the file"
@@ -422,7 +426,9 @@ def test_a_page_escapes_names(at: Path, capsys):
     onnx.save(model, at / "named.onnx")
     assert said(capsys, "quantize", at / "named.onnx", at / "q.onnx", "--data", "vectors.npy")[0] == 0
     assert said(capsys, "report", at / "q.onnx", "--out", at / "page.html")[0] == 0
-    assert "<script>" not in (at / "page.html").read_text(encoding="utf-8")
+    page = (at / "page.html").read_text(encoding="utf-8")
+    assert page.count("<script>") == 1  # its own
+    assert "&lt;script&gt;mm1&lt;/script&gt;" in page
     code, out, _ = said(capsys, "report", at / "q.onnx")
     assert code == 0
     assert "<script>mm1</script>:weight" in out

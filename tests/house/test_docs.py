@@ -61,6 +61,12 @@ def test_the_guide_to_comparisons_runs(names: dict):
     assert "NHWC on side b" in {row["layout"] for row in names["dumped"].rows}
 
 
+def test_the_guide_to_the_page_runs(names: dict):
+    exec(compile(block_of("report.md"), "report.md", "exec"), names)
+    assert names["worst"]["share"] > 0.1
+    assert Path("both.html").stat().st_size > 100_000
+
+
 def test_the_guide_to_post_training_quantization_runs(names: dict):
     exec(compile(block_of("ptq.md"), "ptq.md", "exec"), names)
     solved = [row for row in names["report"].rows if not row["note"]]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qsdk.commands.options.shared import add_command
+from qsdk.commands.options.shared import add_command, add_data
 
 
 def add_report(commands: Any) -> None:
@@ -11,8 +11,13 @@ def add_report(commands: Any) -> None:
         commands,
         "report",
         "show what is quantized in a Q/DQ model, its sizes and ranges, as text or as one HTML page",
-        "qsdk report model.onnx --out model.html",
+        "qsdk report model.onnx --out model.html --data images.npz --float float.onnx",
     )
     report.add_argument("model")
     report.add_argument("--out", metavar="FILE.html", help="write a page that needs nothing else")
+    page = report.add_argument_group("what is on the page")
+    add_data(page, required=False)
+    page.add_argument("--float", metavar="FILE", help="the float model, to compare the outputs and weights with")
+    page.add_argument("--against", metavar="FILE", help="another Q/DQ file, shown beside this one")
+    page.add_argument("--profile", action="store_true", help="measure the milliseconds of each layer in ONNX Runtime")
     report.set_defaults(run="qsdk.commands.report:run")

@@ -69,7 +69,7 @@ def profile(
         >>> sorted({row["layer"] for row in report.rows})
         ['input', 'self']
     """
-    file = _model_of(model, runtime)
+    file = model_to_run(model, runtime)
     feeds = _first_feeds(file, data) if data is not None else profiling.random_feeds_for(file, shapes or {})
     times = []
     for timed in tqdm([file, *([] if against is None else [model_io.load(against)])], "profile", disable=not progress):
@@ -97,8 +97,16 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{kind}_share": sum(row["share"] for row in rows if row["precision"] == kind) for kind in kinds}
 
 
-def _model_of(source: OnnxSource | Sim, runtime: str) -> ModelProto:
-    """Return the model to run; that of a sim as it would be exported for the runtime."""
+def model_to_run(source: OnnxSource | Sim, runtime: str) -> ModelProto:
+    """Return the model that an application runs: the file, or what is exported of a sim.
+
+    Args:
+        source: a path, an onnx model or a calibrated sim.
+        runtime: that it is exported for.
+
+    Raises:
+        CalibrationError: the sim is not calibrated.
+    """
     if isinstance(source, str | os.PathLike | ModelProto):
         return model_io.load(source)
     profiling.require_runtime(runtime)

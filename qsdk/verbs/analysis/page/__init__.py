@@ -1,0 +1,1 @@
+"""The page of `qsdk.report`: what is on it, its pictures, and the HTML."""

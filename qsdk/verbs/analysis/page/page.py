@@ -1,0 +1,165 @@
+"""The page as a whole: one HTML document that loads nothing else."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
+from qsdk.verbs.analysis.page.layers import layer_list, strip
+from qsdk.verbs.analysis.page.plots import Artist
+from qsdk.verbs.analysis.page.words import GROUPS, group_of, key, percent, size, table
+
+_SHOWN = 12  # tensors that are listed behind a reason
+# The policy lets the browser load nothing at all, so that the page cannot but work offline.
+_PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" \
+content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>$title</title><style>
+$style</style></head>
+<body>
+$body
+<script>
+$script</script></body></html>
+""")
+_CONTROLS = """<div class="controls">
+<input id="search" type="search" placeholder="Search layers, ops, dtypes" aria-label="Search layers">
+<select id="kind" aria-label="Which layers"><option value="all">all layers</option>
+<option value="noisy">80 % of the noise</option><option value="clipped">over 1 % clipped</option>
+<option value="quantized">quantized</option><option value="float">with float parts</option></select>
+<select id="sort" aria-label="Order"><option value="order">in the order of the network</option>
+<option value="share">most noise first</option><option value="sqnr">lowest SQNR first</option>
+<option value="bytes">largest first</option><option value="ms">slowest first</option>
+<option value="clipped">most clipped first</option></select>
+<button id="open" type="button">Open all</button><button id="close" type="button">Close all</button>
+<small id="shown"></small></div>"""
+_LEGEND = (
+    "Histograms: the height is the logarithm of the count; the red lines are the ends of the calibrated range "
+    "(of the widest channel), the small lines at the bottom the points of the grid where there are few of them."
+)
+
+
+def page(model: ModelFacts, against: ModelFacts | None) -> str:
+    """Return the document.
+
+    Args:
+        model: whose layers are shown.
+        against: to compare with; None for none.
+    """
+    artist = Artist()
+    body = [_top(model, against, artist)]
+    if against is not None:
+        body.append(f"<h2>Layer by layer</h2>\n{_differences(model, against)}")
+    body += ["<h2>The network</h2>", f'<div class="panel">{strip(model, "layer-")}</div>' if against is None else ""]
+    drawn = sum(layer.drawn for layer in model.layers)
+    if drawn < len(model.layers):
+        body.append(f'<p class="muted">Pictures: of the {drawn} worst of {len(model.layers)} layers.</p>')
+    body += [f'<p class="muted">{_LEGEND}</p>', _CONTROLS]
+    noisy = "" if model.sqnr_db is None else ' class="noisy"'
+    body.append(f'<div id="layers"{noisy}>\n{layer_list(model, "layer-", artist)}\n</div>')
+    body += [_floats(model), _findings(model)]
+    title = model.name if against is None else f"{model.name} against {against.name}"
+    return _PAGE.substitute(
+        title=escape(title),
+        style=_resource("page.css"),
+        script=_resource("page.js"),
+        body="\n".join(filter(None, body)),
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files("qsdk.verbs.analysis.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _top(model: ModelFacts, against: ModelFacts | None, artist: Artist) -> str:
+    models = [model] if against is None else [model, against]
+    parts = []
+    for one in models:
+        facts = "".join(f"<li><b>{value}</b><span>{name}</span></li>" for name, value in _cards(one).items())
+        remarks = "".join(f'<p class="muted">{escape(remark)}</p>' for remark in one.remarks)
+        head = f'<h1>{escape(one.name)}</h1>\n<p class="sentence">{escape(one.sentence)}</p>'
+        parts.append(f'<section>{head}\n<ul class="cards">{facts}</ul>{remarks}')
+        if against is not None:
+            parts[-1] += f'<div class="panel">{strip(one, "layer-" if one is model else "")}</div>'
+        parts[-1] += "</section>"
+    top = parts[0] if against is None else f'<div class="columns">{"".join(parts)}</div>'
+    return f'{top}\n<div class="panel sizes"><h3>Stored bytes</h3>{_sizes(models, artist)}</div>'
+
+
+def _cards(model: ModelFacts) -> dict[str, str]:
+    """Return the facts at the top as HTML: name -> value."""
+    cards = {} if model.sqnr_db is None else {"SQNR of the outputs": f"{model.sqnr_db:.1f} dB"}
+    cards["stored"] = size(model.stored_bytes)
+    cards["as float32"] = size(model.as_float32_bytes)
+    if model.ms is not None:
+        cards[f"a run in {escape(model.runtime)}"] = f"{model.ms:.3g} ms"
+    return cards | {f"tensors {escape(state)}": f"{count:,}" for state, count in model.states.items()}
+
+
+def _sizes(models: Sequence[ModelFacts], artist: Artist) -> str:
+    """Return the bytes of each model by group of dtypes, beside those in float32."""
+    bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", [("float", models[0].as_float32_bytes / 1000)])]
+    names = ["this model"] if len(models) == 1 else ["left", "right"]
+    for name, model in zip(names, models, strict=True):
+        held = dict.fromkeys(GROUPS, 0.0)
+        for row in model.sizes:
+            held[_group(row)] += row["bytes"] / 1000
+        bars.append((name, [(group, count) for group, count in held.items() if count]))
+    used = {group for _, parts in bars for group, _ in parts}
+    picture = artist.sizes(bars, {group: value for group, value in GROUPS.items() if group in used})
+    return picture + key([(group, value) for group, value in GROUPS.items() if group in used])
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    if row["what"] in ("scales", "zero points"):
+        return "scales and zero points"
+    dtype = str(row["dtype"])
+    return group_of(dtype) if row["what"] == "codes" else "float"
+
+
+def _floats(model: ModelFacts) -> str:
+    """Return the tensors that stay float, by reason."""
+    parts = []
+    for reason, sites in model.float_reasons.items():
+        more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
+        names = ", ".join(f"<code>{escape(site)}</code>" for site in sites[:_SHOWN])
+        parts.append(f"<li>{escape(reason)}: {len(sites)} <small>({names}{more})</small></li>")
+    return f'<h2>What stays float, and why</h2>\n<ul class="panel why">{"".join(parts)}</ul>' if parts else ""
+
+
+def _findings(model: ModelFacts) -> str:
+    if model.findings is None:
+        return ""
+    rows = [list(row.values()) for row in model.findings]
+    found = table(list(model.findings[0]), rows) if rows else "<p>Nothing found.</p>"
+    return f'<h2>Findings of qsdk validate</h2>\n<div class="panel">{found}</div>'
+
+
+def _differences(left: ModelFacts, right: ModelFacts) -> str:
+    """Return the layers of both models beside each other; those that differ are marked."""
+    others = {layer.name: layer for layer in right.layers}
+    names = [layer.name for layer in left.layers]
+    names += [name for name in others if name not in set(names)]
+    held = {layer.name: layer for layer in left.layers}
+    rows, classes = [], []
+    for name in names:
+        a, b = _cells(held.get(name), left), _cells(others.get(name), right)
+        rows.append([name, *(cell for pair in zip(a, b, strict=True) for cell in pair)])
+        classes.append("differs" if a != b else "")
+    facts = ("dtypes", "share of noise", "SQNR alone", "bytes", "ms")
+    used = [place for place in range(len(facts)) if any(row[1 + 2 * place] or row[2 + 2 * place] for row in rows)]
+    head = ["layer", *(f"{facts[place]}, {side}" for place in used for side in ("left", "right"))]
+    kept = [[row[0], *(row[1 + 2 * place + side] for place in used for side in (0, 1))] for row in rows]
+    return f'<div class="panel">{table(head, kept, classes)}</div>'
+
+
+def _cells(layer: LayerFacts | None, model: ModelFacts) -> list[str]:
+    if layer is None:
+        return ["not there", "", "", "", ""]
+    noise = "" if layer.share is None else percent(layer.share)
+    sqnr = "" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f} dB"
+    time = "" if layer.ms is None else f"{layer.ms:.3g}"
+    return [layer.dtypes, noise, sqnr, f"{layer.bytes:,}" if layer.elements else "", time]

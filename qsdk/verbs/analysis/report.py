@@ -1,0 +1,215 @@
+"""The verb `report`: one HTML page about a quantized model, for people who would rather look than read."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnx_backend.proto import model_io
+from onnx_backend.sim import OnnxSim
+from onnx_backend.sim_from_qdq import open_with_config
+from qsdk.core.atomic_files import write_text
+from qsdk.core.config.config import w8a8
+from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.precision.advice import decibels
+from qsdk.core.precision.sensitivity import layers_of
+from qsdk.core.report import Report
+from qsdk.core.sims.stateful import require_sim
+from qsdk.verbs.analysis.output_noise import OutputWeights
+from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
+from qsdk.verbs.analysis.page.gather import Measured, model_facts
+from qsdk.verbs.analysis.profile import model_to_run
+from qsdk.verbs.analysis.profile import profile as profiled
+from qsdk.verbs.analysis.sensitivity import sensitivity
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.onnx_door import require_no_forward
+from qsdk.verbs.qdq_files import OnnxSource, validate
+
+_DRAWING = "qsdk.verbs.analysis.page.page"  # imports matplotlib, which is optional
+_NO_FLOAT_WEIGHTS = (
+    "The file holds quantized weights, so all noise here is that of the activations alone. Give the float model as "
+    "well (float_model= or --float) to see that of the weights."
+)
+
+
+def report(
+    sim_or_file: Sim | OnnxSource,
+    out: str | os.PathLike[str],
+    *,
+    data: Iterable[Any] | None = None,
+    float_model: OnnxSource | None = None,
+    against: Sim | OnnxSource | None = None,
+    forward: Forward | None = None,
+    profile: Report | bool = False,
+    progress: bool = True,
+) -> Report:
+    """Write one HTML page about a quantized model, which needs no other file and no network.
+
+    It shows the size by dtype, what is quantized and why, and the network in order, layer by layer: histograms of
+    weights and activations with their range, scales, reasons; with data also which layers cause the noise at the
+    outputs. The pictures need matplotlib: `pip install 'qsdk[report]'`.
+
+    Args:
+        sim_or_file: a calibrated sim of either side, or an ONNX file or model with Q/DQ.
+        out: the file to write.
+        data: batches, as for `sensitivity`, which takes one pass over them; the values of activations take another.
+        float_model: the float ONNX model behind a file with Q/DQ, to compare the outputs and weights with. A sim has
+            its float model in itself.
+        against: another sim or file to compare with, on the same data.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
+        profile: the result of `qsdk.profile`, for the milliseconds of each layer; True to measure it here.
+        progress: show progress bars.
+
+    Returns:
+        Rows as the layers on the page: `layer`, `op_type`, `dtypes`, `share` of the noise and `sqnr_db` of the outputs
+        with it alone quantized (None without data), `bytes`, `clipped` (the largest share at one of its sites), `ms`.
+        Summary: `sentence`, `path`, `page_bytes`, `bytes`, `ratio` (to float32), `sqnr_db`, `layers`.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or `float_model` is given for a sim.
+        CalibrationError: the sim is not calibrated.
+        DataError: no data, or data that the model does not take.
+        FileFormatError: a file cannot be read, or is invalid.
+        ExportError: the page cannot be written; what was there is left as it was.
+
+    Example:
+        >>> import tempfile, torch, qsdk
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(model, x)
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> path = tempfile.mkdtemp() + "/page.html"
+        >>> [row["layer"] for row in qsdk.report(sim, path, data=[x], progress=False).rows]
+        ['input', '0', '1']
+    """
+    drawing = _drawing()
+    models = [sim_or_file, *([] if against is None else [against])]
+    if float_model is not None and not any(isinstance(given, str | os.PathLike | ModelProto) for given in models):
+        raise ConfigError("a sim holds its float model itself; leave out float_model=, which is for files")
+    batches = data if data is None or hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
+    pages: list[ModelFacts] = []
+    for given in models:
+        times: Report | bool = profile if given is sim_or_file or isinstance(profile, bool) else False
+        if isinstance(given, str | os.PathLike | ModelProto):
+            require_no_forward(forward)
+            found = _measured_file(given, batches, float_model, progress)
+        else:
+            require_sim(given)
+            _ = given.encodings  # a missing calibration is reported before the data is used up
+            found = _measured_sim(given, batches, forward, progress)
+        if times is True:
+            times = profiled(found.file, batches, progress=progress)
+        found = replace(found, profile=times or None)
+        pages.append(model_facts(found, batches, forward, progress))
+    text = drawing.page(pages[0], pages[1] if against is not None else None)
+    write_text(out, text)
+    shown = pages[0]
+    summary = {"sentence": shown.sentence, "path": os.fspath(out), "page_bytes": len(text.encode())}
+    ratio = shown.stored_bytes / shown.as_float32_bytes if shown.as_float32_bytes else 1.0
+    summary |= {"bytes": shown.stored_bytes, "ratio": ratio, "sqnr_db": shown.sqnr_db, "layers": len(shown.layers)}
+    if against is not None:
+        summary |= {"against": pages[1].sentence}
+    return Report("Report", [_row(layer) for layer in shown.layers], summary)
+
+
+def _drawing() -> Any:
+    """Return the module that draws.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        return import_module(_DRAWING)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matplotlib"):
+            raise
+        raise ConfigError("the pictures of a report need matplotlib; install it: pip install 'qsdk[report]'") from error
+
+
+def _row(layer: LayerFacts) -> dict[str, Any]:
+    facts = {"layer": layer.name, "op_type": layer.op_type, "dtypes": layer.dtypes, "share": layer.share}
+    return facts | {"sqnr_db": layer.sqnr_db, "bytes": layer.bytes, "clipped": layer.clipped, "ms": layer.ms}
+
+
+def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
+    """Return the sim of an ONNX file as it is: with the encodings that it holds, and the rest as float by a rule.
+
+    Args:
+        model: as loaded from the source; it is changed.
+        source: the path of the file, which may have an encodings file beside it, or a model.
+
+    Raises:
+        FileFormatError: it is invalid, or its encodings file belongs to another one.
+    """
+    return open_with_config(model, source, w8a8().skip("*", optional=True))
+
+
+def _measured_file(
+    source: OnnxSource, data: Iterable[Any] | None, float_model: OnnxSource | None, progress: bool
+) -> Measured:
+    """Measure what a page shows of a file."""
+    file = model_io.load(source)
+    name = "ONNX model" if isinstance(source, ModelProto) else Path(source).name
+    sim = opened_file(model_io.load(file), source)
+    found = Measured(name, sim, file, findings=validate(file))
+    if data is None or not layers_of(sim.plan):
+        return found
+    if float_model is None:
+        rows = sensitivity(sim, data, progress=progress)
+        return replace(
+            found,
+            sensitivity=rows,
+            remarks=(_NO_FLOAT_WEIGHTS,),
+            noise="the noise of their activations",
+            sqnr_db=rows.summary["sqnr_db"],
+        )
+    in_float = opened_file(model_io.load(float_model), float_model)
+    sqnr = _sqnr(sim, in_float, data)
+    remarks = _take_float_weights(sim, in_float)
+    rows = sensitivity(sim, data, progress=progress)
+    return replace(found, sensitivity=rows, remarks=remarks, sqnr_db=sqnr)
+
+
+def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None, progress: bool) -> Measured:
+    """Measure what a page shows of a sim."""
+    name = "ONNX model" if isinstance(sim, OnnxSim) else type(sim.model).__name__.removeprefix("Quantized")
+    found = Measured(name, sim, model_to_run(sim, "onnxruntime"))
+    if data is None or not layers_of(sim.plan):
+        return found
+    rows = sensitivity(sim, data, forward=forward, progress=progress)
+    return replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"])
+
+
+def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:
+    """Return the SQNR of a sim's outputs against those of another model in float.
+
+    Raises:
+        ModelError: the two models have other outputs.
+    """
+    weights, noise, signal = OutputWeights(), 0.0, 0.0
+    ours = door_of(sim).outputs(data, None, in_float=False)
+    for left, right in zip(ours, door_of(in_float).outputs(data, None, in_float=True), strict=True):
+        if [np.shape(y) for y in left] != [np.shape(y) for y in right]:
+            raise ModelError("float_model has other outputs than the quantized model; give the one it was made from")
+        signal += weights.power(right)
+        noise += weights.power_of_changes([left], [right])
+    return decibels(noise / signal) if signal > 0.0 else 0.0
+
+
+def _take_float_weights(sim: OnnxSim, in_float: OnnxSim) -> tuple[str, ...]:
+    """Store the weights of the float model in the sim of a file, and return a remark where some are not found."""
+    quantized = set(sim.encodings)
+    wanted = [d.site for d in sim.plan.decisions.values() if d.kind in ("weight", "bias") and d.site in quantized]
+    held = sim.stored_floats(wanted)
+    there = in_float.stored_floats([site for site in wanted if site in in_float.plan.decisions])
+    found = {site: x for site, x in there.items() if site in held and held[site].shape == x.shape}
+    sim.store_floats(found)
+    if len(found) == len(wanted):
+        return ()
+    few = f"{len(found)} of {len(wanted)} weights and biases have a counterpart of the same name in the float model"
+    return (f"{few}; the noise of the others is not in the shares of the layers.",)
