@@ -15,9 +15,12 @@ def add_report(commands: Any) -> None:
     )
     report.add_argument("model")
     report.add_argument("--out", metavar="FILE.html", help="write a page that needs nothing else")
-    page = report.add_argument_group("what is on the page")
-    add_data(page, required=False)
-    page.add_argument("--float", metavar="FILE", help="the float model, to compare the outputs and weights with")
-    page.add_argument("--against", metavar="FILE", help="another Q/DQ file, shown beside this one")
-    page.add_argument("--profile", action="store_true", help="measure the milliseconds of each layer in ONNX Runtime")
+    add_data(report, required=False)
+    report.add_argument(
+        "--float", metavar="FILE", help="on the page: the float model, to compare the outputs and weights with"
+    )
+    report.add_argument("--against", metavar="FILE", help="on the page: another Q/DQ file, shown beside this one")
+    report.add_argument(
+        "--profile", action="store_true", help="on the page: the milliseconds of each layer in ONNX Runtime"
+    )
     report.set_defaults(run="qsdk.commands.report:run")

@@ -21,7 +21,7 @@ def add_command(commands: Any, name: str, text: str, example: str) -> argparse.A
     return command
 
 
-def add_data(command: argparse._ActionsContainer, *, required: bool = True) -> None:
+def add_data(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the options that select the batches."""
     source = command.add_mutually_exclusive_group(required=required)
     source.add_argument(

@@ -16,6 +16,8 @@ from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.config import w8a8
 from qsdk.core.errors import ConfigError, ModelError
+from qsdk.core.planning.from_encodings import owned_encodings, plan_as_given
+from qsdk.core.planning.plan import Plan
 from qsdk.core.precision.advice import decibels
 from qsdk.core.precision.sensitivity import layers_of
 from qsdk.core.report import Report
@@ -69,7 +71,7 @@ def report(
     Returns:
         Rows as the layers on the page: `layer`, `op_type`, `dtypes`, `share` of the noise and `sqnr_db` of the outputs
         with it alone quantized (None without data), `bytes`, `clipped` (the largest share at one of its sites), `ms`.
-        Summary: `sentence`, `path`, `page_bytes`, `bytes`, `ratio` (to float32), `sqnr_db`, `layers`.
+        Summary: `path`, `page_bytes`, `sentence`, `bytes`, `ratio` (to float32), `sqnr_db`, `layers`.
 
     Raises:
         ConfigError: matplotlib is not installed, or `float_model` is given for a sim.
@@ -89,32 +91,37 @@ def report(
     """
     drawing = _drawing()
     models = [sim_or_file, *([] if against is None else [against])]
-    if float_model is not None and not any(isinstance(given, str | os.PathLike | ModelProto) for given in models):
-        raise ConfigError("a sim holds its float model itself; leave out float_model=, which is for files")
+    _require_file(models, float_model)
     batches = data if data is None or hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
-    pages: list[ModelFacts] = []
+    pages = []
     for given in models:
-        times: Report | bool = profile if given is sim_or_file or isinstance(profile, bool) else False
-        if isinstance(given, str | os.PathLike | ModelProto):
-            require_no_forward(forward)
-            found = _measured_file(given, batches, float_model, progress)
-        else:
-            require_sim(given)
-            _ = given.encodings  # a missing calibration is reported before the data is used up
-            found = _measured_sim(given, batches, forward, progress)
-        if times is True:
-            times = profiled(found.file, batches, progress=progress)
-        found = replace(found, profile=times or None)
+        found = _measured(given, batches, float_model, forward, progress)
+        if profile is True or given is sim_or_file:
+            found = replace(found, profile=_times(found, profile, batches, progress))
         pages.append(model_facts(found, batches, forward, progress))
     text = drawing.page(pages[0], pages[1] if against is not None else None)
     write_text(out, text)
-    shown = pages[0]
-    summary = {"sentence": shown.sentence, "path": os.fspath(out), "page_bytes": len(text.encode())}
-    ratio = shown.stored_bytes / shown.as_float32_bytes if shown.as_float32_bytes else 1.0
-    summary |= {"bytes": shown.stored_bytes, "ratio": ratio, "sqnr_db": shown.sqnr_db, "layers": len(shown.layers)}
-    if against is not None:
-        summary |= {"against": pages[1].sentence}
-    return Report("Report", [_row(layer) for layer in shown.layers], summary)
+    summary = {"path": os.fspath(out), "page_bytes": len(text.encode()), **_summary(pages[0])}
+    summary |= {} if against is None else {"against": pages[1].sentence}
+    return Report("Report", [_row(layer) for layer in pages[0].layers], summary)
+
+
+def _require_file(models: Iterable[Any], float_model: OnnxSource | None) -> None:
+    """Raise an error for a float model that no file is to be compared with."""
+    if float_model is not None and not any(isinstance(given, str | os.PathLike | ModelProto) for given in models):
+        raise ConfigError("a sim holds its float model itself; leave out float_model=, which is for files")
+
+
+def _times(found: Measured, profile: Report | bool, data: Iterable[Any] | None, progress: bool) -> Report | None:
+    if isinstance(profile, bool):
+        return profiled(found.file, data, progress=progress) if profile else None
+    return profile
+
+
+def _summary(model: ModelFacts) -> dict[str, Any]:
+    ratio = model.stored_bytes / model.as_float32_bytes if model.as_float32_bytes else 1.0
+    facts = {"sentence": model.sentence, "bytes": model.stored_bytes, "ratio": ratio}
+    return facts | {"sqnr_db": model.sqnr_db, "layers": len(model.layers)}
 
 
 def _drawing() -> Any:
@@ -146,7 +153,31 @@ def opened_file(model: ModelProto, source: OnnxSource) -> OnnxSim:
     Raises:
         FileFormatError: it is invalid, or its encodings file belongs to another one.
     """
-    return open_with_config(model, source, w8a8().skip("*", optional=True))
+    sim = open_with_config(model, source, w8a8().skip("*", optional=True))
+    state, encodings = sim.snapshot(), sim.encodings
+    kinds = {site: decision.kind for site, decision in state.plan.decisions.items()}
+    # ops that only move values add no noise: the plan of the file ties their results to their inputs
+    given = plan_as_given(sim.graph, encodings, {}, kinds=kinds).decisions
+    decisions = {site: given[site] if site in encodings else d for site, d in state.plan.decisions.items()}
+    plan = Plan(decisions, state.plan.inside)
+    sim.restore(replace(state, plan=plan, own=owned_encodings(plan, encodings)))
+    return sim
+
+
+def _measured(
+    given: Sim | OnnxSource,
+    data: Iterable[Any] | None,
+    float_model: OnnxSource | None,
+    forward: Forward | None,
+    progress: bool,
+) -> Measured:
+    """Measure what a page shows of a model."""
+    if isinstance(given, str | os.PathLike | ModelProto):
+        require_no_forward(forward)
+        return _measured_file(given, data, float_model, progress)
+    require_sim(given)
+    _ = given.encodings  # a missing calibration is reported before the data is used up
+    return _measured_sim(given, data, forward, progress)
 
 
 def _measured_file(
