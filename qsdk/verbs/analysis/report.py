@@ -53,16 +53,14 @@ def report(
 ) -> Report:
     """Write one HTML page about a quantized model, which needs no other file and no network.
 
-    It shows the size by dtype, what is quantized and why, and the network in order, layer by layer: histograms of
-    weights and activations with their range, scales, reasons; with data also which layers cause the noise at the
-    outputs. The pictures need matplotlib: `pip install 'qsdk[report]'`.
+    It shows the network in order: histograms with their ranges, scales, reasons; with data also which layers cause the
+    noise at the outputs. The pictures need matplotlib: `pip install 'qsdk[report]'`.
 
     Args:
-        sim_or_file: a calibrated sim of either side, or an ONNX file or model with Q/DQ.
+        sim_or_file: a calibrated sim of either side, or an ONNX file with Q/DQ.
         out: the file to write.
         data: batches, as for `sensitivity`, which takes one pass over them; the values of activations take another.
-        float_model: the float ONNX model behind a file with Q/DQ, to compare the outputs and weights with. A sim has
-            its float model in itself.
+        float_model: the float ONNX file behind one with Q/DQ, to compare its outputs and weights with.
         against: another sim or file to compare with, on the same data.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         profile: the result of `qsdk.profile`, for the milliseconds of each layer; True to measure it here.
@@ -99,11 +97,9 @@ def report(
         if profile is True or given is sim_or_file:
             found = replace(found, profile=_times(found, profile, batches, progress))
         pages.append(model_facts(found, batches, forward, progress))
-    text = drawing.page(pages[0], pages[1] if against is not None else None)
-    write_text(out, text)
-    summary = {"path": os.fspath(out), "page_bytes": len(text.encode()), **_summary(pages[0])}
-    summary |= {} if against is None else {"against": pages[1].sentence}
-    return Report("Report", [_row(layer) for layer in pages[0].layers], summary)
+    write_text(out, text := drawing.page(*pages))
+    facts = {"path": os.fspath(out), "page_bytes": len(text.encode())}
+    return Report("Report", [_row(layer) for layer in pages[0].layers], facts | _summary(*pages))
 
 
 def _require_file(models: Iterable[Any], float_model: OnnxSource | None) -> None:
@@ -118,10 +114,11 @@ def _times(found: Measured, profile: Report | bool, data: Iterable[Any] | None, 
     return profile
 
 
-def _summary(model: ModelFacts) -> dict[str, Any]:
+def _summary(model: ModelFacts, against: ModelFacts | None = None) -> dict[str, Any]:
     ratio = model.stored_bytes / model.as_float32_bytes if model.as_float32_bytes else 1.0
     facts = {"sentence": model.sentence, "bytes": model.stored_bytes, "ratio": ratio}
-    return facts | {"sqnr_db": model.sqnr_db, "layers": len(model.layers)}
+    facts |= {"sqnr_db": model.sqnr_db, "layers": len(model.layers)}
+    return facts if against is None else facts | {"against": against.sentence}
 
 
 def _drawing() -> Any:

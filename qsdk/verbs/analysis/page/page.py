@@ -42,7 +42,7 @@ _LEGEND = (
 )
 
 
-def page(model: ModelFacts, against: ModelFacts | None) -> str:
+def page(model: ModelFacts, against: ModelFacts | None = None) -> str:
     """Return the document.
 
     Args:
