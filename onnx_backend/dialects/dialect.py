@@ -35,12 +35,13 @@ class Writing:
     quantized_numbers: bool = False
 
 
+_GROUPS = frozenset({"GroupNormalization"})
 WRITING: Mapping[str, Writing] = MappingProxyType(
     {
         "onnxruntime": Writing(for_onnxruntime=True),
         "onnx": Writing(),
-        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=frozenset({"GroupNormalization"})),
-        "qnn": Writing(explicit=True, fixed_sizes=True, quantized_numbers=True),
+        "openvino": Writing(clipped=frozenset({"uint16", "int16"}), written_out=_GROUPS),
+        "qnn": Writing(explicit=True, fixed_sizes=True, written_out=_GROUPS, quantized_numbers=True),
         "tensorrt": Writing(explicit=True),
     }
 )

@@ -146,6 +146,7 @@ QNN = RuntimeTable(
             **_off(61931, "anywhere", _GROUPS),
         },
     },
+    _GROUPS,
 )
 
 TABLES: Mapping[str, RuntimeTable] = {"openvino": OPENVINO, "qnn": QNN}

@@ -24,7 +24,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
 _OPSETS = range(LOWEST, 26)  # those that `lower` writes
-_DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx", "openvino", "qnn")  # tensorrt writes as qnn
+_DIALECTS: tuple[Dialect, ...] = ("onnxruntime", "onnx", "openvino", "qnn")  # tensorrt writes as onnx, with zero points
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _NAMED = 3  # nodes that a note names
 

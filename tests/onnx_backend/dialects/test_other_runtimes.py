@@ -67,32 +67,33 @@ def grouped() -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def test_openvino_computes_a_group_norm_wrong_in_floats_too_and_right_by_its_definition():
-    assert table_of("openvino").wrong == writing_of("openvino").written_out == {"GroupNormalization"}
+@pytest.mark.parametrize("runtime", TABLES)
+def test_a_group_norm_is_wrong_in_floats_too_and_right_by_its_definition(runtime):
+    assert table_of(runtime).wrong == writing_of(runtime).written_out == {"GroupNormalization"}
     x = np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32)
     (wanted,) = RunOn().open(grouped()).run({"x": x})
-    (got,) = open_in("openvino", grouped()).run({"x": x})
+    (got,) = open_in(runtime, grouped()).run({"x": x})
     assert np.abs(got - wanted).max() > 0.4
     plain = written_out(grouped(), {"GroupNormalization"})
     assert "GroupNormalization" not in {node.op_type for node in plain.graph.node}
-    np.testing.assert_allclose(open_in("openvino", plain).run({"x": x})[0], wanted, atol=1e-5)
-    (row,) = validate(grouped(), dialect="openvino").rows
+    np.testing.assert_allclose(open_in(runtime, plain).run({"x": x})[0], wanted, atol=1e-5)
+    (row,) = validate(grouped(), dialect=runtime).rows
     assert (row["node"], row["severity"]) == ("norm", "error")
     assert "computes GroupNormalization wrong, in floats too" in row["problem"]
 
 
-def test_a_group_norm_is_written_out_for_openvino(tmp_path):
-    table_of("openvino")
+@pytest.mark.parametrize("runtime", TABLES)
+def test_a_group_norm_is_written_out(tmp_path, runtime):
+    table_of(runtime)
     torch.manual_seed(0)
     # weights of 7 bits cannot overflow the 16-bit sums of processors without VNNI
-    config = qsdk.w8a8().for_dialect("openvino").override("*", weight="int7")
+    config = qsdk.w8a8().for_dialect(runtime).override("*", weight="int7")
     x = torch.randn(2, 3, 8, 8)
     sim = qsdk.quantize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)).eval(), x, config)
     qsdk.calibrate(sim, [x], progress=False)
-    qsdk.export(sim, tmp_path / "m.onnx", dialect="openvino")
-    assert validate(onnx.load(tmp_path / "m.onnx"), dialect="openvino").summary == {"errors": 0, "warnings": 0}
-    for runtime in ("openvino", None):
-        options = {} if runtime is None else {"runtime": runtime}
+    qsdk.export(sim, tmp_path / "m.onnx", dialect=runtime)
+    assert validate(onnx.load(tmp_path / "m.onnx"), dialect=runtime).summary == {"errors": 0, "warnings": 0}
+    for options in ({}, {"runtime": runtime}):
         assert qsdk.check_parity(sim, tmp_path / "m.onnx", [x], progress=False, **options).summary["passed"]
 
 
