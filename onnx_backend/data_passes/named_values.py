@@ -58,8 +58,10 @@ class OnnxValues:
             self._taught = self._with_given(given)
         session, fed = self._taught
         extra = {fed[name]: value.astype(self._kind(name)) for name, value in given.items() if name in fed}
+        inputs_given = {found.tensor: found.facts.name for found in self._found if found.facts.given}
+        changed = {t: given[name].astype(self._kinds[t]) for t, name in inputs_given.items() if name in given}
         inputs = [value for value in session.get_inputs() if value.name not in extra]
-        values = self._run(session, batch, where, inputs, extra)
+        values = self._run(session, batch, where, inputs, {**changed, **extra})
         return {found.facts.name: _plain(values[found.tensor]) for found in self._found}
 
     def _run(
@@ -110,8 +112,8 @@ def _is_comparable(found: OnnxPlace, values: Mapping[str, Array]) -> bool:
 
 
 def _with_epsilon(found: OnnxPlace, values: Mapping[str, Array]) -> OnnxPlace:
-    kind = values[found.tensor].dtype
-    return replace(found, facts=replace(found.facts, epsilon=0.0 if found.facts.codes else float(np.finfo(kind).eps)))
+    known = 0.0 if found.facts.codes else float(np.finfo(values[found.tensor].dtype).eps)
+    return replace(found, facts=replace(found.facts, epsilon=max(known, found.facts.epsilon)))
 
 
 def _plain(values: Array) -> Array:

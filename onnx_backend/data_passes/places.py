@@ -1,23 +1,22 @@
 """The places of an ONNX model: its computed tensors with their names, grids, and the rounding of weights in front."""
 
-import ast
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
+from onnx_backend.data_passes.place_names import names_of_tensors
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import consumers, input_names
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
-from qsdk.core.comparing.names import VIEWS, op_names, parts_of_traced_name
-from qsdk.core.comparing.place import Place, owner_names, rounding_noise
+from qsdk.core.comparing.names import VIEWS
+from qsdk.core.comparing.place import Place, epsilon_of, owner_names, rounding_noise
 
-_SCOPES = "pkg.torch.onnx.name_scopes"  # in which torch's exporter keeps the paths of the modules of a node
 _CODES = "/quantized"  # behind the name of a site, the codes of that site
+_NARROW = {name: epsilon_of(name) for name in ("float16", "bfloat16")}
 _NO_TENSOR = ("Sequence", "Optional")
 
 
@@ -55,7 +54,7 @@ def places_of(model: ModelProto) -> list[OnnxPlace]:
     """
     pairs = {pair.quantize.output[0]: pair for pair in qdq_pairs(model) if pair.quantize is not None}
     outputs = {value.name: index for index, value in enumerate(model.graph.output)}
-    found = _Found(model, pairs, outputs, *_module_names(model))
+    found = _Found(model, pairs, outputs, *names_of_tensors(model))
     return list(_places(found))
 
 
@@ -74,6 +73,8 @@ def _places(found: _Found) -> Iterator[OnnxPlace]:
         read = reads(node)
         if all(name in constant for name in read) and node.op_type != "RandomNormal":
             constant.update(node.output)
+            behind_weights = sum(weights.get(name, 0.0) for name in read)
+            weights.update({name: behind_weights for name in node.output if name not in weights})
             continue
         noise = sum(weights.get(name, 0.0) + carried.get(name, 0.0) for name in read)
         for name in filter(None, node.output):
@@ -116,7 +117,8 @@ def _of_pair(pair: QdqPair, noise: float, found: _Found, read: Sequence[str]) ->
 def _facts(node: NodeProto, name: str, noise: float, found: _Found) -> Place:
     codes = name.endswith(_CODES)
     shown = name.removesuffix(_CODES)
-    site = metadata(node).get("qsdk.site", "") if node.op_type == "Cast" and node.name.endswith("/cast_back") else ""
+    facts = metadata(node) if node.op_type == "Cast" and node.name.endswith("/cast_back") else {}
+    site = facts.get("qsdk.site", "")
     site = shown if codes else site
     module, op = owner_names(site)
     return Place(
@@ -127,6 +129,7 @@ def _facts(node: NodeProto, name: str, noise: float, found: _Found) -> Place:
         view=node.op_type in VIEWS,
         values=(name, *((node.name,) if node.name and len(node.output) == 1 else ())),
         weight_noise=noise,
+        epsilon=_NARROW.get(facts.get("qsdk.dtype", ""), 0.0),
         codes=codes,
         output=found.outputs.get(name),
     )
@@ -163,45 +166,3 @@ def _weight_noises(model: ModelProto) -> dict[str, float]:
             codes = codes.transpose(tuple(int(i) for i in np.argsort(pair.permutation)))
         found[pair.output] = rounding_noise(pair.encoding, pair.encoding.dequantize(codes))
     return found
-
-
-def _module_names(model: ModelProto) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Return tensor -> paths of the modules that it leaves, the innermost first; and -> its name as a functional op."""
-    nodes = model.graph.node
-    readers = consumers(nodes)
-    scopes: dict[str, tuple[str, ...]] = {}  # by tensor; nodes that were put in belong to the module in front of them
-    ops: dict[str, tuple[str, ...]] = {}
-    calls: Counter[str] = Counter()
-    for node in nodes:
-        own = _scopes(node)
-        before = next((scopes[name] for name in node.input if name in scopes), ())
-        scopes.update(dict.fromkeys(node.output, before if own is None else own))
-        if own is not None and len(node.output) == 1:
-            place = f"{own[-1] if own else ''}/{node.op_type}"
-            ops[node.output[0]] = op_names(own[-1] if own else "", node.op_type, calls[place])
-            calls[place] += 1
-    outputs = {value.name for value in model.graph.output}
-    modules: dict[str, tuple[str, ...]] = {}
-    for name, paths in scopes.items():
-        names, more = parts_of_traced_name(name)
-        following = [scopes.get(output, ()) for node in readers.get(name, ()) for output in node.output[:1]]
-        for path in reversed(paths):
-            if name in outputs or any(path not in other for other in following):
-                names = (*names, f"{path}@{calls[path]}" if calls[path] else path)
-                calls[path] += 1
-        modules[name], ops[name] = names, (*more, *ops.get(name, ()))
-    return modules, ops
-
-
-def _scopes(node: NodeProto) -> tuple[str, ...] | None:
-    """Return the paths of the modules that a node belongs to, the outermost first; None where the file says nothing."""
-    text = metadata(node).get(_SCOPES)
-    if text is None:
-        return None
-    try:
-        given = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None
-    if not isinstance(given, list):
-        return None
-    return tuple(str(path) for path in given[:-1] if path)

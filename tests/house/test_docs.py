@@ -56,7 +56,7 @@ def test_the_guide_to_precision_runs(names: dict):
 def test_the_guide_to_comparisons_runs(names: dict):
     exec(compile(block_of("compare.md"), "compare.md", "exec"), names)
     summaries = [names[report].summary for report in ("quantized", "exported", "faulty", "dumped")]
-    assert [summary["first_off"] for summary in summaries] == [None, None, "layer2.act:output", "layer1.act:output"]
+    assert [summary["first_off"] for summary in summaries] == [None, None, "layer2.first.0:output", "layer1.act:output"]
     assert names["faulty"].summary["why"] in (DOCS / "compare.md").read_text()
     assert "NHWC on side b" in {row["layout"] for row in names["dumped"].rows}
 

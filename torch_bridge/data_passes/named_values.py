@@ -15,10 +15,11 @@ from qsdk.core.site import port_of
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, as_example, feed
 from torch_bridge.torch_values.parameters import to_float32
-from torch_bridge.torch_values.pytree import argument_leaves, floats_of, map_leaves, name_leaves
+from torch_bridge.torch_values.pytree import argument_leaves, floats_of, map_arguments, map_leaves, name_leaves
 from torch_bridge.training.training import eval_mode
 
 _STORED = ("weight", "bias")
+_NARROW = {name: torch.finfo(getattr(torch, name)).eps for name in ("float16", "bfloat16")}
 
 
 class ModuleValues:
@@ -140,16 +141,26 @@ class _Run:
                 self.values[name] = _array(tensor)
             self._outputs.setdefault(name, position)
 
-    def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Note the tensors of the call; return its arguments, with what is given in their place."""
         leaves = argument_leaves(module.forward, args, kwargs)
-        for name, tensor in name_leaves((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)).items():
-            with torch._C.DisableTorchFunction():
+        instead: dict[int, Tensor] = {}
+        with torch._C.DisableTorchFunction():
+            for name, tensor in name_leaves((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)).items():
                 self.arguments[name] = _array(tensor)
-            if tensor.is_floating_point():
-                self.values[name] = self.arguments[name]
-                self._modules[name] = [name]
-                self._inputs.add(name)
-                self._remember(tensor, name)
+                if tensor.is_floating_point():
+                    self.values[name], self._modules[name] = self.arguments[name], [name]
+                    self._inputs.add(name)
+                    instead[id(tensor)] = self._given_instead(tensor, name)
+                    self._remember(instead[id(tensor)], name)
+        return map_arguments(module.forward, args, kwargs, lambda _, leaf: instead.get(id(leaf), leaf))
+
+    def _given_instead(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the values given for a place, like the tensor that the model computed there, or that one."""
+        if name not in self.given:
+            return tensor
+        values = torch.from_numpy(np.array(self.given[name], np.float32))
+        return values.reshape(tensor.shape).to(tensor.device, tensor.dtype)
 
     def _hook(self, path: str) -> Any:
         def note(module: nn.Module, args: Any, result: Any) -> Any:
@@ -201,10 +212,11 @@ class _Run:
             self._sites[name] = name
         else:
             self._modules[name] = [name]
-        if name in self.given:
-            values = torch.from_numpy(np.array(self.given[name], np.float32))
-            tensor = values.reshape(tensor.shape).to(tensor.device, tensor.dtype)
+        tensor = self._given_instead(tensor, name)
         self._remember(tensor, name)
+        spec = None if self.sim is None or name not in self.sim.plan.decisions else self.sim.plan.decisions[name].spec
+        if spec is not None and str(spec.dtype) in _NARROW:  # an island: computed in this type, and cast back
+            self._epsilons[name] = _NARROW[str(spec.dtype)]
         return tensor
 
     def _written_back(self, tensor: Tensor, site: str) -> str | None:

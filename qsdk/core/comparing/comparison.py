@@ -148,7 +148,7 @@ class Comparison:
                 side, _floats(pair.pair, values)[1 - side], values[side][pair.pair[side].name].shape
             )
             for pair in self._pairs
-            if pair.layout is not None and not pair.pair[side].given
+            if pair.layout is not None
         }
         got = model.taught(batch, where, given)
         both = (got, values[1]) if side == 0 else (values[0], got)

@@ -154,7 +154,8 @@ class PairOfPlaces:
             return f"its grid differs: {_grid(grids[0])} against {_grid(grids[1])}"
         if integers and (None not in grids or self.on_grid):
             limit = 1 + self.between
-            off = self.own.steps > limit + _ON_GRID and relative > max(_EXACT, units)
+            slack = _ON_GRID + units * self.own.steps / max(relative, _EXACT)  # units in the last place, in steps
+            off = self.own.steps > limit + slack and relative > _EXACT
             return f"{self.own.steps:.3g} steps of the grid, where {limit} is to be expected" if off else ""
         if (self.segment[0] > 0) == (self.segment[1] > 0):
             return f"{relative:.3g} of the largest value" if relative > max(FLOAT_TOLERANCE, units) else ""

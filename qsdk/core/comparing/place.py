@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.numerics.encoding import Encoding, storage_type
 from qsdk.core.site import owner_of, port_of
 
 Array = npt.NDArray[Any]
@@ -104,16 +105,18 @@ def module_of_site(site: str) -> str:
     return owner_of(site) if port_of(site) in ("output", "input") else site
 
 
+def epsilon_of(dtype: Any) -> float:
+    """Return the distance of 1 from the next larger number of a float type, of NumPy or of ml_dtypes."""
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
 def rounding_noise(encoding: Encoding, values: Array) -> float:
     """Return the power of the rounding that a grid causes, relative to the power of the values; 0 where these are 0.
 
-    On integers it is a twelfth of the squared step, as of a uniform error, so that a range that clips does not count as
-    rounding. The steps of a float grid depend on the values, so that the rounding itself is measured.
+    It is a twelfth of the squared step, as of a uniform error, so that a range that clips does not count as rounding.
+    On a float grid the steps are those of the values: a share of them, the type's epsilon.
     """
-    exact = np.asarray(values, np.float64)
-    power = float(np.mean(exact**2)) if exact.size else 0.0
-    if not 0 < power < np.inf:
-        return 0.0
-    if encoding.dtype.is_integer:
-        return float(np.mean(encoding.scale.astype(np.float64) ** 2)) / 12 / power
-    return float(np.mean((encoding.fake_quantize(values) - exact) ** 2)) / power
+    if not encoding.dtype.is_integer:
+        return epsilon_of(storage_type(encoding.dtype)) ** 2 / 12
+    power = float(np.mean(np.asarray(values, np.float64) ** 2)) if values.size else 0.0
+    return float(np.mean(encoding.scale.astype(np.float64) ** 2)) / 12 / power if 0 < power < np.inf else 0.0
