@@ -193,7 +193,7 @@ def test_two_models_stand_beside_each_other(files, tmp_path):
     report = qsdk.report(folder / "w4.onnx", tmp_path / "page.html", against=raised, progress=False)
     page = Page(tmp_path / "page.html")
     assert report.summary["against"].startswith("W4A8")
-    assert "dtypes, left" in page.words
+    assert "dtypes A" in page.words
     assert page.text.count('class="differs"') == 1
     assert re.search(r'<tr class="differs"><td>[^<]+</td><td>int4</td><td>int8</td>', page.text)
 

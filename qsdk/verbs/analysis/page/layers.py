@@ -7,7 +7,7 @@ from html import escape
 from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts, SiteFacts
 from qsdk.verbs.analysis.page.plots import Artist
 from qsdk.verbs.analysis.page.sentence import worst_layers
-from qsdk.verbs.analysis.page.words import GROUPS, group_of, key, number, percent, size, table
+from qsdk.verbs.analysis.page.words import GROUPS, decibels, group_of, key, number, percent, size, table
 
 _MUCH = 0.01  # of the values clipped
 
@@ -105,15 +105,11 @@ def _summary(layer: LayerFacts, model: ModelFacts) -> str:
             f'<span class="fact" title="share of the noise at the outputs">{meter}{escape(percent(layer.share))}</span>'
         )
         said = "SQNR of the outputs with this layer alone quantized"
-        cells.append(f'<span class="fact" title="{said}">{_decibels(layer.sqnr_db)}</span>')
+        cells.append(f'<span class="fact" title="{said}">{decibels(layer.sqnr_db)}</span>')
     cells.append(f'<span class="fact" title="stored values">{size(layer.bytes) if layer.elements else ""}</span>')
     if model.ms is not None:
         cells.append(f'<span class="fact">{number(layer.ms, " ms")}</span>')
     return "".join(cells)
-
-
-def _decibels(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} dB"
 
 
 def _details(layer: LayerFacts, artist: Artist) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
 from qsdk.verbs.analysis.page.layers import layer_list, strip
 from qsdk.verbs.analysis.page.plots import Artist
-from qsdk.verbs.analysis.page.words import GROUPS, group_of, key, percent, size, table
+from qsdk.verbs.analysis.page.words import GROUPS, decibels, group_of, key, percent, size, table
 
+_SIDES = ("A", "B")  # two models beside each other
 _SHOWN = 12  # tensors that are listed behind a reason
 # The policy lets the browser load nothing at all, so that the page cannot but work offline.
 _PAGE = Template("""<!doctype html>
@@ -77,10 +78,11 @@ def _resource(name: str) -> str:
 def _top(model: ModelFacts, against: ModelFacts | None, artist: Artist) -> str:
     models = [model] if against is None else [model, against]
     parts = []
-    for one in models:
+    for one, side in zip(models, _SIDES, strict=False):
         facts = "".join(f"<li><b>{value}</b><span>{name}</span></li>" for name, value in _cards(one).items())
         remarks = "".join(f'<p class="muted">{escape(remark)}</p>' for remark in one.remarks)
-        head = f'<h1>{escape(one.name)}</h1>\n<p class="sentence">{escape(one.sentence)}</p>'
+        name = one.name if against is None else f"{side}: {one.name}"
+        head = f'<h1>{escape(name)}</h1>\n<p class="sentence">{escape(one.sentence)}</p>'
         parts.append(f'<section>{head}\n<ul class="cards">{facts}</ul>{remarks}')
         if against is not None:
             parts[-1] += f'<div class="panel">{strip(one, "layer-" if one is model else "")}</div>'
@@ -91,7 +93,7 @@ def _top(model: ModelFacts, against: ModelFacts | None, artist: Artist) -> str:
 
 def _cards(model: ModelFacts) -> dict[str, str]:
     """Return the facts at the top as HTML: name -> value."""
-    cards = {} if model.sqnr_db is None else {"SQNR of the outputs": f"{model.sqnr_db:.1f} dB"}
+    cards = {} if model.sqnr_db is None else {"SQNR of the outputs": decibels(model.sqnr_db)}
     cards["stored"] = size(model.stored_bytes)
     cards["as float32"] = size(model.as_float32_bytes)
     if model.ms is not None:
@@ -102,7 +104,7 @@ def _cards(model: ModelFacts) -> dict[str, str]:
 def _sizes(models: Sequence[ModelFacts], artist: Artist) -> str:
     """Return the bytes of each model by group of dtypes, beside those in float32."""
     bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", [("float", models[0].as_float32_bytes / 1000)])]
-    names = ["this model"] if len(models) == 1 else ["left", "right"]
+    names = ["this model"] if len(models) == 1 else _SIDES
     for name, model in zip(names, models, strict=True):
         held = dict.fromkeys(GROUPS, 0.0)
         for row in model.sizes:
@@ -135,7 +137,7 @@ def _findings(model: ModelFacts) -> str:
         return ""
     rows = [list(row.values()) for row in model.findings]
     found = table(list(model.findings[0]), rows) if rows else "<p>Nothing found.</p>"
-    return f'<h2>Findings of qsdk validate</h2>\n<div class="panel">{found}</div>'
+    return f'<h2>Findings of qsdk validate</h2>\n<div class="panel findings">{found}</div>'
 
 
 def _differences(left: ModelFacts, right: ModelFacts) -> str:
@@ -151,7 +153,7 @@ def _differences(left: ModelFacts, right: ModelFacts) -> str:
         classes.append("differs" if a != b else "")
     facts = ("dtypes", "share of noise", "SQNR alone", "bytes", "ms")
     used = [place for place in range(len(facts)) if any(row[1 + 2 * place] or row[2 + 2 * place] for row in rows)]
-    head = ["layer", *(f"{facts[place]}, {side}" for place in used for side in ("left", "right"))]
+    head = ["layer", *(f"{facts[place]} {side}" for place in used for side in _SIDES)]
     kept = [[row[0], *(row[1 + 2 * place + side] for place in used for side in (0, 1))] for row in rows]
     return f'<div class="panel">{table(head, kept, classes)}</div>'
 
@@ -160,6 +162,6 @@ def _cells(layer: LayerFacts | None, model: ModelFacts) -> list[str]:
     if layer is None:
         return ["not there", "", "", "", ""]
     noise = "" if layer.share is None else percent(layer.share)
-    sqnr = "" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f} dB"
+    sqnr = "" if layer.sqnr_db is None else decibels(layer.sqnr_db)
     time = "" if layer.ms is None else f"{layer.ms:.3g}"
     return [layer.dtypes, noise, sqnr, f"{layer.bytes:,}" if layer.elements else "", time]

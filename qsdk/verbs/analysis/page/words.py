@@ -6,6 +6,7 @@ from typing import Any
 
 from qsdk.core.numerics.dtypes import dtype_named
 
+_EXACT = 200.0  # dB, the most that is ever reported
 #: what stored bytes are of, and its colour in the style sheet, in the order in which they are drawn
 GROUPS: Mapping[str, str] = {
     "4 bits or fewer": "var(--bits4)",
@@ -30,6 +31,11 @@ def group_of(dtype: str) -> str:
 def number(value: float | None, unit: str = "") -> str:
     """Return a number with four digits, and its unit."""
     return "-" if value is None else f"{value:.4g}{unit}"
+
+
+def decibels(value: float | None) -> str:
+    """Return an SQNR; what is exact has none."""
+    return "-" if value is None else "exact" if value >= _EXACT else f"{value:.1f} dB"
 
 
 def percent(share: float | None) -> str:
