@@ -24,16 +24,9 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def traced() -> Any:
-    """The network, quantized once: other configs follow from it without another trace."""
-    module, x = transformer()
-    return module, x
-
-
 @pytest.mark.parametrize("config", CONFIGS)
-def test_nothing_is_off_between_module_sim_and_file(traced: Any, config: str, tmp_path: Path) -> None:
-    module, x = traced
+def test_nothing_is_off_between_module_sim_and_file(config: str, tmp_path: Path) -> None:
+    module, x = transformer()
     sim = qsdk.quantize(module, x, CONFIGS[config])
     qsdk.calibrate(sim, [x], progress=False)
     path = str(tmp_path / "model.onnx")
