@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs
 from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
+from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
 from onnx_backend.proto.write_file import write_file
 from onnx_backend.qdq.frozen import mark_frozen
@@ -29,9 +31,12 @@ from onnx_backend.runtime.session_options import needed_options
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
+from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.coverage import by_type
 from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.report import Report
+from qsdk.core.site import port_of
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
 _OPSETS = range(LOWEST, 26)
@@ -95,12 +100,62 @@ def write_model(
         path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
     )
     summary: dict[str, Any] = {
+        **_size_facts(lowered, [name for name in written if name != companion], encodings),
+        **_types_of(plan, rows),
         "zero_point_bytes_saved": sum(int(row["zero_point_bytes_saved"]) for row in rows),
         "paths": [str(name) for name in written],
     }
     options = needed_options(lowered, dialect)
     facts = {**remarks, "fixed_shapes": sizes, "session_options": options}
     return Report("Export", rows, summary | {name: value for name, value in facts.items() if value})
+
+
+def _types_of(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the summary of the written sites by op type; nothing where there are none."""
+    types = by_type([{"op_type": plan.decisions[row["site"]].op_type, "dtype": row["dtype"]} for row in rows])
+    return {"by_type": types} if types else {}
+
+
+def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping[str, Encoding]) -> dict[str, Any]:
+    """Return the bytes of the file, what they would be with weights in float32, and what takes them for nothing.
+
+    Args:
+        lowered: the model that was written, with stubs for its large tensors.
+        written: the model file and its data file.
+        encodings: of the quantized sites.
+    """
+    size, total = sizes(lowered), sum(path.stat().st_size for path in written)
+    stored, as_float32 = size.summary["stored_bytes"], size.summary["as_float32_bytes"]
+    whole = total - stored + as_float32
+    remarks = [*_wide_containers(encodings), *_what_dominates(size, total)]
+    facts: dict[str, Any] = {"bytes": total, "as_float32_bytes": whole, "ratio": total / whole}
+    return {**facts, **({"size_remarks": remarks} if remarks else {})}
+
+
+def _wide_containers(encodings: Mapping[str, Encoding]) -> list[str]:
+    """Return a remark for each dtype of weights whose values are stored in wider ones."""
+    sites = Counter(e.dtype for site, e in encodings.items() if port_of(site) == "weight")
+    return [
+        f"{dtype.name} (weights: {count}) is stored in {dtype.container}: no byte less than {dtype.container}, "
+        "which is more exact"
+        for dtype, count in sites.items()
+        if dtype.is_integer and dtype.bits < DTYPES[dtype.container].bits
+    ]
+
+
+def _what_dominates(size: Report, total: int) -> list[str]:
+    """Return a remark on what takes most of a file without being weights that are quantized."""
+    parts = {
+        "float tensors": [row for row in size.rows if row["what"] == "other tensors" and "float" in row["dtype"]],
+        "scales and zero points": [row for row in size.rows if row["what"] in ("scales", "zero points")],
+    }
+    taken = {name: sum(row["bytes"] for row in rows) for name, rows in parts.items()}
+    taken["the nodes and their names"] = total - size.summary["stored_bytes"]
+    return [
+        f"{name}: {taken[name]:,} of {total:,} bytes; fewer bits for weights make this file little smaller"
+        for name in taken
+        if taken[name] > total / 2
+    ]
 
 
 def _embed_facts(

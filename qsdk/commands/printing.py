@@ -9,8 +9,8 @@ from qsdk.core.report import Report
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report; as JSON it is `{"title", "rows", "summary"}`, with infinities and NaN as strings."""
-    print(json.dumps(_plain(report.to_dict()), indent=1) if as_json else report)
+    """Print the whole of a report; as JSON it is `{"title", "rows", "summary"}`, with infinities and NaN as strings."""
+    print(json.dumps(_plain(report.to_dict()), indent=1) if as_json else report.full())
 
 
 def _plain(value: Any) -> Any:

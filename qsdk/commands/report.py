@@ -35,7 +35,7 @@ def run(options: Namespace) -> int:
         show(Report(coverage.title, coverage.rows, facts), as_json=True)
         return 0
     for part in (coverage, size, findings):
-        print(f"{part}\n")
+        print(f"{part.full()}\n")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Coverage: the report of what the plan decided, the same for both sides."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,34 @@ def coverage_report(
     rows += [_float(site, kind, "runs only in training") for site, kind in (only_training or {}).items()]
     states = [row["state"] for row in rows]
     summary = {state.replace(" ", "_"): states.count(state) for state in ("quantized", "tied", "float")}
-    return Report("Coverage", rows, {**summary, "not_exercised": states.count("not exercised")})
+    groups = {"by_type": by_type(rows), "float_because": _float_because(rows)}
+    facts = {**summary, "not_exercised": states.count("not exercised")}
+    return Report("Coverage", rows, {**facts, **{name: group for name, group in groups.items() if group}})
+
+
+def by_type(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per op type, the most frequent first: its sites, how many are not quantized, and their dtypes.
+
+    Args:
+        rows: with `op_type` and `dtype`, and with `state` where they can be float.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["op_type"] or "other", []).append(row)
+    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    result = []
+    for op_type, held in ordered:
+        dtypes = Counter(row["dtype"] for row in held).most_common()
+        floats = {"float": sum(row["state"] == "float" for row in held)} if "state" in held[0] else {}
+        listed = ", ".join(f"{count} {name}" for name, count in dtypes)
+        result.append({"op_type": op_type, "sites": len(held), **floats, "dtypes": listed})
+    return result
+
+
+def _float_because(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the reasons for which sites are float, the most frequent first."""
+    reasons = Counter(row["reason"] for row in rows if row["state"] == "float")
+    return [{"sites": count, "reason": reason} for reason, count in reasons.most_common()]
 
 
 def explanation(plan: Plan, site: str) -> str:

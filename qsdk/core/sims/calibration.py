@@ -11,6 +11,7 @@ from qsdk.core.errors import DataError
 from qsdk.core.numerics.bias import with_room_for
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
+from qsdk.core.planning.coverage import by_type
 from qsdk.core.planning.plan import Decision
 from qsdk.core.ranges.estimators import PERCENTILE, Estimator, estimator, range_of_stored
 from qsdk.core.ranges.ranges import Range, encoding_from_range
@@ -84,7 +85,9 @@ def calibrate_sites(
     found |= activation_encodings(wanted.values(), statistics, frozen=frozen, known=own)
     make_room_for_biases(decisions, own, stored, found)
     rows = [_row(site, encoding) for site, encoding in found.items()]
-    return Calibration(found, Report("Calibration", rows, {"method": method, "sites": len(rows)}), statistics.ranges)
+    types = by_type([{"op_type": decisions[row["site"]].op_type, "dtype": row["dtype"]} for row in rows])
+    facts = {"method": method, "sites": len(rows), **({"by_type": types} if types else {})}
+    return Calibration(found, Report("Calibration", rows, facts), statistics.ranges)
 
 
 def weight_encodings(

@@ -51,6 +51,22 @@ class StatefulSim(ABC):
     def encodings_where_ready(self) -> dict[str, Encoding]:
         """Return the encodings by site, without the sites that have none yet."""
 
+    @abstractmethod
+    def coverage(self) -> Report:
+        """List every tensor: quantized, tied to another, or float and why."""
+
+    def __repr__(self) -> str:
+        counts, ready = self.coverage().summary, self.ready()
+        return (
+            f"{type(self).__name__}({len(self.graph.ops)} ops: {counts['quantized']} quantized, {counts['tied']} tied, "
+            f"{counts['float']} float; {sum(ready.values())} of {len(ready)} quantized sites ready)"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the line of `repr`, and the sites by op type."""
+        coverage = self.coverage()
+        return Report(repr(self), coverage.summary.get("by_type", ()))._repr_html_()
+
     def alone(self) -> AbstractContextManager[None]:
         """Keep the sim to this thread while a verb changes it; nothing to do where every run has its own copy.
 

@@ -443,7 +443,7 @@ def test_a_sim_prints_its_coverage_and_explains_every_site(named: tuple[str, nn.
     assert f"QuantSim({type(model).__name__}: " in repr(sim), name
     assert str(sim) == repr(sim)
     report = sim.coverage()
-    assert all(site in str(report) for site in sim.plan.decisions)
+    assert all(site in report.full() for site in sim.plan.decisions)
     counts = report.summary
     assert counts["quantized"] + counts["tied"] + counts["float"] + counts["not_exercised"] == len(report.rows)
     for site, decision in sim.plan.decisions.items():
