@@ -61,10 +61,11 @@ def test_a_view_searches_and_sorts(page: Path, tmp_path: Path):
     assert shares == sorted(shares, reverse=True)
 
 
-def test_a_view_filters_by_kind(page: Path, tmp_path: Path):
-    layers = layers_in(shown_in(page, "#kind=noisy", tmp_path))
+@pytest.mark.parametrize("kind", ["noisy", "weights"])
+def test_a_view_filters_by_kind(page: Path, tmp_path: Path, kind: str):
+    layers = layers_in(shown_in(page, f"#kind={kind}", tmp_path))
     for layer in layers:
-        assert ("hidden" not in layer) == ("noisy" in layer["data-tags"].split())
+        assert ("hidden" not in layer) == (kind in layer["data-tags"].split())
     assert 0 < sum("hidden" in layer for layer in layers) < len(layers)
 
 

@@ -88,6 +88,7 @@ def _tags(layer: LayerFacts, noisy: set[str]) -> str:
         "quantized": bool(held & {"quantized", "tied"}),
         "float": "float" in held,
         "noisy": layer.name in noisy,
+        "weights": any(site.kind == "weight" for site in layer.sites),
         "clipped": (layer.clipped or 0.0) > _MUCH,
     }
     return " ".join(name for name, holds in facts.items() if holds)

@@ -30,6 +30,7 @@ _CONTROLS = """<div class="controls">
 <input id="search" type="search" placeholder="Search layers, ops, dtypes" aria-label="Search layers">
 <select id="kind" aria-label="Which layers"><option value="all">all layers</option>
 <option value="noisy">80 % of the noise</option><option value="clipped">over 1 % clipped</option>
+<option value="weights">with weights</option>
 <option value="quantized">quantized</option><option value="float">with float parts</option></select>
 <select id="sort" aria-label="Order"><option value="order">in the order of the network</option>
 <option value="share">most noise first</option><option value="sqnr">lowest SQNR first</option>
@@ -88,7 +89,7 @@ def _top(model: ModelFacts, against: ModelFacts | None, artist: Artist) -> str:
             parts[-1] += f'<div class="panel">{strip(one, "layer-" if one is model else "")}</div>'
         parts[-1] += "</section>"
     top = parts[0] if against is None else f'<div class="columns">{"".join(parts)}</div>'
-    return f'{top}\n<div class="panel sizes"><h3>Stored bytes</h3>{_sizes(models, artist)}</div>'
+    return f'{top}\n<div class="panel sizes"><h3>Stored, in kB</h3>{_sizes(models, artist)}</div>'
 
 
 def _cards(model: ModelFacts) -> dict[str, str]:

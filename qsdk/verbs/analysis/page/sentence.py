@@ -26,6 +26,7 @@ def sentence(layers: Sequence[LayerFacts], times_smaller: float, sqnr_db: float 
     if sqnr_db is not None:
         parts.append(f"outputs {sqnr_db:.1f} dB above {noise} (SQNR)")
     text = ", ".join(parts)
+    text = text[0].upper() + text[1:]
     worst = worst_layers(layers)
     if not worst:
         return f"{text}."
