@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.bias import correct_bias
     from qsdk.verbs.blocks import tune_blocks
     from qsdk.verbs.distill import Distilled, distill_loss
+    from qsdk.verbs.doors.user_data import inputs_only
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
     from qsdk.verbs.qdq_files import validate
@@ -72,6 +73,7 @@ __version__ = "0.1.0"
 _VERBS = {
     "quantize": "quantize",
     "calibrate": "quantize",
+    "inputs_only": "doors.user_data",
     "export": "quantize",
     "check_parity": "quantize",
     "to_integer": "quantize",
@@ -110,6 +112,7 @@ _VERBS = {
 __all__ = [
     "quantize",
     "calibrate",
+    "inputs_only",
     "seq_mse",
     "tune_blocks",
     "tune_ranges",

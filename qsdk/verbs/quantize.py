@@ -33,6 +33,7 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
 from torch_bridge.attach import compare_sites
 from torch_bridge.numbering import trace_and_number
@@ -176,6 +177,7 @@ def calibrate(
     method: CalibrationMethod = "min_max",
     weight_method: CalibrationMethod | None = None,
     percentile: float = PERCENTILE,
+    max_batches: int | None = None,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Report:
@@ -188,24 +190,26 @@ def calibrate(
 
     Args:
         sim: of either side.
-        data: an iterable of tensors, tuples (positional) or mappings (keywords).
+        data: an iterable of tensors, tuples (positional) or mappings (keywords); `inputs_only` drops labels.
         method: for activations. `min_max` (also `post_training_tf`) covers every value, and is the one to begin with;
             `moving_average` follows the batches; `percentile`, `mse`, `tf_enhanced` (also `sqnr` and
             `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
         weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
         percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
+        max_batches: batches to stop after, for a DataLoader of a whole training set; None for all.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Raises:
-        ConfigError: an unknown method, or a percentile outside 50..100.
+        ConfigError: an unknown method, a percentile outside 50..100, or `max_batches` below 1.
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim is unchanged.
     """
     door = door_of(sim)
+    batches = first_batches(data, max_batches)
     options: dict[str, Any] = {"method": method, "weight_method": weight_method, "percentile": percentile}
     with without_shifts(sim):
-        return door.calibrate(data, forward, progress=progress, gather=all_gather, **options)
+        return door.calibrate(batches, forward, progress=progress, gather=all_gather, **options)
 
 
 def export(

@@ -124,7 +124,8 @@ class QuantConfig:
 
         Args:
             pattern: a shell glob over owners, or, with a colon, over whole sites (`conv1:weight`).
-            op_type: condition: the ONNX type, one of several, or a glob, such as "MatMul".
+            op_type: condition: the ONNX type, one of several, or a glob, such as "MatMul"; a class of PyTorch stands
+                for the types that it becomes ("Linear": every Gemm and MatMul, "Conv2d": every Conv).
             shape: condition: the shape of the tensor; None stands for any dimension.
             tensor_dtype: condition: the dtype of the tensor in the float model, where that has several.
             weight: raise it (int8, float16) where accuracy falls, lower it (int4, mxfp4) to save memory.

@@ -18,6 +18,21 @@ TensorDType = Literal["float32", "float16", "bfloat16", "float64"]
 TENSOR_DTYPES: tuple[str, ...] = get_args(TensorDType)
 
 
+#: class of PyTorch -> the ONNX types of the ops that it becomes
+_OF_TORCH: Mapping[str, tuple[str, ...]] = {
+    "Linear": ("Gemm", "MatMul"),
+    **{f"Conv{n}d": ("Conv",) for n in (1, 2, 3)},
+    **{f"ConvTranspose{n}d": ("ConvTranspose",) for n in (1, 2, 3)},
+    **{f"BatchNorm{n}d": ("BatchNormalization",) for n in (1, 2, 3)},
+    "LayerNorm": ("LayerNormalization",),
+    "GroupNorm": ("GroupNormalization",),
+    "RMSNorm": ("RMSNormalization",),
+    "Embedding": ("Gather",),
+    "ReLU": ("Relu",),
+    "GELU": ("Gelu",),
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """The facts about a place in a model that rules look at.
@@ -59,7 +74,7 @@ class Rule:
         tie: whether an op that keeps the grid shares its inputs' encoding.
         supergroup: False to quantize the members of a supergroup one by one.
         scale_bits: significant binary digits of scales.
-        op_type: globs over ONNX types; one must match.
+        op_type: globs over ONNX types, or classes of PyTorch; one must match.
         shape: of the tensor; None stands for any dimension.
         tensor_dtype: of the tensor in the float model.
         optional: it may match nothing.
@@ -116,9 +131,10 @@ class Rule:
 
     def fits_op_type(self, op_types: Iterable[str]) -> bool:
         """Return whether the rule applies to one of the op types."""
-        return self.op_type is None or any(
-            fnmatchcase(result, wanted) for result in op_types for wanted in self.op_type
-        )
+        if self.op_type is None:
+            return True
+        wanted = [name for given in self.op_type for name in (given, *_OF_TORCH.get(given, ()))]
+        return any(fnmatchcase(result, name) for result in op_types for name in wanted)
 
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")

@@ -1,0 +1,108 @@
+"""Data as training code has it, made into what verbs take: without labels, and only so much of it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from qsdk.core.errors import ConfigError, DataError
+from qsdk.core.sims.stateful import require_sim
+
+LABELS = frozenset({"labels", "label", "target", "targets"})
+
+
+@dataclass(frozen=True)
+class InputsOnly:
+    """Batches without labels, taken from the user's at every iteration again.
+
+    Attributes:
+        batches: the user's.
+        names: of the inputs that the model takes by keyword; None where that is not known.
+        count: of the inputs that it takes in order; None where that is not known.
+    """
+
+    batches: Iterable[Any]
+    names: frozenset[str] | None
+    count: int | None
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]  # of a DataLoader; without one, len() fails as it should
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield self._inputs(batch)
+
+    def _inputs(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            kept = self.names if self.names is not None else frozenset(batch) - LABELS
+            return {name: value for name, value in batch.items() if name in kept}
+        if isinstance(batch, tuple | list):
+            count = self.count if self.count is not None else max(len(batch) - 1, 1)
+            return tuple(batch[:count])
+        return batch
+
+
+def inputs_only(data: Iterable[Any], sim: Any = None) -> InputsOnly:
+    """Return the batches of a DataLoader without their labels, as every verb takes them.
+
+    Of a mapping, `labels`, `label`, `target` and `targets` are dropped; of a tuple, the last element. With a sim, what
+    its model does not take is.
+
+    Args:
+        data: batches; iterated anew each time.
+        sim: of either side, which tells the inputs.
+
+    Raises:
+        DataError: one batch in place of an iterable of them.
+        ConfigError: `sim` is no sim.
+
+    Example:
+        >>> import qsdk
+        >>> list(qsdk.inputs_only([("picture", 3), ("another", 5)]))
+        [('picture',), ('another',)]
+        >>> list(qsdk.inputs_only([{"ids": [1, 2], "labels": [0]}]))
+        [{'ids': [1, 2]}]
+    """
+    if isinstance(data, Mapping) or hasattr(data, "shape"):
+        raise DataError("data must be an iterable of batches, got one batch; wrap it in a list: [batch]")
+    if sim is None:
+        return InputsOnly(data, None, None)
+    require_sim(sim)
+    example = getattr(sim, "example", None)  # of a module: the arguments as its forward takes them
+    if example is not None:
+        return InputsOnly(data, frozenset(example.kwargs) or None, len(example.args) or None)
+    names = [sim.graph.tensors[place].name for place in sim.graph.inputs]
+    return InputsOnly(data, frozenset(names), len(names))
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of data that may have no end.
+
+    Attributes:
+        batches: the user's.
+        count: how many.
+    """
+
+    batches: Iterable[Any]
+    count: int
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.batches))  # type: ignore[arg-type]  # tqdm catches the error of an iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.batches), self.count)
+
+
+def first_batches(data: Any, count: int | None) -> Any:
+    """Return the first batches of data; what is no iterable of batches stays as it is, for the verb to refuse.
+
+    Raises:
+        ConfigError: a count below 1.
+    """
+    if count is None:
+        return data
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"max_batches={count!r} leaves no data; give a whole number from 1, or None for all")
+    whole = isinstance(data, Mapping | str | bytes) or hasattr(data, "shape") or not hasattr(data, "__iter__")
+    return data if whole else FirstBatches(data, count)
