@@ -305,7 +305,7 @@ def test_an_embedding_is_named_by_its_op_type_or_its_shape():
     [
         ({"pattern": "conv3"}, "matches no owner in the model; the nearest are: conv"),
         ({"pattern": "conv1:wieght"}, "matches no site in the model; the nearest are: conv1:weight"),
-        ({"op_type": "Linear"}, "matches no op of that type; there are: Conv, Flatten, Gemm, Input, Relu"),
+        ({"op_type": "Embedding"}, "matches no op of that type; there are: Conv, Flatten, Gemm, Input, Relu"),
         ({"pattern": "fc", "op_type": "Conv"}, "matches no op of that type; there are: Gemm"),
         ({"shape": (7, 7)}, r"matches no tensor of that shape and dtype; the nearest are: x: float32 \(1, 3, 8, 8\)"),
         ({"pattern": "fc", "tensor_dtype": "float16"}, "matches no tensor of that shape and dtype; .*fc: float32"),
