@@ -187,6 +187,16 @@ def floats(path, x):
     return qsdk.quantize(path, None, None if path.name == "w4.onnx" else qsdk.w8a8().skip("*")).run(x)[0]
 
 
+def test_another_float_model_is_refused(files, tmp_path):
+    folder, arrays = files
+    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 7))
+    qsdk.export(qsdk.quantize(network, torch.from_numpy(arrays[0]), qsdk.w8a8().skip("*")), tmp_path / "other.onnx")
+    options = {"data": arrays, "float_model": tmp_path / "other.onnx", "progress": False}
+    with pytest.raises(qsdk.ModelError, match="float_model has other outputs than the quantized model"):
+        qsdk.report(folder / "w4.onnx", tmp_path / "page.html", **options)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_two_models_stand_beside_each_other(files, tmp_path):
     folder, arrays = files
     raised = calibrated(folder / "float.onnx", None, arrays, qsdk.w4a8().override("*", op_type="Conv", weight="int8"))

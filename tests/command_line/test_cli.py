@@ -411,6 +411,12 @@ def test_the_page_of_a_report_stands_alone(at: Path, capsys):
     assert "Nothing found." in page.seen
 
 
+def test_what_is_for_the_page_needs_one(at: Path, capsys):
+    code, _, err = said(capsys, "report", "model.onnx", "--against", "model.onnx")
+    assert code == 2
+    assert "--against is for the page; give --out FILE.html too" in err
+
+
 def test_sizes_add_up_to_what_is_stored(at: Path, capsys):
     found = document(capsys, "report", "model.onnx")
     model = onnx.load("model.onnx")
