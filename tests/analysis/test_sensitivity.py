@@ -64,7 +64,7 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
     assert np.median(np.abs(pairs[:, 0] - pairs[:, 1])) < 1.5
 
 
-def test_the_estimate_reads_the_data_once_and_every_second_batch_of_it(demo):
+def test_the_estimate_reads_the_data_once_and_every_third_batch_of_it(demo):
     sim, batches = demo
     calls = []
 
@@ -73,7 +73,7 @@ def test_the_estimate_reads_the_data_once_and_every_second_batch_of_it(demo):
         return model(batch)
 
     qsdk.sensitivity(sim, iter(batches), forward=forward, progress=False)
-    assert calls == [16] * 4  # two batches, each in float and in the simulation
+    assert calls == [16] * 4  # the first and the fourth batch, each in float and in the simulation
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
 FloatArrays = Sequence[npt.NDArray[np.float32]]
-_EVERY = 2  # of the batches are used: with gradients and simulated they cost about five float passes
+_EVERY = 3  # batches, one is used: with gradients and simulated it costs five to eight float passes
 
 
 @dataclass
@@ -48,7 +48,7 @@ def estimate_noise(
 ) -> tuple[OutputNoise, set[str]] | None:
     """Return the noise of every site to first order, and the sites that no gradient reaches.
 
-    Every second batch is used, with a forward pass in float, one in the simulation, and a backward pass.
+    Every third batch is used, with a forward pass in float, one in the simulation, and a backward pass.
 
     Returns:
         None where the model has no gradients.
