@@ -71,6 +71,8 @@ def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
     assert report.summary["met"]
     assert report.summary["reference"] == 140.0
     assert sqnr(report.sim) == report.summary["metric"]
+    assert report.full().endswith(report.code)
+    assert "qsdk.quantize(model, example, config)" in str(report)
 
 
 @pytest.mark.parametrize("side", ["module", "file"])

@@ -35,10 +35,9 @@ class AutoquantReport(Report):
     sim: Any = field(default=None, compare=False)
     code: str = ""
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}\n\nto repeat it:\n{self.code}"
-
-    __repr__ = __str__
+    def full(self) -> str:
+        """Return the whole report and the lines that repeat it."""
+        return f"{super().full()}\n\nto repeat it:\n{self.code}"
 
 
 @dataclass(frozen=True)
