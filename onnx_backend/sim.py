@@ -111,7 +111,7 @@ class OnnxSim(StatefulSim):
             model: valid, and in normal form (see `normalize_qdq`); the sim keeps it.
         """
         opened = open_qdq(at_opset(inline_functions(model)))
-        graph = read_graph(opened.model)
+        graph = read_graph(opened.model, modules=True)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
         sim._own = owned_encodings(sim.plan, with_flags(model, opened.encodings))
         sim._lowered = model
@@ -122,7 +122,7 @@ class OnnxSim(StatefulSim):
         cls, marked: ModelProto, state: SimState, notes: Notes, opened: ModelProto | None = None
     ) -> "OnnxSim":
         """Return the sim of a marked model with the state, the notes and the opened Q/DQ model of an earlier sim."""
-        sim = cls(marked, read_graph(marked), state.plan, state.config)
+        sim = cls(marked, read_graph(marked, modules=True), state.plan, state.config)
         sim.notes, sim._norms = notes, dict(notes.norms)
         sim._own, sim._lowered = dict(state.own), opened
         return sim

@@ -155,7 +155,7 @@ def _opened(
         types = types_of(model, trust_declared=False)
     _forget_shapes(model)
     _declare_outputs(model, types)
-    graph = read_graph(model, types)
+    graph = read_graph(model, types, modules=True)
     inside = decisions_in_bodies(model, types)
     notes = Notes(folds.folded, folds.unfolded, _reasons(model, graph), inside, remarks, folds.norms)
     return model, graph, notes

@@ -1,6 +1,7 @@
 """Read an ONNX model, marked or not, into the neutral graph of planning."""
 
 import math
+from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from onnx_backend.proto.nodes import (
     constant_tensor,
     is_constant,
     is_mark,
+    metadata,
     node_label,
     rename_inputs,
     replace_nodes,
@@ -33,6 +35,7 @@ from qsdk.core.site import site_name
 
 _SMALL = 4096  # constants up to this many elements keep their value: bounds, axes, and masks that planning looks into
 _LARGEST_MASK = 1 << 22  # and stored attention masks up to this many
+_SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of a node that torch's exporter writes
 _READ_MASKS = frozenset({"Add", "Where", "Slice", "Expand", "Unsqueeze"})
 
 
@@ -50,7 +53,11 @@ class _Stripped:
 
 
 def read_graph(
-    model: ModelProto, types: Types | None = None, *, weights: Mapping[str, npt.NDArray[Any]] | None = None
+    model: ModelProto,
+    types: Types | None = None,
+    *,
+    weights: Mapping[str, npt.NDArray[Any]] | None = None,
+    modules: bool = False,
 ) -> Graph:
     """Read a model: its marks become sites, or, if it has none, every float tensor gets one of its own.
 
@@ -63,6 +70,7 @@ def read_graph(
         model: it is not changed.
         types: of its tensors, where they are known already.
         weights: the values of those stored tensors that the model has only stubs of.
+        modules: note the modules of PyTorch that the file says its ops were exported from.
 
     Raises:
         ModelError: its types contradict each other, a node reads what nothing before it makes, one site marks two
@@ -75,7 +83,27 @@ def read_graph(
     plain = _without_marks(model, stripped)
     stored = initializers(model.graph)
     graph = _build(plain, stripped, types_of(plain) if types is None else types, stored, weights or {})
+    if modules:
+        graph = _with_modules(graph, plain)
     return graph if marked else with_sites(graph)
+
+
+def _with_modules(graph: Graph, model: ModelProto) -> Graph:
+    """Return the graph with the path of the module that each op was exported from by torch, where the file says it."""
+    paths = {name: path for node in model.graph.node if (path := _module_of(node)) for name in node.output}
+    ops = [
+        replace(op, module=paths.get(graph.tensors[op.outputs[0]].name, "")) if op.outputs else op for op in graph.ops
+    ]
+    return replace(graph, ops=ops)
+
+
+def _module_of(node: NodeProto) -> str:
+    """Return the last module among the scopes that torch's exporter notes: the model, its modules, then the op."""
+    try:
+        scopes = literal_eval(metadata(node).get(_SCOPES, "[]"))
+    except (ValueError, SyntaxError):
+        return ""
+    return scopes[-2] if isinstance(scopes, list) and len(scopes) > 1 and isinstance(scopes[-2], str) else ""
 
 
 def inline_functions(model: ModelProto) -> ModelProto:

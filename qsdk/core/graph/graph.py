@@ -44,6 +44,7 @@ class Op:
     """An operation: ONNX type, tensor ids in and out (None for an absent input), attributes.
 
     Absent outputs are left out; `places` has the place of each output among those that ONNX defines, where it is known.
+    `module` is the path of the PyTorch module that the op was exported from, where the file says it.
     """
 
     type: str
@@ -53,6 +54,7 @@ class Op:
     name: str = ""
     domain: str = ""
     places: tuple[int, ...] = field(default=(), compare=False)
+    module: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

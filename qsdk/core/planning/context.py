@@ -127,7 +127,8 @@ class PlanningContext:
         tensors = [t for member in members for t in self.graph.ops[member].outputs]
         tensors += [operand.root for member in members for operand in self.operands[member]]
         sites = [self.graph.tensors[t].site for t in tensors]
-        return tuple(dict.fromkeys(owner_of(site) for site in sites if site is not None))
+        modules = [self.graph.ops[member].module for member in members]  # further names, which no site has
+        return tuple(dict.fromkeys([*(owner_of(site) for site in sites if site is not None), *filter(None, modules)]))
 
 
 def _names(group: Supergroup) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ def _require_matches(context: PlanningContext, extra_owners: tuple[str, ...]) ->
     if all(rule.optional for rule in rules):
         return
     matcher, sites = context.resolver.matcher, context.graph.sites
-    owners = [*dict.fromkeys(map(owner_of, sites)), *extra_owners]
+    modules = filter(None, (op.module for op in context.graph.ops))
+    owners = [*dict.fromkeys([*map(owner_of, sites), *modules]), *extra_owners]
     named = frozenset[int]().union(*map(matcher.of_owner, owners), *map(matcher.of_site, sites))
     for place in context.places():
         matcher.matching(place)
