@@ -1,14 +1,15 @@
 """Run two forms of one model on the same inputs, to prove that a change preserved its function."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from onnx_backend.proto.graph_queries import producers
+from onnx_backend.proto.graph_queries import names_in, producers, unique
 from onnx_backend.proto.nodes import node_label
 from onnx_backend.proto.subgraphs import all_nodes
 from onnx_backend.runtime.random_feeds import random_feeds
@@ -20,8 +21,9 @@ RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "Ra
     "Bernoulli",
     "Multinomial",
 }
-_TOLERANCE = 1e-4  # of an output's largest value; of a narrow type, in which ops round, a few units of that
-_NARROW_TOLERANCE: Mapping[int, float] = {TensorProto.FLOAT16: 2.0**-8, TensorProto.BFLOAT16: 2.0**-5}
+_QUANTIZERS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+# of a tensor's largest value; of a narrow type, in which ops round, a few units of that
+_TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 _ROOM = 2**31 - 2**24  # bytes of weights beside which a graph still fits into one message
 
 
@@ -60,10 +62,14 @@ def compare_runs(before: ModelProto, after: ModelProto, feeds: Mapping[str, obje
             got = new.run(None, dict(values))
         except Exception as error:  # as above
             raise ModelError(f"{change} gives a model that no longer runs: {error}; export it newer") from error
-        different = _first_different_output(before, wanted, got)
-        if different:
-            raise ModelError(_difference_message(before, after, values, f"{change} changes the output {different!r}"))
-        return "equal outputs on " + ("the example" if feeds is not None else "random inputs")
+        where = "the example" if feeds is not None else "random inputs"
+        outputs = _different_outputs(before, wanted, got)
+        if not outputs:
+            return f"equal outputs on {where}"
+        found = _compare_at_equal_codes(before, after, values)
+        if found is None or found.decides(outputs):
+            raise ModelError(_difference_message(before, after, found, f"{change} changes the output {outputs[0]!r}"))
+        return f"equal on {where} where every quantizer gives the same codes; roundings that turned change outputs"
     where = "the example" if feeds is not None else "random inputs"
     return f"not compared by running: the original does not run on {where} ({reason}); pass an example that it takes"
 
@@ -96,29 +102,88 @@ def fits_one_message(model: ModelProto) -> bool:
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _ROOM
 
 
-def _first_different_output(model: ModelProto, wanted: list[Any], got: list[Any]) -> str:
-    """Return the name of the first output that differs, or ""."""
+def _different_outputs(model: ModelProto, wanted: list[Any], got: list[Any]) -> list[str]:
+    """Return the names of the outputs that differ."""
     masks = {node.output[1] for node in model.graph.node if node.op_type == "Dropout" and len(node.output) > 1}
+    found = []
     for value, left, right in zip(model.graph.output, wanted, got, strict=True):
         # the mask of a Dropout at inference was not defined before opset 12
-        tolerance = _NARROW_TOLERANCE.get(value.type.tensor_type.elem_type, _TOLERANCE)
-        if value.name not in masks and not _equal(left, right, tolerance):
-            return str(value.name)
-    return ""
+        narrow = value.type.tensor_type.elem_type == TensorProto.BFLOAT16  # arrays of it are float32
+        if value.name not in masks and not _equal(left, right, _TOLERANCES["bfloat16" if narrow else "float32"]):
+            found.append(value.name)
+    return found
 
 
-def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[str, object], what: str) -> str:
-    """Return a message that names the first node whose output differs."""
-    remedy = "export the model at a newer opset, and report this"
-    kept = {name for node in after.graph.node for name in node.output}
-    names = [name for node in before.graph.node for name in node.output if name and name in kept]
-    try:
-        runs = [float_session(_with_outputs(model, names)).run(names, dict(feeds)) for model in (before, after)]
-    except Exception:  # the runtime's own exception types are private; the place is a courtesy
-        return f"{what}; {remedy}"
-    first = next((n for n, left, right in zip(names, *runs, strict=True) if not _equal(left, right)), "")
+@dataclass(frozen=True)
+class _Differences:
+    """What differs between two models of which the second reads the codes of the first.
+
+    Attributes:
+        tensors: names of those that differ, in order.
+        quantizing: names of what the quantizers read and give.
+    """
+
+    tensors: Sequence[str]
+    quantizing: frozenset[str]
+
+    def decides(self, outputs: Sequence[str]) -> bool:
+        """Return True if a quantizer differs, or an output among these that differ as the models are."""
+        return not self.quantizing.union(outputs).isdisjoint(self.tensors)
+
+
+def _compare_at_equal_codes(before: ModelProto, after: ModelProto, feeds: Mapping[str, object]) -> _Differences | None:
+    """Compare all tensors, where the second model reads the codes of the first; None if that does not run.
+
+    Kernels of two opsets may differ in the last bits of a float. Where such a value lies between two codes, a
+    quantizer turns that into a whole step, and everything behind it differs. With equal codes handed on, no step is:
+    each float must be equal, and the codes that a quantizer gives itself may differ by the one step.
+    """
+    kept = _shared_tensors(before, after)
+    own = {name: name for name in kept}
+    read, renamed = ({n: x for n, x in _sources(model).items() if n in own} for model in (before, after))
     makers = producers(before.graph.node)
-    node = makers.get(first)
+    own |= {x: renamed[name] for name, x in read.items() if x in makers and x not in own}
+    try:
+        first = float_session(_with_outputs(before, own))
+        types = {output.name: output.type[len("tensor(") : -1] for output in first.get_outputs()}
+        codes = {name: TensorProto.DataType.Value(types[name].upper()) for name in read}
+        wanted = _run(first, own, feeds)
+        given = {n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(wanted[n], code) for n, code in codes.items()}
+        fed, computed = _with_fed_tensors(after, codes)
+        own = {name: computed.get(name, there) for name, there in own.items()}
+        found = _run(float_session(_with_outputs(fed, own.values())), own.values(), {**feeds, **given})
+    except Exception:  # the runtime's own exception types are private; the outputs alone decide then
+        return None
+    different = [
+        name
+        for name, there in own.items()
+        if not (_within_one_step if name in read else _equal)(wanted[name], found[there])
+    ]
+    return _Differences(different, frozenset({*read, *read.values()}))
+
+
+def _run(session: ort.InferenceSession, names: Iterable[str], feeds: Mapping[str, object]) -> dict[str, Any]:
+    """Return the value of each named output."""
+    asked = list(dict.fromkeys(names))
+    return dict(zip(asked, session.run(asked, dict(feeds)), strict=True))
+
+
+def _sources(model: ModelProto) -> dict[str, str]:
+    """Return what a quantizer computes -> the tensor that it quantizes."""
+    return {out: node.input[0] for node in model.graph.node if node.op_type in _QUANTIZERS for out in node.output}
+
+
+def _shared_tensors(before: ModelProto, after: ModelProto) -> list[str]:
+    """Return the names of the tensors that nodes of both models compute, in the order of the first."""
+    kept = {name for node in after.graph.node for name in node.output}
+    return [name for node in before.graph.node for name in node.output if name and name in kept]
+
+
+def _difference_message(before: ModelProto, after: ModelProto, found: _Differences | None, what: str) -> str:
+    """Return a message that names the first node whose output differs, if that was found."""
+    remedy = "export the model at a newer opset, and report this"
+    makers, kept = producers(before.graph.node), set(_shared_tensors(before, after))
+    node = makers.get(found.tensors[0]) if found is not None and found.tensors else None
     while node is not None:  # a converted node that lost its tensor's name comes first
         lost = next((makers[name] for name in node.input if name in makers and name not in kept), None)
         if lost is None:
@@ -128,15 +193,37 @@ def _difference_message(before: ModelProto, after: ModelProto, feeds: Mapping[st
     return f"{what}{where}; {remedy}"
 
 
-def _with_outputs(model: ModelProto, names: Sequence[str]) -> ModelProto:
+def _with_fed_tensors(model: ModelProto, types: Mapping[str, int]) -> tuple[ModelProto, dict[str, str]]:
+    """Return a copy that takes some computed tensors as inputs, and the new names of the computed ones."""
+    fed = ModelProto()
+    fed.CopyFrom(model)
+    taken = names_in(fed.graph)
+    renamed = {name: unique(f"{name}/computed", taken) for name in types}
+    for node in fed.graph.node:
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    kept = [value for value in fed.graph.output if value.name not in renamed]
+    del fed.graph.output[:]
+    fed.graph.output.extend(kept)
+    fed.graph.input.extend(helper.make_tensor_value_info(name, code, None) for name, code in types.items())
+    return fed, renamed
+
+
+def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     exposed = ModelProto()
     exposed.CopyFrom(model)
     known = {value.name for value in exposed.graph.output}
-    exposed.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
+    exposed.graph.output.extend(ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known)
     return exposed
 
 
-def _equal(left: Any, right: Any, tolerance: float = _TOLERANCE) -> bool:
+def _within_one_step(left: Any, right: Any) -> bool:
+    """Return True if codes differ by one at most; a scale that a quantizer computes is a float."""
+    if left.dtype.kind == "f" or left.shape != right.shape or left.dtype != right.dtype:
+        return _equal(left, right)
+    return int(np.abs(left.astype(np.int64) - right.astype(np.int64)).max(initial=0)) <= 1
+
+
+def _equal(left: Any, right: Any, tolerance: float = 0.0) -> bool:
     if isinstance(left, list):
         return len(left) == len(right) and all(_equal(a, b, tolerance) for a, b in zip(left, right, strict=True))
     if left is None or isinstance(left, dict | str):
@@ -146,6 +233,7 @@ def _equal(left: Any, right: Any, tolerance: float = _TOLERANCE) -> bool:
         return False
     if left.dtype.kind != "f":
         return bool((left == right).all())
+    tolerance = max(tolerance, _TOLERANCES[left.dtype.name])
     finite = np.abs(left[np.isfinite(left)].astype(np.float64))
     scale = float(finite.max(initial=0.0))
     return bool(np.allclose(left, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True))

@@ -9,13 +9,13 @@ from onnx import TensorProto, helper, numpy_helper
 from qdq_models import make_model
 
 node = helper.make_node
-RNG = np.random.default_rng(5)
 
 
 class _Reader:
     def __init__(self, source, shape):
         dtype = helper.tensor_dtype_to_np_dtype(source.type.tensor_type.elem_type)
-        self.batches = iter([{source.name: RNG.normal(size=shape).astype(dtype)} for _ in range(3)])
+        rng = np.random.default_rng(5)
+        self.batches = iter([{source.name: rng.normal(size=shape).astype(dtype)} for _ in range(3)])
 
     def get_next(self):
         return next(self.batches, None)

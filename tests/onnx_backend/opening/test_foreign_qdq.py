@@ -10,6 +10,7 @@ from onnxruntime.quantization import QuantFormat, QuantType
 from qdq_models import convnet, make_model, mlp
 
 from onnx_backend.proto.nodes import metadata
+from onnx_backend.proto.opsets import stamp
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.config.config import w8a8
@@ -373,9 +374,12 @@ def test_what_a_tool_made_of_a_narrow_model_computes_the_same(dtype, contrib, tm
     assert types == {dtype}
     x = np.random.default_rng(5).normal(size=(4, 6)).astype(np.float32)
     got = sim.run(x)[0]
-    if dtype == "float16" or not contrib:  # the runtime's own domain has no bfloat16
-        session = simulation_session(model)
-        np.testing.assert_array_equal(got, run_session(session, as_feeds(x, session.get_inputs(), "x"), "x")[0])
+    # the runtime's own domain has no bfloat16, and what it dequantizes to float16 reaches the next op unrounded
+    for item in model.graph.node:
+        item.domain = ""
+    stamp(model, 21)
+    session = simulation_session(model)
+    np.testing.assert_array_equal(got, run_session(session, as_feeds(x, session.get_inputs(), "x"), "x")[0])
     sites = quantize(by_onnxruntime(mlp(), (4, 6), tmp_path), None, None).encodings.keys()
     assert sim.encodings.keys() == sites
     export(sim, tmp_path / "ours.onnx")

@@ -137,6 +137,75 @@ def test_a_conversion_that_changes_a_value_is_refused_with_the_output_and_the_no
         open_float(model, w8a8(), IMAGE)
 
 
+def averaging(opset=18):
+    """Averages of four codes lie between two codes, so that the last bit of a float decides the rounding."""
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        node("AveragePool", ["xd"], ["a"], "average", kernel_shape=[2, 2], strides=[2, 2]),
+        node("LeakyRelu", ["a"], ["l"], "leaky", alpha=0.1),
+        node("QuantizeLinear", ["l", "s", "z"], ["lq"], "second"),
+        node("DequantizeLinear", ["lq", "s", "z"], ["ld"]),
+        node(
+            "Resize", ["ld", "", "scales"], ["u"], "enlarge", mode="linear", coordinate_transformation_mode="half_pixel"
+        ),
+        node("DynamicQuantizeLinear", ["u"], ["uq", "us", "uz"]),
+        node("DequantizeLinear", ["uq", "us", "uz"], ["y"]),
+    ]
+    stored = {"s": np.float32(0.05), "z": np.uint8(100), **scales(1, 1, 2, 2)}
+    return make_model(nodes, {"x": [2, 4, 6, 6]}, {"y": None}, stored, opset, 8)
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+def test_a_rounding_that_the_new_kernel_turns_is_no_change_of_the_model(opset):
+    model = averaging(opset)
+    raised, remarks = raising.raise_opset(onnx.ModelProto.FromString(model.SerializeToString()), {"x": IMAGE})
+    assert (run(model, {"x": IMAGE})[0] != run(raised, {"x": IMAGE})[0]).any()
+    said = "equal on the example where every quantizer gives the same codes; roundings that turned change outputs"
+    assert remarks == (f"raised from opset {opset} to 21: {said}",)
+
+
+def set_attribute(name, changed):
+    def change(model):
+        (found,) = (a for n in model.graph.node for a in n.attribute if a.name == name)
+        found.CopyFrom(helper.make_attribute(name, changed))
+
+    return change
+
+
+def set_input(name, at, value):
+    def change(model):
+        (found,) = (n for n in model.graph.node if n.name == name)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, "changed"))
+        found.input[at] = "changed"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        (set_attribute("alpha", 0.101), "LeakyRelu 'leaky'"),  # moves no code by more than a step
+        (set_input("second", 1, np.float32(0.06)), "QuantizeLinear 'second'"),
+        (set_input("second", 2, np.uint8(97)), "QuantizeLinear 'second'"),
+        (set_attribute("coordinate_transformation_mode", "asymmetric"), "Resize 'enlarge'"),
+    ],
+)
+def test_a_conversion_that_changes_a_quantized_model_is_refused(change, culprit, monkeypatch):
+    convert = onnx.version_converter.convert_version
+
+    def wrongly(model, version):
+        converted = convert(model, version)
+        change(converted)
+        return converted
+
+    model = averaging()
+    raising.raise_opset(onnx.ModelProto.FromString(model.SerializeToString()), {"x": IMAGE})
+    monkeypatch.setattr(onnx.version_converter, "convert_version", wrongly)
+    with pytest.raises(ModelError, match=f"changes the output 'y': it first differs behind the {culprit}; export"):
+        raising.raise_opset(model, {"x": IMAGE})
+
+
 def test_an_op_that_the_opset_does_not_have_is_named():
     model = one_node("Gelu", 11, {}, {}, TABLE)
     with pytest.raises(FileFormatError, match=r"cannot load the model.*Gelu"):
