@@ -12,6 +12,7 @@ from compared_nets import transformer, with_stored
 import qsdk
 from qsdk import w4a8, w8a8, w8a16
 
+SLOW = pytest.mark.slow
 FLOAT8 = w8a8().override("*", activation="float8e4m3fn", weight="float8e4m3fn")
 CONFIGS = {
     "4 bits": w4a8(),
@@ -24,7 +25,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [name if name == "4 bits" else pytest.param(name, marks=SLOW) for name in CONFIGS])
 def test_nothing_is_off_between_module_sim_and_file(config: str, tmp_path: Path) -> None:
     module, x = transformer()
     sim = qsdk.quantize(module, x, CONFIGS[config])
@@ -40,6 +41,7 @@ def test_nothing_is_off_between_module_sim_and_file(config: str, tmp_path: Path)
     assert qsdk.compare(sim, faulty, [x], progress=False).summary["first_off"] == "1.down:output"
 
 
+@SLOW
 def test_half_precision(tmp_path: Path) -> None:
     module, x = transformer()
     half, x16 = transformer()[0].half(), x.half()
@@ -59,6 +61,7 @@ def test_half_precision(tmp_path: Path) -> None:
     assert qsdk.compare(module, half, [x], forward=call, progress=False).summary["first_off"] == "1.norm1"
 
 
+@SLOW
 def test_sims_that_were_calibrated_apart_are_not_judged_by_their_grids() -> None:
     module, x = transformer()
     first, second = (qsdk.quantize(module, x) for _ in range(2))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import qsdk
 
+pytestmark = pytest.mark.slow  # `test_compare_sides.py` plants one fault into every kind of side
+
 
 class Network:
     """A network in all its forms: module, float ONNX, sim and Q/DQ file."""
