@@ -260,3 +260,25 @@ def test_a_runtime_adds_the_milliseconds_of_each_layer(branches):
     assert all(times[layer] > 0 for layer in ("first", "shared", "gate", "last"))
     with pytest.raises(qsdk.ConfigError, match="the time of an emulation says nothing"):
         qsdk.sensitivity(sim, batches, progress=False, runtime="qnn")
+
+
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.layer(x).argmax(1)
+
+
+def test_outputs_without_floats_are_refused():
+    x = torch.randn(8, 12)
+    with pytest.raises(qsdk.DataError, match="forward= that returns the logits"):
+        qsdk.sensitivity(calibrated(Classes().eval(), [x], qsdk.w8a8()), [x], progress=False)
+
+
+def test_a_batch_without_rows_tells_nothing_and_spoils_nothing(branches):
+    sim, batches = branches
+    whole = by_row(qsdk.sensitivity(sim, batches[:1], exact=True, progress=False))
+    found = by_row(qsdk.sensitivity(sim, [batches[0][:0], batches[0]], exact=True, progress=False))
+    assert {key: row["sqnr_db"] for key, row in found.items()} == {key: row["sqnr_db"] for key, row in whole.items()}

@@ -28,11 +28,11 @@ class OutputWeights:
     def power(self, outputs: FloatArrays) -> float:
         """Return the weighted power of a batch of outputs; the first batch, in float, sets the weights."""
         squares = [np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64)) for y in outputs]
-        if not self.values:
+        if not self.values and any(square.size for square in squares):
             self.values = [
                 1.0 / mean if square.size and (mean := float(square.mean())) > 0.0 else 0.0 for square in squares
             ]
-        return sum(w * float(square.sum()) for w, square in zip(self.values, squares, strict=True))
+        return sum(w * float(square.sum()) for w, square in zip(self.values, squares, strict=bool(self.values)))
 
     def power_of_changes(self, changed: Iterable[FloatArrays], in_float: Iterable[FloatArrays]) -> float:
         """Return the weighted power of the differences between outputs, over batches."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qsdk.core.errors import DataError
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
@@ -55,7 +56,7 @@ def sensitivity(
     Raises:
         CalibrationError: the sim is not calibrated.
         ConfigError: a metric that is no function, or whose value is no number.
-        DataError: no data, or data that the model does not take.
+        DataError: no data, data that the model does not take, or no floating-point output other than 0.
 
     Example:
         >>> import torch, qsdk
@@ -66,16 +67,35 @@ def sensitivity(
         >>> report.rows[0]["kind"]
         'weights'
     """
-    if metric is not None:
-        require_metric(metric)
-    door_of(sim)
-    _ = sim.encodings  # a missing calibration is reported before the data is used up
+    _require_ready(sim, metric)
     times = None if runtime is None else ms_by_layer(profile(sim, runtime=runtime, progress=progress))
     layers = layers_of(sim.plan)
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
+    _require_signal(noise)
     facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
     report = sensitivity_report(layers, noise, drops, {"method": method, **facts})
     return report if times is None else _with_ms(report, times)
+
+
+def _require_ready(sim: Sim, metric: Callable[[Any], float] | None) -> None:
+    """Raise an error for a wrong metric or sim, or a missing calibration, before the data is used up."""
+    if metric is not None:
+        require_metric(metric)
+    door_of(sim)
+    _ = sim.encodings
+
+
+def _require_signal(noise: OutputNoise) -> None:
+    """Raise an error where noise at the outputs has nothing to be compared with.
+
+    Raises:
+        DataError: names the remedy.
+    """
+    if not noise.signal > 0.0:
+        raise DataError(
+            "the model's outputs have no floating-point values other than 0, so no noise can be seen there; give "
+            "forward= that returns the logits, or other data"
+        )
 
 
 def _with_ms(report: Report, times: Mapping[str, float]) -> Report:
