@@ -117,7 +117,11 @@ def _ranked(
     samples = _samples(sim, batches, forward, progress)
     layers = layers_of(sim.plan)
     found, _ = noise_of_layers(sim, batches, layers, exact=False, forward=forward, progress=progress)
-    noise = {site: power / found.signal for site, power in found.alone.items()} if found.signal > 0.0 else {}
+    if found.signal > 0.0:
+        noise = {site: power / found.signal for site, power in found.alone.items()}
+    else:  # outputs without floats, such as classes, show no noise: each site's own ranks it
+        values = {site: sample.values for site, sample in samples.items()} | dict(sim.stored_floats(sim.encodings))
+        noise = {s: advice.noise_to_signal(values[s], known) for s, known in sim.encodings.items() if s in values}
     return samples, noise, sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
 
 

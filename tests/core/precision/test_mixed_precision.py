@@ -251,3 +251,28 @@ def test_time_is_measured_in_a_runtime(sim, model: Net):
     assert report.summary["ms"] != report.summary["ms_before"]
     with pytest.raises(qsdk.ConfigError, match="the time of an emulation says nothing"):
         qsdk.mixed_precision(sim, data_for(sim), metric, max_drop=20.0, max_ms=5.0, runtime="qnn", progress=False)
+
+
+def test_outputs_without_floats_are_ranked_by_the_sites_own_noise(model):
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x).argmax(1)
+
+    sim = qsdk.quantize(Classes().eval(), IMAGES, qsdk.w4a8())
+    qsdk.calibrate(sim, [IMAGES], progress=False)
+    wide = {"inner.fragile:weight"}
+
+    def fragile_is_wide(given):
+        return float(
+            wide <= {site for site, found in given.encodings.items() if found.dtype != int4} or not given.encodings
+        )
+
+    report = qsdk.mixed_precision(sim, [IMAGES], fragile_is_wide, max_drop=0.5, progress=False)
+    assert report.summary["met"]
+    (raised,) = report.summary["raised"]
+    assert raised.startswith("inner.fragile:weight")
+    assert "(200.0 dB" not in raised  # as a site without noise has
