@@ -2,7 +2,8 @@
 
 Every method starts from a sim calibrated by min-max. A cost is the processor time of the whole verb on one thread, in
 float forward passes over the calibration data in the same process; scores are those of data that was not calibrated on.
-`python benchmarks/ptq_tables.py resnet14 mobile` measures a few; `--write` puts their tables into `docs/ptq_tables.md`.
+`python benchmarks/ptq_tables.py resnet14 mobile` measures a few; `--write` puts their tables into
+`docs/results/ptq_tables.md`.
 `--config="W8A16, weights per tensor"` measures that config alone, and writes nothing.
 """
 
@@ -19,7 +20,7 @@ from ptq_measure import float_pass, one_thread, seconds
 
 import qsdk
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "ptq_tables.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "ptq_tables.md"
 Work = Callable[[Any, list[Any]], object]
 
 

@@ -1,4 +1,4 @@
-"""The page `docs/journeys.md` runs as it stands: four trades, each from a model to what it ships."""
+"""The page `docs/guides/journeys.md` runs as it stands: four trades, each from a model to what it ships."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from qsdk.demo.model import load_pretrained
 
 pytestmark = pytest.mark.slow  # what each line does, the tests of its verb test
 
-PAGE = (Path(__file__).parents[2] / "docs" / "journeys.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "journeys.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"## ([^\n]*)\n.*?```(?:python|bash)\n(.*?)```", PAGE, flags=re.DOTALL))
 
 

@@ -27,7 +27,7 @@ def make_model():
 def largest(outputs, labels):
     return -abs(outputs[0]).max()
 """
-GUIDE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "command_line.md").read_text(encoding="utf-8")
 
 
 def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -14,7 +14,7 @@ from onnx_backend.runtime.session import simulation_session
 from qsdk.demo.data import load
 from qsdk.demo.model import load_pretrained
 
-PAGE = Path(__file__).parents[2] / "docs" / "foreign_models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "foreign_models.md"
 
 
 @pytest.mark.slow

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+GUIDES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
 PATHS = re.compile(r"`((?:qsdk|torch_bridge|onnx_backend|tests|benchmarks|scripts|examples)/[\w./-]*)`")
 
 
@@ -17,5 +21,5 @@ def test_the_files_that_a_guide_names_exist(guide: str):
 
 
 def test_the_guide_to_the_architecture_names_files():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
     assert len(PATHS.findall(text)) > 40
