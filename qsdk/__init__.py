@@ -1,4 +1,28 @@
-"""qsdk: quantize an nn.Module or an ONNX model, simulate it, export it, prove parity, make it integer-only.
+"""qsdk quantizes neural networks: an nn.Module or an ONNX file in, standard ONNX and integers out.
+
+    sim = qsdk.quantize(model, example)      # a simulation; the model itself stays as it is
+    qsdk.calibrate(sim, batches)             # find the ranges
+    qsdk.export(sim, "model.onnx")           # write the file, and its encodings beside it
+    print(qsdk.check_parity(sim, "model.onnx", batches))
+
+What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are in docs/.
+
+    enter       quantize inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16 weight_only
+                QuantConfig load_config
+    calibrate   calibrate tune_ranges reestimate_batch_norm
+    improve     seq_mse adaround gptq tune_blocks correct_bias equalize smooth_quant awq
+    train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
+    decide      sensitivity advise mixed_precision autoquant
+    export      export validate
+    prove       check_parity compare profile report
+    integers    to_integer
+    files       save load save_encodings load_encodings convert_encodings apply_encodings
+    classes     QuantSim OnnxSim Report Encoding
+    dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
+                float32 float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz float8e8m0
+                float4e2m1 mxfp4 mxfp8 nvfp4, of the classes DType and BlockFormat
+    errors      QsdkError, above ConfigError ModelError DataError CalibrationError
+                ExportError FileFormatError IntegerError
 
 Light to import: neither torch nor onnx is loaded before the first verb is used.
 """
@@ -8,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsdk.core.aimet_config.load_config import load_config
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
+from qsdk.core.counterparts import missing_name
 from qsdk.core.errors import (
     CalibrationError,
     ConfigError,
@@ -47,6 +72,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.report import Report
 
 if TYPE_CHECKING:
+    from qsdk import demo
     from qsdk.verbs.analysis.autoquant import autoquant
     from qsdk.verbs.analysis.compare import compare
     from qsdk.verbs.analysis.precision import advise, mixed_precision
@@ -58,6 +84,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.bias import correct_bias
     from qsdk.verbs.blocks import tune_blocks
     from qsdk.verbs.distill import Distilled, distill_loss
+    from qsdk.verbs.doors.choose import OnnxSim, QuantSim
     from qsdk.verbs.doors.user_data import inputs_only
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
@@ -69,7 +96,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: verb -> the file that holds it, loaded on first use
+#: name -> the file in qsdk/verbs that holds it, loaded on first use
 _VERBS = {
     "quantize": "quantize",
     "calibrate": "quantize",
@@ -107,6 +134,8 @@ _VERBS = {
     "sensitivity": "analysis.sensitivity",
     "autoquant": "analysis.autoquant",
     "compare": "analysis.compare",
+    "QuantSim": "doors.choose",
+    "OnnxSim": "doors.choose",
 }
 
 __all__ = [
@@ -146,6 +175,9 @@ __all__ = [
     "convert_encodings",
     "save",
     "load",
+    "demo",
+    "QuantSim",
+    "OnnxSim",
     "QuantConfig",
     "load_config",
     "w8a8",
@@ -192,7 +224,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
         return getattr(import_module(f"qsdk.verbs.{_VERBS[name]}"), name)
-    raise AttributeError(f"module 'qsdk' has no attribute {name!r}")
+    if name == "demo":
+        return import_module("qsdk.demo")
+    raise AttributeError(missing_name(name, __all__))
 
 
 def __dir__() -> list[str]:

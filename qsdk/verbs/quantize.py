@@ -22,6 +22,7 @@ from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
 from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.algorithms.ranks import all_gather
+from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError
@@ -45,7 +46,7 @@ from torch_bridge.sim import QuantSim
 def quantize(
     model: nn.Module,
     example: Any,
-    config: QuantConfig | None = None,
+    config: QuantConfig | str | None = None,
     *,
     dynamic_shapes: Any = None,
     in_place: bool = False,
@@ -55,7 +56,7 @@ def quantize(
 def quantize(
     model: OnnxSource,
     example: Any = None,
-    config: QuantConfig | None = None,
+    config: QuantConfig | str | None = None,
     *,
     in_place: bool = False,
     fold_batch_norm: bool = True,
@@ -65,7 +66,7 @@ def quantize(
 def quantize(
     model: nn.Module | OnnxSource,
     example: Any = None,
-    config: QuantConfig | None = None,
+    config: QuantConfig | str | None = None,
     *,
     dynamic_shapes: Any = None,
     in_place: bool = False,
@@ -79,8 +80,8 @@ def quantize(
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
         example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. On the ONNX
             side None will do (random inputs); an ONNX model of an old opset is converted, and compared on them.
-        config: None for `w8a8()`; a Q/DQ ONNX model is then opened with its own encodings. A config for a Q/DQ model
-            applies to the tensors that are still float in it.
+        config: a `QuantConfig`, or the name of a preset such as "w4a8". None for `w8a8()`; a Q/DQ ONNX model is then
+            opened with its own encodings. A config for a Q/DQ model applies to the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
             (PyTorch side). None makes the batch axis dynamic if possible; `{}` makes no axis dynamic.
@@ -105,8 +106,7 @@ def quantize(
         >>> sim.plan.decisions["self:weight"].spec.dtype
         int8
     """
-    if not isinstance(config, QuantConfig | None):
-        raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
+    config = config_or_preset(config)
     if isinstance(model, str | os.PathLike | ModelProto) or (config is None and not isinstance(model, nn.Module)):
         if dynamic_shapes is not None:
             raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")

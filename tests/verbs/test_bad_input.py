@@ -170,9 +170,15 @@ def test_a_model_that_cannot_be_traced():
 # the config
 
 
-@pytest.mark.parametrize("config", ["w8a8", {"weight": "int8"}, w8a8, 8])
+@pytest.mark.parametrize("config", [{"weight": "int8"}, w8a8, 8])
 def test_a_config_of_the_wrong_type(config: Any):
     refused(ConvNet(), X, r"expected a QuantConfig such as qsdk\.w8a8\(\), got ", ConfigError, config=config)
+
+
+def test_a_config_by_name():
+    assert quantize(ConvNet(), X, "w4a8").config == qsdk.w4a8()
+    match = r"config='htp_v81' is none of the presets w8a8, .* give config=qsdk\.load_config\('htp_v81'\) for"
+    refused(ConvNet(), X, match, ConfigError, config="htp_v81")
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_owners():

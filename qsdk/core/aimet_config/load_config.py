@@ -34,7 +34,8 @@ def load_config(
             the first one (AIMET does so only behind a switch of its own).
 
     Returns:
-        The config. That of an AIMET file has `notes`: a report of the keys that were translated or have no counterpart.
+        The config. That of an AIMET file has `notes`, which `print(config)` shows: a row for each key, taken over,
+        holding already, or without a counterpart here.
 
     Raises:
         FileFormatError: the file cannot be read, or is no JSON.
@@ -49,6 +50,24 @@ def load_config(
     if base is not None or enforce_kernels:
         raise ConfigError(f"{where} is no AIMET config, so base= and enforce_kernels= mean nothing; leave them out")
     return QuantConfig.from_dict(data, where=where)
+
+
+def config_or_preset(config: QuantConfig | str | None) -> QuantConfig | None:
+    """Return the config that a verb was given, or the preset that it was given the name of.
+
+    Raises:
+        ConfigError: neither a config nor the name of a preset.
+    """
+    if isinstance(config, QuantConfig | None):
+        return config
+    if not isinstance(config, str):
+        raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
+    if config not in PRESETS:
+        raise ConfigError(
+            f"config={config!r} is none of the presets {', '.join(PRESETS)}; "
+            f"give config=qsdk.load_config({config!r}) for a file or for one of AIMET's configs"
+        )
+    return PRESETS[config]()
 
 
 def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:

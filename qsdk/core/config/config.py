@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
@@ -62,7 +62,8 @@ class QuantConfig:
         rules: in order.
         layers: class name -> the parameters of it that are read through quantizers.
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
-        notes: the report of `load_config` about a foreign file; not part of the config itself.
+        notes: the report of `load_config` about a foreign file, which `print(config)` shows too; not part of the config
+            itself.
     """
 
     weight: WeightType = int8
@@ -94,6 +95,15 @@ class QuantConfig:
         for choice in ("activation", "bias", "input", "output"):
             named = getattr(self, choice)
             object.__setattr__(self, choice, None if named is None else dtype_named(named))
+
+    def __str__(self) -> str:
+        """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
+        shown = {"weight": self.weight, "activation": self.activation}
+        others = [part.name for part in fields(self) if part.name not in (*shown, "rules", "notes")]
+        shown |= {name: getattr(self, name) for name in others if getattr(self, name) != getattr(_DEFAULTS, name)}
+        lines = ["config: " + ", ".join(f"{name}={value}" for name, value in shown.items())]
+        lines += [f"rule: {rule}" for rule in self.rules]
+        return "\n".join([*lines, *([str(self.notes)] if self.notes else [])])
 
     def override(
         self,
@@ -246,6 +256,9 @@ class QuantConfig:
         result = read_object(data, where)
         rules = result.pop("rules", ())
         return cls(**result, rules=rules)
+
+
+_DEFAULTS = QuantConfig()
 
 
 def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:

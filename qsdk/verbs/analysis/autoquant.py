@@ -173,7 +173,7 @@ def autoquant(
     max_drop: float,
     max_bytes: int | None = None,
     max_ms: float | None = None,
-    config: QuantConfig | None = None,
+    config: QuantConfig | str | None = None,
     runtime: ProfiledRuntime = "onnxruntime",
     forward: Forward | None = None,
     progress: bool = True,
@@ -195,7 +195,7 @@ def autoquant(
         max_drop: how much it may fall below the float model's.
         max_bytes: that the exported file may take.
         max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
-        config: to start from; None for `w8a8()`.
+        config: to start from, or the name of a preset; None for `w8a8()`.
         runtime: to measure `max_ms` in.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show progress bars.
@@ -241,7 +241,7 @@ def _start(
     example: Any,
     data: Iterable[Any],
     metric: Callable[[Any], float],
-    config: QuantConfig | None,
+    config: QuantConfig | str | None,
     max_bytes: int | None,
     options: Mapping[str, Any],
 ) -> _Path:
@@ -259,7 +259,7 @@ def _start(
         path.reference = path.measured()
     path.now, path.size = path.measured(), exported_bytes(sim)
     path.note("the preset, min_max", path.now, path.size, spent, True)
-    path.code = [] if config else ["config = qsdk.w8a8()"]
+    path.code = [] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"]
     if max_bytes is not None and path.size > max_bytes:
         started = time.perf_counter()
         lowered, path.size = lower_weights(sim, data, path.size, max_bytes, options)

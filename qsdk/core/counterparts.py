@@ -1,0 +1,114 @@
+"""What the names of other quantization tools are called in qsdk, for whoever types one of them."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+_RANGES = 'qsdk.calibrate(sim, batches, method=...) takes "min_max", "mse", "tf_enhanced", "percentile", "entropy"'
+_PREPARED = "qsdk.quantize(model, example) takes the model as it is, functional ops included"
+_DTYPES = 'a dtype is an attribute such as qsdk.int8, or its name "int8"'
+_TRAIN = "qsdk.quantize and qsdk.calibrate, then train inside `with sim.training(learn_scales=True)`"
+_CONFIG = "a config such as qsdk.w8a8(), with .override(pattern, weight=...) and .skip(pattern)"
+_BLOCKS = "qsdk.w4a16(block_size=32), or .override(pattern, block_size=32, two_level_scales=True) for LPBQ"
+
+_AIMET = {
+    "QuantizationSimModel": "qsdk.quantize(model, example, qsdk.w8a8()) returns the sim",
+    "compute_encodings": "qsdk.calibrate(sim, batches)",
+    "set_and_freeze_param_encodings": 'qsdk.load_encodings(sim, path, freeze="weights")',
+    "load_encodings_to_sim": "qsdk.load_encodings(sim, path, strict=False)",
+    "encodings_to_onnx_qdq": "qsdk.apply_encodings(model, encodings, out)",
+    "to_onnx_qdq": "qsdk.export(sim, path)",
+    "from_onnx_qdq": "qsdk.quantize(path, None) opens a Q/DQ file with its own encodings",
+    "QuantScheme": f'{_RANGES}; "post_training_tf" and "post_training_tf_enhanced" too',
+    "QuantizationDataType": _DTYPES,
+    "apply_seq_mse": "qsdk.seq_mse(sim, batches)",
+    "SequentialMse": "qsdk.seq_mse(sim, batches)",
+    "SeqMseParams": "qsdk.seq_mse(sim, batches) takes them as keywords",
+    "Adaround": "qsdk.adaround(sim, batches)",
+    "AdaroundParameters": "qsdk.adaround(sim, batches) takes them as keywords",
+    "apply_adaround": "qsdk.adaround(sim, batches)",
+    "AdaScale": "qsdk.tune_blocks(sim, batches)",
+    "apply_adascale": "qsdk.tune_blocks(sim, batches)",
+    "choose_mixed_precision": "qsdk.mixed_precision(sim, batches, metric, max_drop=0.01)",
+    "analyze_mixed_precision_sensitivity": "qsdk.sensitivity(sim, batches, metric=metric)",
+    "apply_amp": "qsdk.mixed_precision(sim, batches, metric, max_drop=0.01)",
+    "flip_layers_to_higher_precision": "qsdk.mixed_precision(sim, batches, metric, max_drop=0.01)",
+    "MixedPrecisionConfigurator": 'sim.set_precision("head", weight="int8") on the sim of qsdk.quantize',
+    "fold_all_batch_norms": "qsdk.quantize(model, example) folds BatchNorms itself (fold_batch_norm=True)",
+    "fold_all_batch_norms_to_weight": "qsdk.quantize(path, None) folds BatchNorms itself (fold_batch_norm=True)",
+    "fold_all_batch_norms_to_scale": "leaving the block of sim.training() folds live BatchNorms; see qsdk.quantize",
+    "reestimate_bn_stats": "qsdk.reestimate_batch_norm(sim, batches)",
+    "equalize_model": "qsdk.equalize(sim, batches)",
+    "CrossLayerScaling": "qsdk.equalize(sim, batches)",
+    "HighBiasFold": "qsdk.equalize(sim, batches)",
+    "QuantAnalyzer": "qsdk.sensitivity(sim, batches), and qsdk.report(sim, path) for a page with histograms",
+    "analyze_per_layer_sensitivity": "qsdk.sensitivity(sim, batches)",
+    "analyze_per_quantizer_sensitivity": "qsdk.sensitivity(sim, batches)",
+    "visualize_stats": "qsdk.report(sim, path, data=batches)",
+    "LayerOutputUtil": "qsdk.compare(a, b, batches), or sim.captured() for the tensors",
+    "set_blockwise_quantization_for_weights": _BLOCKS,
+    "set_grouped_blockwise_quantization_for_weights": _BLOCKS,
+    "set_lpbq_for_params": _BLOCKS,
+    "set_tensor_precision": 'sim.set_precision("head", weight="int8") on the sim of qsdk.quantize',
+    "clamp_activation_encodings": "qsdk.w8a8().override(pattern, fixed_range=(low, high))",
+    "prepare_model": _PREPARED,
+    "ModelPreparer": _PREPARED,
+    "ModelValidator": _PREPARED,
+    "AutoQuant": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
+}
+
+_TORCH = {
+    "prepare_pt2e": "qsdk.quantize(model, example), without torch.export before it",
+    "convert_pt2e": "qsdk.export(sim, path)",
+    "prepare_qat_pt2e": _TRAIN,
+    "prepare_fx": "qsdk.quantize(model, example)",
+    "prepare_qat_fx": _TRAIN,
+    "convert_fx": "qsdk.export(sim, path)",
+    "prepare_qat": _TRAIN,
+    "convert_qat": "qsdk.export(sim, path) after the block of sim.training()",
+    "quantize_": "qsdk.quantize(model, example, qsdk.weight_only()) returns a sim and leaves the model as it is",
+    "fuse_modules": "qsdk.quantize(model, example) finds Conv, BatchNorm and Relu itself",
+    "QConfigMapping": _CONFIG,
+    "QConfig": _CONFIG,
+    "XNNPACKQuantizer": _CONFIG,
+    "MinMaxObserver": _RANGES,
+    "HistogramObserver": _RANGES,
+    "enable_observer": "qsdk.observing(sim), or qsdk.observe_ranges(steps) as a schedule of training",
+    "disable_observer": "qsdk.freeze_ranges(after) as a schedule of training",
+}
+
+_ONNXRUNTIME = {
+    "quantize_static": "qsdk.quantize(path, None), qsdk.calibrate(sim, batches), qsdk.export(sim, out)",
+    "quantize_dynamic": 'qsdk.quantize(path, None, qsdk.w8a8().override("*", dynamic_activations=True))',
+    "CalibrationDataReader": "qsdk.calibrate(sim, batches) takes any iterable of arrays or mappings",
+    "CalibrationMethod": _RANGES,
+    "QuantFormat": "qsdk.export(sim, path) writes Q/DQ; qsdk.to_integer writes integer operators",
+    "QuantType": _DTYPES,
+    "quant_pre_process": "qsdk.quantize(path, None) infers shapes, raises old opsets and folds by itself",
+    "StaticQuantConfig": _CONFIG,
+    "MatMulNBitsQuantizer": "qsdk.quantize(path, None, qsdk.weight_only(qsdk.int4, block_size=32))",
+}
+
+_OTHERS = {
+    "export_onnx_qcdq": "qsdk.export(sim, path)",
+    "calibration_mode": "qsdk.calibrate(sim, batches)",
+    "bias_correction_mode": "qsdk.correct_bias(sim, batches)",
+    "gptq_mode": "qsdk.gptq(sim, batches)",
+    "learned_round_mode": "qsdk.adaround(sim, batches)",
+    "quantize_with_accuracy_control": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
+    "compress_weights": "qsdk.quantize(model, example, qsdk.weight_only())",
+    "IgnoredScope": 'qsdk.w8a8().skip("layer1.*")',
+    "auto_quantize": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
+    "disable_quantizer": 'qsdk.w8a8().skip("layer1.*"), or sim.set_precision(match, ...)',
+    "print_quant_summary": "print(sim.coverage()) on the sim of qsdk.quantize",
+}
+
+#: a name of AIMET, torch, onnxruntime.quantization, Brevitas, NNCF or ModelOpt -> what to write instead
+COUNTERPARTS: Mapping[str, str] = MappingProxyType(_AIMET | _TORCH | _ONNXRUNTIME | _OTHERS)
+
+
+def missing_name(name: str, known: Iterable[str]) -> str:
+    """Return the text of the AttributeError for a name that qsdk does not have."""
+    if name in COUNTERPARTS:
+        return f"qsdk has no {name}; its counterpart: {COUNTERPARTS[name]}"
+    same = [candidate for candidate in known if candidate.replace("_", "").lower() == name.replace("_", "").lower()]
+    return f"module 'qsdk' has no attribute {name!r}" + (f"; did you mean qsdk.{same[0]}?" if same else "")

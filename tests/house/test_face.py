@@ -1,0 +1,52 @@
+"""The face: what `help(qsdk)` begins with, and what it says to names that other tools have."""
+
+import re
+
+import pytest
+import torch
+
+import qsdk
+from qsdk.core.counterparts import COUNTERPARTS
+
+
+def test_the_first_screen_of_help_groups_every_name():
+    lines = qsdk.__doc__.splitlines()
+    assert len(lines) <= 36
+    assert max(map(len, lines)) <= 100
+    words = set(re.findall(r"\w+", qsdk.__doc__))
+    assert [name for name in qsdk.__all__ if name not in words] == []
+    assert [name for name in qsdk.__all__ if not hasattr(qsdk, name)] == []
+
+
+@pytest.mark.parametrize("name", sorted(COUNTERPARTS))
+def test_a_name_of_another_tool_is_answered_with_its_counterpart(name: str):
+    with pytest.raises(AttributeError, match=rf"^qsdk has no {name}; its counterpart: ") as caught:
+        getattr(qsdk, name)
+    named = re.findall(r"qsdk\.(\w+)", str(caught.value))
+    methods = re.findall(r"\bsim\.(\w+)\(", str(caught.value))
+    assert named or methods
+    assert [one for one in named if one not in qsdk.__all__] == []
+    assert [one for one in methods if not hasattr(qsdk.QuantSim, one)] == []
+
+
+def test_a_name_in_another_spelling_is_recognised():
+    with pytest.raises(AttributeError, match=r"no attribute 'SeqMSE'; did you mean qsdk\.seq_mse\?"):
+        _ = qsdk.SeqMSE
+    with pytest.raises(AttributeError, match=r"^module 'qsdk' has no attribute 'nothing'$"):
+        _ = qsdk.nothing
+
+
+def test_a_config_shows_what_became_of_a_foreign_file():
+    shown = str(qsdk.load_config("htp_v73"))
+    assert "hardware=v73" in shown
+    assert "rule: '*' with op_type=Conv -> per_channel=True" in shown
+    assert re.search(r"taken over: \d+\nholds already: \d+\nno counterpart: \d+\n", shown)
+    assert str(qsdk.w4a8().override("head", weight="int8")) == (
+        "config: weight=int4, activation=uint8\nrule: 'head' -> weight=int8"
+    )
+
+
+def test_the_demo_network_knows_its_images():
+    data = qsdk.demo.data()
+    logits = qsdk.demo.network()(torch.from_numpy(data.test_images[:500]))
+    assert (logits.argmax(1).numpy() == data.test_labels[:500]).mean() > 0.9
