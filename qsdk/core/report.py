@@ -27,7 +27,7 @@ class Report:
         rows: mappings with the same keys, in print order.
         summary: single facts (totals, maxima, verdicts), or small tables of them: lists of mappings.
 
-    Example:
+    Examples:
         >>> print(Report("Sizes", [{"file": "a.onnx", "bytes": 10}], {"total": 10}))
         Sizes
         file    bytes

@@ -29,7 +29,7 @@ def port_of(site: str) -> str:
 def without_calls(owner: str) -> str:
     """Return an owner without its call marks: the path of the module itself.
 
-    Example:
+    Examples:
         >>> without_calls("block@1.relu@2"), without_calls("block@1/add.0")
         ('block.relu', 'block/add.0')
     """
@@ -41,7 +41,7 @@ def matches(pattern: str, owner: str) -> bool:
 
     The name of a functional op also matches patterns for the module that calls it.
 
-    Example:
+    Examples:
         >>> matches("bn*", "layer1.0.bn1"), matches("add.*", "layer1.0/add.0"), matches("layer1.0", "layer1.0/add.0")
         (True, True, True)
     """

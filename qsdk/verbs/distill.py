@@ -75,7 +75,7 @@ def distill_loss(
         ModelError: outputs without logits, a teacher without the sites, or a site that its forward pass did not reach.
         DataError: data the models do not take, or outputs of another shape.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> net, x = torch.nn.Linear(4, 3), torch.randn(8, 4)
         >>> sim = qsdk.quantize(net, x, qsdk.w8a8())

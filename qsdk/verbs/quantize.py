@@ -100,7 +100,7 @@ def quantize(
             provider is not installed (lists those that are), does not start, or is given for a module.
         ExportError: torch cannot trace the model, or not with the axes that `dynamic_shapes` names.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(2, 4), qsdk.w8a8())
         >>> sim.plan.decisions["self:weight"].spec.dtype

@@ -46,7 +46,7 @@ def observe_ranges(steps: int, *, momentum: float = MOMENTUM) -> Schedule:
         ConfigError: an option out of its bounds; when called, no training block.
         DataError: when called, NaN or inf at a site; the training block ends in order.
 
-    Example:
+    Examples:
         >>> schedule = observe_ranges(500)  # with sim.training(learn_scales=True, schedules=[schedule]): ...
     """
     if steps < 1:

@@ -17,7 +17,7 @@ _WRITTEN = {"concat": "cat"}  # ops that torch calls by another name than ONNX
 def plain(name: str) -> str:
     """Return a name with one underscore for each run of other characters than letters and digits.
 
-    Example:
+    Examples:
         >>> plain("/layer1/conv1/Conv_output_0") == plain("_layer1_conv1_Conv_output_0")
         True
     """
@@ -27,7 +27,7 @@ def plain(name: str) -> str:
 def parts_of_traced_name(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the module path that a traced value's name contains, and the name of the op in that module.
 
-    Example:
+    Examples:
         >>> parts_of_traced_name("/layer1/layer1.0/conv1/Conv_output_0")
         (('layer1.0.conv1',), ('layer1.0.conv1/conv.0',))
     """

@@ -85,7 +85,7 @@ class Side(Protocol):
 def owner_names(site: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the path of the module whose result a site is, and else the name of the functional op; both may be absent.
 
-    Example:
+    Examples:
         >>> owner_names("layer1.conv:output"), owner_names("layer1/add.0:output")
         ((('layer1.conv',), ()), ((), ('layer1/add.0',)))
     """
@@ -98,7 +98,7 @@ def owner_names(site: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def module_of_site(site: str) -> str:
     """Return the owner of a site; a further result keeps its port.
 
-    Example:
+    Examples:
         >>> module_of_site("layer1.conv:output"), module_of_site("lstm:output1")
         ('layer1.conv', 'lstm:output1')
     """

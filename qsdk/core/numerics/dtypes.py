@@ -143,7 +143,7 @@ def dtype_named(name: WeightType | str) -> DType:
     Raises:
         ConfigError: no dtype has that name, or it is a format of blocks, which only weights have.
 
-    Example:
+    Examples:
         >>> dtype_named("int8_strict").lo
         -127
     """

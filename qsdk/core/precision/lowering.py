@@ -25,7 +25,7 @@ def choose_lowered(weights: Sequence[LowerableWeight], bytes_to_save: int) -> li
     Those that cost least noise per byte come first, or those that cost least noise: whichever ends with less. What then
     turns out not to be needed is taken back, the noisiest first.
 
-    Example:
+    Examples:
         >>> weights = [LowerableWeight("a", 10, 1.0), LowerableWeight("b", 100, 2.0), LowerableWeight("c", 100, 9.0)]
         >>> choose_lowered(weights, 105), choose_lowered(weights, 90), choose_lowered(weights, 300)
         (['a', 'b'], ['b'], None)

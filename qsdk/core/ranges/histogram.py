@@ -29,7 +29,7 @@ _MANTISSA = 23  # multiples of the width must be exact in float32
 def sample_step(size: int) -> int:
     """Return the step of the sample of a tensor of `size` elements: every n-th of them, about `SAMPLES` or fewer.
 
-    Example:
+    Examples:
         >>> sample_step(1000), sample_step(100_000)
         (1, 5)
     """

@@ -166,7 +166,7 @@ def matched_values(plan: Plan, match: str) -> frozenset[str]:
 def matches_site(pattern: str, site: str) -> bool:
     """Return whether a pattern matches a site's owner or, with a colon in it, the whole site, as in rules.
 
-    Example:
+    Examples:
         >>> matches_site("*conv?:weight", "layer1.conv1:weight"), matches_site("conv?", "layer1.conv1:bias")
         (True, True)
     """

@@ -211,7 +211,7 @@ def autoquant(
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
         DataError: data that the model does not take.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
         >>> def closeness(sim): return -float((sim(x) - model(x).detach()).abs().max())

@@ -71,7 +71,7 @@ def compare(
         DataError: no data, data that a side does not take, or a dump with fewer values than the other side has.
         FileFormatError: a file that cannot be read.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> x = torch.randn(8, 4)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

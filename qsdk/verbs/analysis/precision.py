@@ -92,7 +92,7 @@ def mixed_precision(
         ConfigError: a budget that is no number, or a metric that is NaN. The sim is unchanged by any error.
         DataError: data that the model does not take.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
         >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x, qsdk.w4a8()), [x], progress=False)

@@ -61,7 +61,7 @@ def profile(
         ModelError: the runtime cannot load the model.
         CalibrationError: the sim is not calibrated.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(8, 4))
         >>> _ = qsdk.calibrate(sim, [torch.randn(8, 4)], progress=False)

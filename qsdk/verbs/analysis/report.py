@@ -78,7 +78,7 @@ def report(
         FileFormatError: a file cannot be read, or is invalid.
         ExportError: the page cannot be written; what was there is left as it was.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, qsdk
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)), torch.randn(32, 8)
         >>> sim = qsdk.quantize(model, x)

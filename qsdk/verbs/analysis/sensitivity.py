@@ -58,7 +58,7 @@ def sensitivity(
         ConfigError: a metric that is no function, or whose value is no number.
         DataError: no data, data that the model does not take, or no floating-point output other than 0.
 
-    Example:
+    Examples:
         >>> import torch, qsdk
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)), torch.randn(32, 8)
         >>> sim = qsdk.quantize(model, x, qsdk.w4a8())

@@ -56,7 +56,7 @@ def inputs_only(data: Iterable[Any], sim: Any = None) -> InputsOnly:
         DataError: one batch in place of an iterable of them.
         ConfigError: `sim` is no sim.
 
-    Example:
+    Examples:
         >>> import qsdk
         >>> list(qsdk.inputs_only([("picture", 3), ("another", 5)]))
         [('picture',), ('another',)]
