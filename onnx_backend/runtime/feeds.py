@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ValueInfoProto
-from tqdm import tqdm
 
 from onnx_backend.proto.weightless import dtype_name
 from qsdk.core.errors import DataError
+from qsdk.progress import over_batches
 
 _TYPES: Mapping[str, Any] = {
     "tensor(float)": np.float32,
@@ -156,7 +156,7 @@ def batches_of(
     if isinstance(data, str | bytes) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list of arrays")
     count = used = 0
-    for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
+    for count, batch in enumerate(over_batches(data, title, progress), start=1):
         if not (skip_empty and _has_no_rows(batch)):
             used += 1
             yield count - 1, batch

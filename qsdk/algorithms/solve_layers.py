@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
 from qsdk.core.numerics.stored_codes import reason_codes_get_lost
 from qsdk.core.report import Report
+from qsdk.progress import progress_of
 
 _ALL = GatherOptions()
 
@@ -27,6 +27,7 @@ def solve_layers(
     solver: Solver,
     *,
     title: str,
+    verb: str | None = None,
     gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -42,7 +43,8 @@ def solve_layers(
     Args:
         walk: of either side.
         solver: of `qsdk.algorithms`.
-        title: of the report and the progress bar.
+        title: of the report.
+        verb: the name that the bar and the logged errors have; None for the title.
         gathers: the statistics that the solver needs.
         options: of the solver; a checkpoint belongs to one choice of them.
         progress: shows a bar.
@@ -66,15 +68,17 @@ def solve_layers(
         None if checkpoint is None else Checkpoint(checkpoint, walk, {"verb": title, "seed": seed, **(options or {})})
     )
     rows: dict[str, dict[str, Any]] = {}
-    with tqdm(total=len(walk.layers), desc=title, disable=not progress, leave=False) as bar, torch.no_grad():
+    with progress_of(verb or title, len(walk.layers), show=progress) as bar, torch.no_grad():
         for step in walk:
+            bar.now(", ".join(layer.site for layer in step.layers))
             for layer, problem, solved, seconds in _solve_step(step, walk, solver, gathers, seed, store):
                 solution = _unless_codes_get_lost(layer, problem, solved)
                 _write(walk, layer, solution)
                 rows[layer.site] = _row(layer.site, solution, seconds)
+                bar.log(error_before=solution.error_before, error_after=solution.error_after)
                 if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
                     rounded[layer.bias] = _mean_shift(problem, solution.weight)
-            bar.update(len(step.layers))
+            bar.done(len(step.layers))
     ranks.require_same_layers([])
     return _report(title, walk, rows, time.perf_counter() - start)
 

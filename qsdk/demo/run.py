@@ -13,12 +13,12 @@ import numpy.typing as npt
 import onnxruntime as ort
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import qsdk
 from qsdk.core.atomic_files import write_text
 from qsdk.demo.data import DemoData, load
 from qsdk.demo.model import load_pretrained
+from qsdk.progress import tqdm
 
 Array = npt.NDArray[Any]
 _BATCH = 250

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from qsdk.algorithms.checkpoint import Checkpoint
 from qsdk.core.errors import ConfigError, ModelError
@@ -17,6 +16,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import Spec
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.progress import Progress, progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
 from torch_bridge.sim import QuantSim
@@ -96,8 +96,8 @@ def tune_blocks(
     with without_shifts(tuned), torch.inference_mode(False), walked as walk:
         facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
         store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(tuned), facts)
-        steps = tqdm(walk, "tune_blocks", len(walk.order), disable=not progress, leave=False)
-        rows = [_tune(tuned, walk, step, options, store, seed=seed + at) for at, step in enumerate(steps)]
+        with progress_of("tune_blocks", len(walk.order), show=progress, unit="block") as bar:
+            rows = [_tune(tuned, walk, step, options, store, bar, seed=seed + at) for at, step in enumerate(walk)]
         return _report(rows, module_blocks, walk, time.perf_counter() - start)
 
 
@@ -107,10 +107,12 @@ def _tune(
     step: ModuleStep,
     options: BlockTuningOptions,
     store: Checkpoint | None,
+    bar: Progress,
     *,
     seed: int,
 ) -> dict[str, Any]:
     begun = time.perf_counter()
+    bar.now(step.path or "self")
     run, results = BlockRun(sim, sim.model.get_submodule(step.path)), []
 
     def tune() -> None:
@@ -123,6 +125,9 @@ def _tune(
     except ModelError as error:  # its forward is not repeatable, or has an op that cannot be trained
         results.append(TuningResult(note=str(error)))
     result = results[0]
+    if result.error_before is not None and result.error_after is not None:
+        bar.log(error_before=result.error_before, error_after=result.error_after)
+    bar.done()
     for change in result.changes:
         frozen = change.weight is not None  # any other grid would round the weight again
         walk.weights.write(change.site, encoding=change.encoding, weight=change.weight, frozen=frozen)

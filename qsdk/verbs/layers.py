@@ -69,6 +69,7 @@ def seq_mse(
         data,
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
+        verb="seq_mse",
         gathers=GatherOptions(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
         options=options,
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
@@ -131,6 +132,7 @@ def adaround(
         data,
         partial(adaround_solver.solve, relaxed=relaxed, **options),
         "AdaRound",
+        verb="adaround",
         gathers=GatherOptions(samples=SAMPLES if activation else 0),
         options={**options, **asdict(relaxed)},
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
@@ -189,6 +191,7 @@ def gptq(
         data,
         partial(gptq_solver.solve, **options),
         "GPTQ",
+        verb="gptq",
         options=options,
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
@@ -219,6 +222,7 @@ def solve_each_layer(
     solver: Solver,
     title: str,
     *,
+    verb: str | None = None,
     run: WalkOptions,
     gathers: GatherOptions = _ALL,
     options: Mapping[str, Any] | None = None,
@@ -230,6 +234,7 @@ def solve_each_layer(
         data: batches as for `calibrate`.
         solver: of `qsdk.algorithms`.
         title: of the report.
+        verb: its name, for the bar and the logged errors; None for the title.
         run: the options of the walk.
         gathers: the statistics that the solver needs.
         options: of the solver, for checkpoints.
@@ -239,6 +244,7 @@ def solve_each_layer(
             walk,
             solver,
             title=title,
+            verb=verb,
             gathers=gathers,
             options=options,
             progress=run.progress,

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.report import Report
+from qsdk.progress import progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
 from torch_bridge.calibrate import install
@@ -97,19 +97,22 @@ def _learn(
     optimizer = torch.optim.Adam(tuner.parameters, lr=lr)
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
-    for step in tqdm(range(steps), "tune_ranges", disable=not progress, leave=False):
-        if not order:
-            shuffled = torch.randperm(len(numbers), generator=generator, device=generator.device)
-            order = [numbers[n] for n in shuffled.tolist()]
-        number = order.pop()
-        wanted = tuner.wanted(batches[number], f"batch {number}")
-        error = tuner.error(batches[number], wanted, f"batch {number}")
-        if not bool(torch.isfinite(error)):
-            raise DataError(f"the outputs are not finite in batch {number}; clean the data, or calibrate again")
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        optimizer.zero_grad()
-        error.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    with progress_of("tune_ranges", steps, show=progress, unit="step") as bar:
+        for step in range(steps):
+            if not order:
+                shuffled = torch.randperm(len(numbers), generator=generator, device=generator.device)
+                order = [numbers[n] for n in shuffled.tolist()]
+            number = order.pop()
+            wanted = tuner.wanted(batches[number], f"batch {number}")
+            error = tuner.error(batches[number], wanted, f"batch {number}")
+            if not bool(torch.isfinite(error)):
+                raise DataError(f"the outputs are not finite in batch {number}; clean the data, or calibrate again")
+            optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+            optimizer.zero_grad()
+            error.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            bar.log(error=float(error.detach()))
+            bar.done()
 
 
 def _install(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 from qsdk.core.errors import DataError, QsdkError
+from qsdk.progress import over_batches
 from torch_bridge.torch_values.pytree import Path, argument_leaves, map_arguments, map_leaves
 
 Forward = Callable[[Any, Any], Any]
@@ -144,7 +144,7 @@ def progress_over(
     if isinstance(data, str | bytes | nn.Module) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; give a list or a DataLoader")
     count = used = 0
-    for count, batch in enumerate(tqdm(data, desc=title, disable=not progress, leave=False), start=1):
+    for count, batch in enumerate(over_batches(data, title, progress), start=1):
         if not (skip_empty and has_no_rows(batch)):
             used += 1
             yield count - 1, batch

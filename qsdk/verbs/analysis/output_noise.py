@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from tqdm import tqdm
 
 from qsdk.algorithms.noise_probe import NoiseProbe
 from qsdk.core.errors import DataError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
+from qsdk.progress import over_batches, tqdm
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -129,7 +129,7 @@ def _batches(data: Iterable[Any], progress: bool) -> Iterator[tuple[int, Any]]:
     if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
         raise DataError(f"data must be an iterable of batches, got {type(data).__name__}; wrap one batch in a list")
     number = -1
-    for number, batch in enumerate(tqdm(data, desc="sensitivity", unit="batch", disable=not progress, leave=False)):
+    for number, batch in enumerate(over_batches(data, "sensitivity", progress)):
         yield number, batch
     if number < 0:
         raise DataError("the data is empty; give at least one batch")

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
 from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
@@ -15,6 +13,7 @@ from qsdk.core.precision.samples import SiteSample
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
+from qsdk.progress import progress_of
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.doors.choose import Sim, door_of
@@ -104,7 +103,7 @@ def mixed_precision(
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
     samples, noise, ranking = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
-    with _counted(metric, progress) as counted:
+    with _counted(metric, max_evaluations, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
     return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
 
@@ -126,13 +125,15 @@ def _ranked(
 
 
 @contextmanager
-def _counted(metric: Callable[[Any], float], progress: bool) -> Iterator[Callable[[Any], float]]:
+def _counted(metric: Callable[[Any], float], most: int, progress: bool) -> Iterator[Callable[[Any], float]]:
     """Yield a metric that moves a progress bar with every evaluation."""
-    with tqdm(desc="mixed precision", unit="evaluation", disable=not progress, leave=False) as bar:
+    with progress_of("mixed_precision", most, show=progress, unit="evaluation") as bar:
 
         def counted(current: Any) -> float:
-            bar.update()
-            return metric(current)
+            value = metric(current)
+            bar.now(f"metric {str(value)[:8]}")
+            bar.done()
+            return value
 
         yield counted
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onnx import ModelProto
-from tqdm import tqdm
 
 from onnx_backend.profiling import profile as profiling
 from onnx_backend.profiling.kernels import Precision
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.runtime.feeds import DeclaredInput, as_feeds, batches_of
 from qsdk.core.report import Report
+from qsdk.progress import tqdm
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.qdq_files import OnnxSource
 from qsdk.verbs.quantize import export

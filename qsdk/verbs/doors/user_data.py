@@ -88,7 +88,10 @@ class FirstBatches:
     count: int
 
     def __len__(self) -> int:
-        return min(self.count, len(self.batches))  # type: ignore[arg-type]  # tqdm catches the error of an iterator
+        return min(self.count, len(self.batches))  # type: ignore[arg-type]  # of a DataLoader; without one, len() fails as it should
+
+    def __length_hint__(self) -> int:
+        return self.count  # of data that do not know how many they are: for the time left, no more than that
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.batches), self.count)
