@@ -31,6 +31,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qsdk.core.aimet_config.load_config import load_config
+from qsdk.core.callbacks import callbacks
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.counterparts import missing_name
 from qsdk.core.errors import (
@@ -171,6 +172,7 @@ __all__ = [
     "anneal_bits",
     "distill_loss",
     "Distilled",
+    "callbacks",
     "save_encodings",
     "convert_encodings",
     "save",

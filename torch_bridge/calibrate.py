@@ -69,6 +69,7 @@ def _observe(
         for number, batch in progress_over(data, "calibrate", progress, skip_empty=False):
             feed(sim.model, batch, sim.example, forward, f"batch {number}")
             observers.end_batch(number)
+            observers.statistics.end_batch()
     return observers.statistics
 
 

@@ -76,6 +76,7 @@ def observe(
         values = dict(zip(names, found, strict=True))
         for item in watched:
             _add_statistics(item, values, number, statistics)
+        statistics.end_batch()
     return statistics
 
 

@@ -119,14 +119,8 @@ def adaround(
         DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
     """
-    options: dict[str, Any] = {
-        "method": method,
-        "iterations": iterations,
-        "starts": starts,
-        "damping": damping,
-        "shift_bias": shift_bias,
-        "activation": activation,
-    }
+    options: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
+    options |= {"shift_bias": shift_bias, "activation": activation}
     return solve_each_layer(
         sim,
         data,

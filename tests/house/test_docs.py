@@ -68,6 +68,13 @@ def test_the_guide_to_the_page_runs(names: dict):
     assert Path("both.html").stat().st_size > 100_000
 
 
+def test_the_guide_to_callbacks_runs(names: dict):
+    for block in blocks_of("callbacks.md"):
+        exec(compile(block, "callbacks.md", "exec"), names)
+    assert [name for name, *_ in names["logged"][:2]] == ["calibrate/moved_ranges", "adaround/error_before"]
+    assert ("scale/head:weight", 0) in {(name, step) for name, _, step in names["logged"]}
+
+
 def test_the_guide_to_post_training_quantization_runs(names: dict):
     exec(compile(block_of("ptq.md"), "ptq.md", "exec"), names)
     solved = [row for row in names["report"].rows if not row["note"]]

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,4 +32,99 @@ def test_an_example_trains_a_quantized_model_and_exports_it(name: str, tmp_path:
 
 
 def test_every_example_is_run():
-    assert sorted(path.stem for path in FOLDER.glob("*.py")) == ["hugging_face_trainer", "lightning_module"]
+    assert sorted(path.stem for path in FOLDER.glob("*.py")) == [
+        "hugging_face_trainer",
+        "lightning_module",
+        "log_to_trackers",
+    ]
+
+
+class Writer:
+    """A stand-in for `torch.utils.tensorboard.SummaryWriter`, with the signature of its `add_scalar`."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None, walltime: Any = None) -> None:
+        assert global_step is not None
+        self.logged.append((tag, scalar_value, global_step))
+
+
+class Mlflow:
+    """A stand-in for the module, with its documented call `mlflow.log_metric(key, value, step=)`."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, float, int]] = []
+
+    def log_metric(self, key: str, value: float, step: int | None = None) -> None:
+        assert isinstance(value, float)
+        assert step is not None
+        self.logged.append((key, value, step))
+
+
+class Wandb:
+    """A stand-in for a run, with its documented calls: `log({...}, step=)` drops a step below the last one."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str] = {}
+        self.rows: list[dict[str, float]] = []
+        self.step = -1
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        step = self.step + 1 if step is None else step
+        if step >= self.step:
+            self.step = step
+            self.rows.append(data)
+
+    @property
+    def logged(self) -> list[tuple[str, float, int]]:
+        """What a chart of each name shows, over the axis that was defined for it."""
+        return [(name, row[name], int(row[self.axes[name]])) for row in self.rows for name in row if name in self.axes]
+
+
+EXPECTED = {
+    "calibrate/moved_ranges": 8,
+    "adaround/error_before": 2,
+    "adaround/error_after": 2,
+    "scale/0:weight": 9,
+    "train/loss": 8,
+}
+
+
+def steps_of(logged: list[tuple[str, float, int]]) -> dict[str, list[int]]:
+    steps: dict[str, list[int]] = {}
+    for name, _, step in logged:
+        steps.setdefault(name, []).append(step)
+    return {name: found for name, found in steps.items() if name in EXPECTED}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "tracker"), [("to_tensorboard", Writer()), ("to_mlflow", Mlflow()), ("to_wandb", Wandb())]
+)
+def test_a_tracker_gets_every_number_at_its_step(adapter: str, tracker: Any):
+    module = example("log_to_trackers")
+    report = module.main(getattr(module, adapter)(tracker))
+    assert steps_of(tracker.logged) == {name: list(range(count)) for name, count in EXPECTED.items()}
+    after = [value for name, value, _ in tracker.logged if name == "adaround/error_after"]
+    assert after == [row["error_after"] for row in report.rows]
+
+
+def test_the_steps_of_verbs_alone_would_get_lost_in_weights_and_biases():
+    run = Wandb()
+    example("log_to_trackers").main(lambda name, value, step: run.log({name: value}, step=step))
+    assert not any("adaround/error_before" in row for row in run.rows)
+
+
+def test_tensorboard_itself_takes_the_numbers(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    module = example("log_to_trackers")
+    with SummaryWriter(str(tmp_path)) as writer:
+        module.main(module.to_tensorboard(writer))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(8))

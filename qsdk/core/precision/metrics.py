@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from qsdk.core.callbacks import log
 from qsdk.core.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ def require_metric(metric: Any) -> None:
 
 
 def metric_value(metric: Any) -> float:
-    """Return what a metric has returned, as a number.
+    """Return what a metric has returned, as a number, which is logged.
 
     Raises:
         ConfigError: it is none, or NaN.
@@ -34,4 +35,5 @@ def metric_value(metric: Any) -> float:
         ) from error
     if np.isnan(value):
         raise ConfigError("the metric is NaN; give a function of the sim whose value is a number, larger being better")
+    log("metric", value)
     return value

@@ -34,6 +34,10 @@ class Range:
         """Return the smallest range that covers both."""
         return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
+    def same(self, other: "Range") -> bool:
+        """Return whether both have the same ends."""
+        return np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+
 
 def range_of(x: npt.ArrayLike, spec: Spec) -> Range:
     """Return the minimum and maximum of x at the spec's granularity.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.callbacks import log
 from qsdk.core.errors import CalibrationError, DataError
 from qsdk.core.numerics.encoding import Encoding, FloatArray
 from qsdk.core.numerics.spec import Spec, axis_of
@@ -37,6 +38,7 @@ class Statistics:
         self.chosen = chosen
         self.ranges: dict[str, Range] = {}
         self.histograms: dict[str, Histogram] = {}
+        self._moved: set[str] = set()  # sites whose range the batch has changed
 
     def add(
         self, site: str, low: npt.ArrayLike, high: npt.ArrayLike, sample: FloatArray | None = None, step: int = 1
@@ -57,10 +59,18 @@ class Statistics:
             self.ranges[site] = moving_average(before, new)
         else:
             self.ranges[site] = new if before is None else before.merge(new)
+        if before is None or not before.same(self.ranges[site]):
+            self._moved.add(site)
         if sample is not None:
             counted = histogram_of(sample.reshape(1, -1), weight=float(step), ends=new)
             known = self.histograms.get(site)
             self.histograms[site] = counted if known is None else known.merge(counted)
+
+    def end_batch(self) -> None:
+        """Log which share of the ranges the batch has changed: once it stays near 0, more data changes little."""
+        if self.ranges:
+            log("calibrate/moved_ranges", len(self._moved) / len(self.ranges))
+        self._moved.clear()
 
     def merge(self, *others: "Statistics") -> "Statistics":
         """Return the statistics of all together, exactly as if one had observed all the data, in any order.
