@@ -12,6 +12,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     calibrate   calibrate tune_ranges reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias equalize smooth_quant awq
     train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
+    watch       callbacks
     decide      sensitivity advise mixed_precision autoquant
     export      export validate
     prove       check_parity compare profile report
