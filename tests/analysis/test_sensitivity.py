@@ -282,3 +282,29 @@ def test_a_batch_without_rows_tells_nothing_and_spoils_nothing(branches):
     whole = by_row(qsdk.sensitivity(sim, batches[:1], exact=True, progress=False))
     found = by_row(qsdk.sensitivity(sim, [batches[0][:0], batches[0]], exact=True, progress=False))
     assert {key: row["sqnr_db"] for key, row in found.items()} == {key: row["sqnr_db"] for key, row in whole.items()}
+
+
+class Pools(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 4, 3)
+
+    def forward(self, x):
+        y = torch.cat([nn.functional.max_pool2d(layer(x).relu(), 2) for layer in (self.left, self.right)], 1)
+        return self.last(y).flatten(1)
+
+
+@pytest.mark.parametrize("config", [qsdk.w8a8(), qsdk.weight_only("int4")])
+def test_a_pool_of_a_quantized_file_counts_once_whatever_the_config(tmp_path, config):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 12, 12)
+    apart = qsdk.w8a8().override("*", op_type="Concat", tie=False)
+    qsdk.export(calibrated(Pools().eval(), [x], apart), tmp_path / "model.onnx")
+    found = []
+    for wanted in (None, config):
+        sim = qsdk.quantize(tmp_path / "model.onnx", None, wanted)
+        states = {row["site"]: row["state"] for row in sim.coverage().rows}
+        assert [states[f"max_pool2d.{n}:output"] for n in (0, 1)] == ["tied", "tied"]
+        rows = by_row(qsdk.sensitivity(sim, [x.numpy()], progress=False))
+        found.append({key[0]: row["sqnr_db"] for key, row in rows.items() if key[1] == "activations"})
+    assert found[0] == found[1]

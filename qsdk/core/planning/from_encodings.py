@@ -68,13 +68,19 @@ def _reasons(graph: Graph) -> dict[str, str]:
 
 
 def _tie_what_passes_through(graph: Graph, decisions: dict[str, Decision], encodings: Mapping[str, Encoding]) -> None:
-    """Tie the results of ops that only move values to their inputs, where both have one encoding."""
+    """Tie the results of ops that only move values to their inputs, where both have one encoding.
+
+    What is tied already, and what others are tied to, stays as it is.
+    """
+    settled = {name for site, d in decisions.items() if d.tied_to is not None for name in (site, d.tied_to)}
     for op in graph.ops:
         sources = _moved_sites(graph, op)
         if not sources:
             continue
         for output in op.outputs:
             site = graph.tensors[output].site or ""
+            if site in settled:
+                continue
             if site in encodings and all(encodings.get(source) == encodings[site] for source in sources):
                 decisions[site] = replace(
                     decisions[site], tied_to=decisions[sources[0]].encoding_site, passes_through=True
@@ -103,7 +109,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
     """Return a plan in which the given encodings take precedence, and which is otherwise unchanged.
 
     Tied sites take the one encoding that is given for any of them. Where several different ones are given, those sites
-    are untied.
+    are untied, but for the results of ops that only move values on one grid.
 
     Args:
         graph: that the plan was made of.
@@ -133,6 +139,7 @@ def plan_with_given(graph: Graph, plan: Plan, encodings: Mapping[str, Encoding],
     for site, dtype in casts.items():
         alone = replace(result[site], tied_to=None, passes_through=False, bias_of=None, computes_in="")
         result[site] = replace(alone, spec=Spec(dtype), reason=AS_GIVEN, rule=THE_FILE)
+    _tie_what_passes_through(graph, result, encodings)
     _plan_biases(graph, result, encodings)
     return Plan(result, plan.inside)
 
