@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.qdq_files import validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
     from qsdk.verbs.ranges import tune_ranges
+    from qsdk.verbs.rotation.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
     from qsdk.verbs.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
 
@@ -122,6 +123,7 @@ _VERBS = {
     "equalize": "scaling",
     "smooth_quant": "scaling",
     "awq": "scaling",
+    "rotate": "rotation.rotate",
     "tune_ranges": "ranges",
     "observe_ranges": "schedules",
     "observing": "schedules",
@@ -154,6 +156,7 @@ __all__ = [
     "equalize",
     "smooth_quant",
     "awq",
+    "rotate",
     "export",
     "check_parity",
     "compare",

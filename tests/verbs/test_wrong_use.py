@@ -29,6 +29,7 @@ VERBS = {
     "reestimate_batch_norm": lambda given: qsdk.reestimate_batch_norm(given, [X]),
     "equalize": lambda given: qsdk.equalize(given, [X]),
     "smooth_quant": lambda given: qsdk.smooth_quant(given, [X]),
+    "rotate": lambda given: qsdk.rotate(given, [X]),
     "awq": lambda given: qsdk.awq(given, [X]),
     "tune_blocks": lambda given: qsdk.tune_blocks(given, [X]),
     "tune_ranges": lambda given: qsdk.tune_ranges(given, [X]),

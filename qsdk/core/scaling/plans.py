@@ -1,6 +1,6 @@
 """The regions of a sim that may be scaled, the tensors to observe for them, and their rows in reports."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,18 +34,26 @@ def block_unscalable(
         own: its encodings.
         stored: the names of the tensors that can be changed.
     """
-    return [
-        region if region.blocked else replace(region, blocked=_obstacle(region, graph, plan, own, stored))
-        for region in regions
-    ]
+
+    def why(region: Region) -> str:
+        return obstacle([edit.root for edit in region.edits], region.members, graph, plan, own, stored)
+
+    return [region if region.blocked else replace(region, blocked=why(region)) for region in regions]
 
 
-def _obstacle(region: Region, graph: Graph, plan: Plan, own: Mapping[str, Encoding], stored: Container[str]) -> str:
-    roots = [edit.root for edit in region.edits]
+def obstacle(
+    roots: Sequence[int],
+    members: Iterable[int],
+    graph: Graph,
+    plan: Plan,
+    own: Mapping[str, Encoding],
+    stored: Container[str],
+) -> str:
+    """Return why stored tensors cannot be changed along with the computed tensors between them, or ""; see above."""
     fixed = next((graph.tensors[root].name for root in roots if graph.tensors[root].name not in stored), None)
     if fixed is not None:
         return f"{fixed} is no parameter of its own that could be changed"
-    sites = [graph.tensors[tensor].site for tensor in (*roots, *region.members)]
+    sites = [graph.tensors[tensor].site for tensor in (*roots, *members)]
     decisions = [plan.decisions[site] for site in sites if site is not None and site in plan.decisions]
     for decision in decisions:
         if decision.encoding_site in own and own[decision.encoding_site].frozen:

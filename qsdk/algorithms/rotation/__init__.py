@@ -1,0 +1,1 @@
+"""Orthogonal matrices that spread outliers over all channels."""

@@ -1,0 +1,1 @@
+"""The verb that rotates the residual stream of a transformer."""

@@ -1,0 +1,140 @@
+"""The verb `rotate`: orthogonal rotations of residual streams and attention heads, merged into the weights."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
+from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.report import Report
+from qsdk.core.rotations.streams import Stream, find_streams
+from qsdk.core.rotations.turned_values import fold_obstacle, gain_of, turned_values
+from qsdk.core.scaling.plans import obstacle
+from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.core.sims.state import put_back_on_error
+from qsdk.core.sims.stateful import require_sim
+from qsdk.core.site import owner_of
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.quantize import calibrate
+
+Method = Literal["hadamard", "random"]
+Array = npt.NDArray[np.generic]
+
+
+def rotate(
+    sim: Sim,
+    data: Iterable[Any] | None = None,
+    *,
+    method: Method = "hadamard",
+    seed: int = 0,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Report:
+    """Rotate the residual streams of a transformer, so that no channel of them has outliers.
+
+    Every vector of a stream is multiplied by one orthogonal matrix, and so are the weights that write and read it: the
+    float model computes the same (Ashkboos et al. 2024, QuaRot). The gain of each norm moves into the layers that read
+    it, since only a norm without one commutes with a rotation (SliceGPT). A stream with a LayerNorm gets a rotation
+    that leaves the mean over its channels as it is, so that LayerNorm commutes with it as well and stays. The values
+    of attention heads are rotated head by head. A stream that cannot be rotated as a whole is left as it is.
+
+    Args:
+        sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
+        data: batches as for `calibrate`; None will do where the sim has no activation to calibrate again.
+        method: `hadamard` spreads each channel evenly over all others; `random` is a random orthogonal matrix.
+        seed: of the random signs of the Hadamard matrix, or of the random matrix.
+        forward: `(model, batch)`, to call the model yourself (PyTorch side).
+        progress: show a progress bar.
+
+    Returns:
+        Rows `stream` (its first and last layer), `kind`, `size` (of the rotation), `writers`, `readers`, `norms` (whose
+        gains were folded) and `reason` (why it is left as it is).
+
+    Raises:
+        ConfigError: a method that does not exist, or data that is missing.
+        DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+    """
+    require_sim(sim)
+    if method not in get_args(Method):
+        raise ConfigError(f"method={method!r}; choose {' or '.join(get_args(Method))}")
+    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
+        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
+    started = time.perf_counter()
+    with put_back_on_error(sim, weights=True), without_shifts(sim):
+        graph = door_of(sim).running_graph()
+        streams = _streams(sim, graph)
+        for number, stream in enumerate(streams):
+            if not stream.blocked:
+                _write(sim, graph, stream, _rotation(stream, method, seed + number))
+        turned = [stream for stream in streams if not stream.blocked]
+        again = bool(turned) and any(sim.ready().values())
+        if again:
+            batches = [] if data is None else data
+            calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
+        summary = {
+            "rotated": len(turned),
+            "left": len(streams) - len(turned),
+            "calibrated_again": sim.methods.method if again else "no: nothing changed or it was not calibrated before",
+            "seconds": time.perf_counter() - started,
+        }
+        return Report("Rotation", [_row(graph, stream) for stream in streams], summary)
+
+
+def _streams(sim: Sim, graph: Graph) -> list[Stream]:
+    """Return the streams of a sim, with the reasons why some of them cannot be rotated."""
+    stored, own = door_of(sim).stored_values(), sim.snapshot().own
+
+    def read(root: int) -> Array:
+        return stored[graph.tensors[root].name]
+
+    def gain(norm: Any) -> npt.NDArray[np.float64] | None:
+        known = norm.gain is None or graph.tensors[norm.gain].name in stored
+        return gain_of(norm, read) if known else np.arange(2.0)
+
+    result = []
+    for stream in find_streams(graph, gain):
+        roots = [turn.root for turn in stream.turns]
+        for one in stream.folded:
+            roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
+        why = stream.blocked or obstacle(roots, stream.members, graph, sim.plan, own, stored)
+        why = why or (_tied(graph, stream) if stream.ties else fold_obstacle(graph, stream, read))
+        result.append(replace(stream, blocked=why))
+    return result
+
+
+def _tied(graph: Graph, stream: Stream) -> str:
+    return f"{graph.tensors[stream.ties[0]].name} is shared by layers before and behind a norm"
+
+
+def _rotation(stream: Stream, method: Method, seed: int) -> npt.NDArray[np.float64]:
+    made = randomized_hadamard(stream.size, seed) if method == "hadamard" else random_orthogonal(stream.size, seed)
+    return keeping_the_mean(made) if stream.keeps_mean else made
+
+
+def _write(sim: Sim, graph: Graph, stream: Stream, rotation: npt.NDArray[np.float64]) -> None:
+    stored = door_of(sim).stored_values()
+    values: Mapping[int, Array] = turned_values(graph, stream, rotation, lambda root: stored[graph.tensors[root].name])
+    door_of(sim).store_values({graph.tensors[root].name: value for root, value in values.items()})
+
+
+def _row(graph: Graph, stream: Stream) -> dict[str, Any]:
+    ends = (min(stream.writers, key=lambda turn: turn.op), max(stream.readers, key=lambda turn: turn.op))
+    sites = [graph.tensors[turn.root].site for turn in ends]
+    names = [
+        graph.ops[turn.op].name if site is None else owner_of(site) for turn, site in zip(ends, sites, strict=True)
+    ]
+    return {
+        "stream": " ... ".join(names),
+        "kind": stream.kind,
+        "size": stream.size,
+        "writers": len(stream.writers),
+        "readers": len(stream.readers),
+        "norms": len(stream.folded),
+        "reason": stream.blocked,
+    }

@@ -1,0 +1,139 @@
+"""The verb `rotate`: the float model stays the same at both doors, whatever is rotated, refused or raised."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from rotated_models import exact, float_file, in_float, model_and_input, off
+from torch import nn
+
+import qsdk
+from qsdk.core.errors import ConfigError
+from qsdk.verbs.doors.choose import door_of
+
+STREAM, HEADS = "residual stream", "attention values"
+#: model -> how many norms are folded into their layers; None where the residual stream cannot be rotated
+FOLDED = {"llama": 5, "gpt2": 5, "bert": None, "qwen3": 5, "gemma": 5, "vit": 5}
+QUICK = ("llama", "gpt2")
+MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FOLDED]
+
+
+def kinds(report) -> list[str]:
+    return [row["kind"] for row in report.rows if not row["reason"]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_float_model_stays_the_same_at_both_doors(name, tmp_path):
+    model, x = model_and_input(name)
+    wanted = exact(model, x)
+    sim = qsdk.quantize(model, (x,), qsdk.w8a8())
+    file_sim = qsdk.quantize(float_file(sim, tmp_path / "float.onnx"), None, qsdk.w8a8())
+    before = {key: value.clone() for key, value in sim.model.state_dict().items()}
+    for one in (sim, file_sim):
+        report = qsdk.rotate(one, progress=False)
+        stream = next(row for row in report.rows if row["kind"] == STREAM)
+        assert kinds(report).count(HEADS) == 2
+        if FOLDED[name] is None:
+            assert "is not uniform" in stream["reason"]
+        else:
+            assert stream["reason"] == ""
+            assert stream["norms"] == FOLDED[name]
+            assert stream["size"] == 24
+    changed = [key for key, value in sim.model.state_dict().items() if not torch.equal(value, before[key])]
+    assert len(changed) > 3
+    assert off(exact(sim.unwrap(), x), wanted) < 1e-5
+    assert off(in_float(file_sim, x), wanted) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    """A Llama with a massive channel, as trained ones have, its calibrated sim at W8A8, and an input."""
+    model, x = model_and_input("llama")
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight[:, 5] *= 60
+    sim = qsdk.quantize(model, (x,), qsdk.w8a8())
+    qsdk.calibrate(sim, [(x,)], progress=False)
+    return model, sim, x
+
+
+def test_outliers_are_gone_and_ranges_are_found_again(calibrated):
+    model, sim, x = calibrated[0], copy.deepcopy(calibrated[1]), calibrated[2]
+    wanted, site = exact(model, x), "model.model.layers.0/add.1:output"
+    before, error = sim.encodings[site], off(sim(x).double().numpy(), wanted)
+    with pytest.raises(ConfigError, match="give data to calibrate it again"):
+        qsdk.rotate(sim)
+    report = qsdk.rotate(sim, [(x,)], progress=False)
+    assert report.summary["calibrated_again"] == "min_max"
+    assert sim.encodings[site].scale < before.scale / 2
+    assert off(sim(x).double().numpy(), wanted) < error
+    assert off(exact(sim.unwrap(), x), wanted) < 1e-5
+
+
+def test_a_failing_rotation_leaves_the_sim_bit_identical(calibrated):
+    sim, x = copy.deepcopy(calibrated[1]), calibrated[2]
+    held = {name: value.copy() for name, value in door_of(sim).stored_values().items()}
+    encodings, wanted = sim.encodings, sim(x)
+    with pytest.raises(qsdk.DataError):
+        qsdk.rotate(sim, [(torch.zeros(2, 6, 3),)], progress=False)
+    assert all(np.array_equal(held[name], value) for name, value in door_of(sim).stored_values().items())
+    assert sim.encodings == encodings
+    assert torch.equal(sim(x), wanted)
+
+
+def test_a_frozen_encoding_keeps_its_stream_as_it_is(calibrated):
+    sim, x = copy.deepcopy(calibrated[1]), calibrated[2]
+    sim.freeze("*lm_head")
+    report = qsdk.rotate(sim, [(x,)], progress=False)
+    stream = next(row for row in report.rows if row["kind"] == STREAM)
+    assert stream["reason"] == "the encoding of model.lm_head:weight is frozen"
+    assert kinds(report) == [HEADS, HEADS]
+
+
+class Hidden(nn.Module):
+    """A pre-norm network whose residual stream leaves the model, or is multiplied by a vector."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(8, 12), nn.Linear(12, 12)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 3)
+        self.scale = nn.Parameter(torch.arange(12.0))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.second(self.norm(x))
+        if self.how == "scaled":
+            x = x * self.scale
+        return (self.head(self.norm(x)), x) if self.how == "leaves" else self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("leaves", "leaves the model"), ("scaled", "its channels are multiplied by different numbers"), ("plain", "")],
+)
+def test_a_stream_that_cannot_be_rotated_says_why(how, reason):
+    torch.manual_seed(0)
+    model, x = Hidden(how).eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        model.norm.weight += 0.3 * torch.randn(12)
+        model.norm.bias += 0.3 * torch.randn(12)
+    wanted = model(x)
+    sim = qsdk.quantize(model, (x,), qsdk.w8a8())
+    report = qsdk.rotate(sim, method="random", seed=4, progress=False)
+    assert reason in report.rows[0]["reason"]
+    assert bool(report.rows[0]["reason"]) is bool(reason)
+    after = sim.unwrap()(x)
+    if reason:
+        assert torch.equal(torch.cat([y.flatten() for y in after]), torch.cat([y.flatten() for y in wanted]))
+        return
+    torch.testing.assert_close(after, wanted, rtol=0, atol=1e-5)
+    assert (model.norm.bias != sim.unwrap().norm.bias).all()
+
+
+def test_what_is_asked_for_wrongly():
+    sim = qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4), qsdk.w8a8())
+    with pytest.raises(ConfigError, match="method='fourier'; choose hadamard or random"):
+        qsdk.rotate(sim, method="fourier")
+    with pytest.raises(ConfigError, match="expected a sim"):
+        qsdk.rotate(nn.Linear(4, 2))
+    assert list(qsdk.rotate(sim).rows) == []  # nothing to rotate is no error
