@@ -88,6 +88,10 @@ class NoiseProbe:
             self._add(site, parts)
         self._waiting.clear()
 
+    def forget(self) -> None:
+        """Drop what was noted of a batch that the model did not take to its end."""
+        self._waiting.clear()
+
     def _add(self, site: str, parts: Tensor) -> None:
         self.noise[site] = self.noise.get(site, 0.0) + float(parts.double().square().sum())
 

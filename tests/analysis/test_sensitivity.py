@@ -64,7 +64,8 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
     assert np.median(np.abs(pairs[:, 0] - pairs[:, 1])) < 1.5
 
 
-def test_the_estimate_reads_the_data_once_and_every_third_batch_of_it(demo):
+@pytest.mark.parametrize(("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [3])])
+def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, used):
     sim, batches = demo
     calls = []
 
@@ -72,8 +73,51 @@ def test_the_estimate_reads_the_data_once_and_every_third_batch_of_it(demo):
         calls.append(len(batch))
         return model(batch)
 
-    qsdk.sensitivity(sim, iter(batches), forward=forward, progress=False)
-    assert calls == [16] * 4  # the first and the fourth batch, each in float and in the simulation
+    qsdk.sensitivity(sim, iter(torch.cat(batches)[: sum(sizes)].split(sizes)), forward=forward, progress=False)
+    assert calls == [rows for count in used for rows in (count, count)]  # in float and in the simulation
+
+
+def test_a_model_of_a_fixed_number_of_rows_gets_them_all(branches):
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(12, 5)
+
+        def forward(self, x):
+            return self.layer(x.reshape(16, -1)[:, :12])
+
+    x, calls = torch.randn(16, 12), []
+    sim = calibrated(Fixed().eval(), [x], qsdk.w8a8())
+
+    def forward(model, batch):
+        calls.append(len(batch))
+        return model(batch)
+
+    report = qsdk.sensitivity(sim, [x], forward=forward, progress=False)
+    assert calls == [6, 16, 16]
+    assert report.rows[0]["sqnr_db"] == qsdk.sensitivity(sim, [x], progress=False).rows[0]["sqnr_db"]
+
+
+class Gated(nn.Module):
+    """Its second output is 0 for every row that starts below 0, its third always."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.one(x), self.two(x) * (x[:, :1] > 0), self.one(x).relu() * 0.0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_output_that_starts_at_0_counts_and_one_that_is_always_0_is_named(exact):
+    torch.manual_seed(0)
+    batches = [torch.randn(24, 6) for _ in range(4)]
+    batches[0][:, 0] = -batches[0][:, 0].abs()
+    sim = calibrated(Gated().eval(), batches, qsdk.w4a8())
+    report = qsdk.sensitivity(sim, batches, exact=exact, progress=False)
+    assert by_row(report)["two", "weights"]["share"] > 0.1
+    assert report.summary["not_counted"] == ["output 2: it is 0 in all batches used"]
 
 
 @pytest.fixture(scope="module")

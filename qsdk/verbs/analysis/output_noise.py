@@ -9,30 +9,40 @@ import numpy.typing as npt
 from torch import Tensor
 
 from qsdk.algorithms.noise_probe import NoiseProbe
-from qsdk.core.errors import DataError
+from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
 from qsdk.progress import over_batches, tqdm
+from qsdk.verbs.analysis.sampled_rows import every_third, rows_of
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
 FloatArrays = Sequence[npt.NDArray[np.float32]]
-_EVERY = 3  # batches, one is used: with gradients and simulated it costs five to eight float passes
+#: what a model raises that does not take fewer rows than it was made for
+_REFUSALS = (QsdkError, RuntimeError, TypeError, ValueError, IndexError)
 
 
 @dataclass
 class OutputWeights:
-    """What the power of each output counts for: each output as much as another one, whatever its unit."""
+    """What the power of each output counts for: each output as much as another one, whatever its unit.
+
+    Attributes:
+        values: of each output; 0 for one that has been 0 in every batch so far.
+    """
 
     values: list[float] = field(default_factory=list)
 
+    def learn(self, batches: Sequence[FloatArrays]) -> None:
+        """Give a weight to every output that has none yet and is not 0 in all of these batches, in float."""
+        for index in range(max(map(len, batches), default=0)):
+            count = sum(outputs[index].size for outputs in batches)
+            power = sum(float(_squares(outputs[index]).sum()) for outputs in batches)
+            self.values += [0.0] * (index + 1 - len(self.values))
+            if self.values[index] == 0.0 and power > 0.0:
+                self.values[index] = count / power
+
     def power(self, outputs: FloatArrays) -> float:
-        """Return the weighted power of a batch of outputs; the first batch, in float, sets the weights."""
-        squares = [np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64)) for y in outputs]
-        if not self.values and any(square.size for square in squares):
-            self.values = [
-                1.0 / mean if square.size and (mean := float(square.mean())) > 0.0 else 0.0 for square in squares
-            ]
-        return sum(w * float(square.sum()) for w, square in zip(self.values, squares, strict=bool(self.values)))
+        """Return the weighted power of a batch of outputs."""
+        return sum(w * float(_squares(y).sum()) for w, y in zip(self.values, outputs, strict=True))
 
     def power_of_changes(self, changed: Iterable[FloatArrays], in_float: Iterable[FloatArrays]) -> float:
         """Return the weighted power of the differences between outputs, over batches."""
@@ -42,13 +52,23 @@ class OutputWeights:
                 for ys, exact in zip(changed, in_float, strict=True)
             )
 
+    @property
+    def silent(self) -> list[int]:
+        """Return the outputs that have been 0 in every batch: nothing says how much their noise counts."""
+        return [index for index, value in enumerate(self.values) if value == 0.0]
+
+
+def _squares(y: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    return np.square(np.where(np.isfinite(y), y, 0.0).astype(np.float64))
+
 
 def estimate_noise(
     sim: Sim, data: Iterable[Any], *, forward: Forward | None, progress: bool, seed: int
 ) -> tuple[OutputNoise, set[str]] | None:
     """Return the noise of every site to first order, and the sites that no gradient reaches.
 
-    Every third batch is used, with a forward pass in float, one in the simulation, and a backward pass.
+    About a third of the rows are used, with a forward pass in float, one in the simulation, and a backward pass, which
+    together cost four to six float passes over them.
 
     Returns:
         None where the model has no gradients.
@@ -61,17 +81,24 @@ def estimate_noise(
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
-    for number, batch in _batches(data, progress):
-        if number % _EVERY:
-            continue
-        outputs = door.visited_outputs(batch, probe.visit, forward, f"batch {number}")
+    for (number, batch), thirds in every_third(_batches(data, progress)):
+        used = rows_of(batch, thirds)
+        try:
+            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {number}")
+        except _REFUSALS:
+            if used is batch:
+                raise
+            probe.forget()
+            used = batch
+            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {number}")
         if outputs is None or not any(y.requires_grad for y in outputs):
             return None
         in_float = [_to_numpy(y) for y in outputs]
+        weights.learn([in_float])
         noise.signal += weights.power(in_float)
         probe.measure(outputs, weights.values)
-        noise.all_quantized += weights.power_of_changes(door.outputs([batch], forward, in_float=False), [in_float])
-    noise.alone = probe.noise
+        noise.all_quantized += weights.power_of_changes(door.outputs([used], forward, in_float=False), [in_float])
+    noise.alone, noise.silent = probe.noise, weights.silent
     return noise, probe.unreached
 
 
@@ -102,8 +129,9 @@ def measure_noise(
     door, weights = door_of(sim), OutputWeights()
     batches = [batch for _, batch in _batches(data, progress=False)]
     in_float = list(door.outputs(batches, forward, in_float=True))
+    weights.learn(in_float)
     signal = sum(weights.power(outputs) for outputs in in_float)
-    noise = OutputNoise(signal) if known is None else known
+    noise = OutputNoise(signal, silent=weights.silent) if known is None else known
     unit = noise.signal / signal if signal > 0.0 else 0.0
     every = frozenset(site for site, decision in sim.plan.decisions.items() if decision.spec is not None)
 

@@ -30,8 +30,9 @@ def sensitivity(
 ) -> Report:
     """Return what quantizing each layer alone costs at the model's outputs, worst first.
 
-    By default one pass over the data estimates all layers at once, to first order, from the gradients of random
-    combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`). A layer that no gradient reaches,
+    By default one pass over a third of the rows of the data estimates all layers at once, to first order, from the
+    gradients of random combinations of the outputs (Hutchinson 1990; see `qsdk.algorithms.noise_probe`): every third
+    batch, or where there are too few, a part of one, if the model takes fewer rows. A layer that no gradient reaches,
     and every layer of a model without gradients, is measured with it alone quantized, on two batches.
 
     Args:
@@ -50,8 +51,9 @@ def sensitivity(
         `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
         number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
         equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, `layers`,
-        `rows_with_80_percent` of the noise, `method` (estimated or measured), and with a metric `reference` (nothing
-        quantized), `metric` (all of it) and `drop`.
+        `rows_with_80_percent` of the noise, `method` (estimated or measured), `not_counted` (outputs that are 0 in all
+        batches used, where there are such), and with a metric `reference` (nothing quantized), `metric` (all of it) and
+        `drop`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
