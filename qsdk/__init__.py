@@ -17,7 +17,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     export      export validate
     prove       check_parity compare profile report
     integers    to_integer
-    files       save load save_encodings load_encodings convert_encodings apply_encodings
+    files       save load load_pretrained save_encodings load_encodings convert_encodings apply_encodings
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
                 float32 float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz float8e8m0
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.doors.user_data import inputs_only
     from qsdk.verbs.files import convert_encodings, load, load_encodings, save, save_encodings
     from qsdk.verbs.layers import adaround, gptq, seq_mse
+    from qsdk.verbs.pretrained import load_pretrained
     from qsdk.verbs.qdq_files import validate
     from qsdk.verbs.quantize import calibrate, check_parity, export, quantize, to_integer
     from qsdk.verbs.ranges import tune_ranges
@@ -116,6 +117,7 @@ _VERBS = {
     "convert_encodings": "files",
     "save": "files",
     "load": "files",
+    "load_pretrained": "pretrained",
     "apply_encodings": "apply",
     "correct_bias": "bias",
     "reestimate_batch_norm": "batch_norm",
@@ -181,6 +183,7 @@ __all__ = [
     "convert_encodings",
     "save",
     "load",
+    "load_pretrained",
     "demo",
     "QuantSim",
     "OnnxSim",

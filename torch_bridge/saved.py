@@ -16,9 +16,9 @@ from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
-from torch_bridge.torch_values.parameters import STEPS, dtype_name, main_dtype
+from torch_bridge.torch_values.parameters import dtype_name, main_dtype
 from torch_bridge.torch_values.pytree import Path, map_arguments
-from torch_bridge.wrapping.wrapped_state import state_of
+from torch_bridge.wrapping.pretrained import encoding_keys, weights_digest
 from torch_bridge.wrapping.wrapper import FOLDED
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +33,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     Raises:
         ExportError: they hold objects that can only be read by running code.
     """
-    own = _encoding_keys(sim.model)
+    own = encoding_keys(sim.model)
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
     given = sim.current_example
     example = {"args": given.args, "kwargs": dict(given.kwargs), "dynamic_shapes": given.dynamic_shapes}
@@ -117,6 +117,19 @@ def load_weights(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
         ) from error
 
 
+def require_weights(sim: QuantSim, digest: Any, where: str) -> None:
+    """Refuse a model whose weights are not those beside which the sim was written.
+
+    Raises:
+        ModelError: they are others.
+    """
+    if weights_digest(sim.model) != digest:
+        raise ModelError(
+            f"{where} belongs to other weights than those of the model: they were changed since; write both with "
+            "sim.model.save_pretrained(folder)"
+        )
+
+
 def load_given(sim: QuantSim, parts: Mapping[str, bytes], where: str) -> None:
     """Load the values that were given of the weights that verbs had changed.
 
@@ -141,16 +154,6 @@ def on_device_of(model: nn.Module, example: Example) -> Example:
 
     args, kwargs = map_arguments(model.forward, example.args, example.kwargs, move)
     return replace(example, args=args, kwargs=kwargs)
-
-
-def _encoding_keys(model: nn.Module) -> set[str]:
-    """Return the keys of encodings, and of the parameters that are learned for them."""
-    result = {STEPS}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for quantizer in state_of(module).quantizers:
-            names = (*quantizer.buffer_names, *quantizer.learned_names)
-            result.update(f"{path}.{name}" if path else name for name in names)
-    return result
 
 
 def _require_plain(what: str, value: Any) -> None:

@@ -47,6 +47,7 @@ from torch_bridge.training.frozen_values import holding_values
 from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
 from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
+from torch_bridge.wrapping.pretrained import link_sim
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import float_class, foreign_modules, unwrap_model
 
@@ -144,6 +145,7 @@ class QuantSim(StatefulSim):
         fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
         self.given.end_recording(self.model)
+        link_sim(self.model, self)
 
     def __repr__(self) -> str:
         counts = self.coverage().summary

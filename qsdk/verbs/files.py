@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from onnx import ModelProto
 from torch import nn
@@ -29,20 +30,22 @@ from qsdk.core.planning.plan import casts_of
 from qsdk.core.ranges.too_coarse import left_float
 from qsdk.core.read_files import read_text
 from qsdk.core.report import Report
-from qsdk.core.sims.corrected_biases import biases_to_json, read_biases, without_shifts
+from qsdk.core.sims.corrected_biases import read_biases, without_shifts
 from qsdk.core.sims.frozen_values import read_frozen_values
 from qsdk.core.sims.load_encodings import with_loaded
-from qsdk.core.sims.methods import methods_to_json, read_methods
+from qsdk.core.sims.methods import read_methods
 from qsdk.core.sims.plan_json import different_sites
 from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.sim_file import SimFile, read_sim
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.saving import facts_to_save
 from qsdk.verbs.qdq_files import OnnxSource, opened_qdq
 from qsdk.verbs.quantize import quantize
 from torch_bridge import saved as saved_torch
 from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.parameters import main_dtype
 from torch_bridge.torch_values.relu6 import remove_bounds
 
@@ -232,13 +235,7 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
     """
-    door = door_of(sim)
-    facts = {
-        "biases": biases_to_json(sim),
-        "methods": methods_to_json(sim.methods),
-        "frozen_values": sorted(sim.frozen_values),
-    }
-    door.save(path, facts)
+    door_of(sim).save(path, facts_to_save(sim))
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
@@ -259,30 +256,49 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
             raise ConfigError(f"{where} holds its own ONNX model; call qsdk.load(path) without a module")
         loaded = saved_onnx.restore_sim(file, where)
         onnx_given.take(loaded, file.facts.get("given", []), file.parts, where)
-        return _with_facts(loaded, file, where)
+        _take_facts(loaded, file, where)
+        return loaded
     if file.door != "torch":
         raise FileFormatError(f"{where} holds a sim of an unknown kind {file.door!r}; update qsdk")
     if model is None:
         raise ConfigError(f"{where} holds a sim of an nn.Module; pass the float module: qsdk.load(path, model)")
-    return _with_facts(_module_sim(file, model, where), file, where)
+    return module_sim_of(file, model, where)
 
 
-def _with_facts(sim: Sim, file: SimFile, where: str) -> Sim:
-    sim.frozen_values = read_frozen_values(file.facts.get("frozen_values", []), sim.plan, where)
-    sim.methods = read_methods(file.facts.get("methods"), where)
-    sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
+def module_sim_of(file: SimFile, model: nn.Module, where: str, example: Any = None) -> QuantSim:
+    """Return the saved sim of a module.
+
+    Args:
+        file: of the sim, with the weights, or of a module that has them.
+        model: the float module.
+        where: name of the file.
+        example: to trace the module with; None for the one that was saved.
+
+    Raises:
+        FileFormatError: the file is damaged.
+        ModelError: the module is another one.
+    """
+    sim = _module_sim(file, model, where, example)
+    _take_facts(sim, file, where)
     return sim
 
 
-def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
+def _take_facts(sim: Sim, file: SimFile, where: str) -> None:
+    sim.frozen_values = read_frozen_values(file.facts.get("frozen_values", []), sim.plan, where)
+    sim.methods = read_methods(file.facts.get("methods"), where)
+    sim.original_biases = read_biases(file.facts.get("biases", {}), sim, where)
+
+
+def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> QuantSim:
     """Quantize the module like the saved one, compare the plans, and load everything."""
     first, fold = _quantize_options(file, where)
     given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
+    if example is not None:
+        given = replace(as_example(example), dynamic_shapes=given.dynamic_shapes)
     now, then = main_dtype(model), saved_torch.read_dtype(file.facts, where)
     if then is not None:
         model, given = copy.deepcopy(model).to(then), given.converted(now, then)
-    example, shapes = given.kwargs or given.args, given.dynamic_shapes
-    sim = quantize(model, example, first, dynamic_shapes=shapes, fold_batch_norm=fold)
+    sim = quantize(model, given.kwargs or given.args, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
     if then is not None:
         sim.model.to(now)
@@ -293,7 +309,10 @@ def _module_sim(file: SimFile, model: nn.Module, where: str) -> QuantSim:
             f"{where} was saved from another model, or by a qsdk that planned otherwise: {', '.join(different[:8])} "
             "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
         )
-    saved_torch.load_weights(sim, file.parts, where)
+    if saved_torch.WEIGHTS in file.parts:
+        saved_torch.load_weights(sim, file.parts, where)
+    else:
+        saved_torch.require_weights(sim, file.facts.get("weights_digest"), where)
     saved_torch.load_given(sim, file.parts, where)
     remove_bounds(sim.model, file.facts.get("relu6_as_relu", ()))
     sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))

@@ -34,12 +34,14 @@ from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.saving import save_beside
 from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
 from torch_bridge.attach import compare_sites
 from torch_bridge.numbering import trace_and_number
 from torch_bridge.prepare import PreparedModel, prepare
 from torch_bridge.sim import QuantSim
+from torch_bridge.wrapping.pretrained import link_sim
 
 
 @overload
@@ -167,7 +169,9 @@ def _plan(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool
     graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
     plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
     dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    return QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)
+    sim = QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)
+    link_sim(sim.model, sim, save_beside)
+    return sim
 
 
 def calibrate(

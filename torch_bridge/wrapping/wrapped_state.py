@@ -1,5 +1,6 @@
 """The state that wrapping adds to each module of a model."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,29 @@ from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.parameters import STATE
+
+
+class SimBeside:
+    """Writes the sim of a model beside a checkpoint of the model; in a copy of the model alone it writes nothing.
+
+    Attributes:
+        function: of the sim and the folder.
+        sim: held weakly, since it holds the model.
+    """
+
+    def __init__(
+        self, function: Callable[[Any, str], None] | None = None, sim: Callable[[], object | None] = lambda: None
+    ) -> None:
+        self.function, self.sim = function, sim
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write the sim, if it still exists."""
+        sim = self.sim()
+        if sim is not None and self.function is not None:
+            self.function(sim, os.fspath(folder))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SimBeside, (self.function,)
 
 
 @dataclass
@@ -34,6 +58,7 @@ class ModuleState:
         stays_in_eval: whether `train()` leaves this BatchNorm in eval mode.
         foreign: whether the module came into the model after wrapping.
         own_forward: a forward that was set on the object in place of the class's.
+        beside: of the root: what `save_pretrained` writes beside a checkpoint.
     """
 
     paths: tuple[str, ...]
@@ -50,6 +75,7 @@ class ModuleState:
     stays_in_eval: bool = False
     foreign: bool = False
     own_forward: Callable[..., Any] | None = None
+    beside: SimBeside | None = None
 
     @property
     def path(self) -> str:

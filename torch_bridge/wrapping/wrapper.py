@@ -33,6 +33,7 @@ from torch_bridge.torch_values.parameters import RANGES, STATE, STEPS
 from torch_bridge.torch_values.pytree import Path, input_names, map_leaves
 from torch_bridge.torch_values.sharding import is_fsdp_hook, require_synchronized
 from torch_bridge.wrapping.own_forward import remove_own_forward, set_own_forward
+from torch_bridge.wrapping.pretrained import saving_with_sim
 from torch_bridge.wrapping.wrapped_state import ModuleState, is_wrapped, state_of
 
 FOLDED = "qsdk_folded"  # key in the metadata of a state_dict whose weights are folded
@@ -322,6 +323,8 @@ def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     # registries find classes by `str(cls)`, which consists of these two
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     body |= {"__doc__": base.__doc__, "_qsdk_parameters": names}
+    if hasattr(base, "save_pretrained"):
+        body["save_pretrained"] = saving_with_sim(base)
     return type(f"Quantized{base.__name__}", (_QuantizedModule, base), body)
 
 

@@ -32,6 +32,7 @@ from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_si
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import relu6
 from torch_bridge.walk import batch_norm_statistics, layer_walk
+from torch_bridge.wrapping.pretrained import weights_digest
 
 Array = npt.NDArray[Any]
 
@@ -173,9 +174,13 @@ class ModuleDoor:
         stored = stored_values.stored_values(self.sim)
         return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime))
 
-    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
-        """Write the state_dict and the example that the model was traced with."""
+    def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
+        """Write the state_dict, or its digest alone, and the example that the model was traced with."""
         own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
         own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
         own |= saved.dtype_facts(self.sim)
-        write_sim(path, "torch", self.sim.snapshot(), {**facts, **own}, saved.parts_of(self.sim))
+        parts = saved.parts_of(self.sim)
+        if not weights:
+            del parts[saved.WEIGHTS]
+            own |= {"weights_digest": weights_digest(self.sim.model)}
+        write_sim(path, "torch", self.sim.snapshot(), {**facts, **own}, parts)
