@@ -17,7 +17,8 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     export      export validate
     prove       check_parity compare profile report
     integers    to_integer
-    files       save load load_pretrained save_encodings load_encodings convert_encodings apply_encodings
+    files       save load load_pretrained save_encodings load_encodings
+                convert_encodings apply_encodings
     classes     QuantSim OnnxSim Report Encoding
     dtypes      int2 int4 int8 int16 int32 uint2 uint4 uint8 uint16 float16 bfloat16
                 float32 float8e4m3fn float8e4m3fnuz float8e5m2 float8e5m2fnuz float8e8m0
