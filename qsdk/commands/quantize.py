@@ -3,12 +3,13 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_backend.proto.inputs import inputs_of
+from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options
@@ -52,12 +53,16 @@ class _Opened:
         sim: not calibrated.
         data: batches as the sim takes them.
         files: the same batches as arrays by input name.
+        inputs: of the model.
+        taken: makes batches as the sim takes them of arrays by input name.
         arrays: makes arrays of what the sim returns.
     """
 
     sim: Sim
     data: Iterable[Any]
     files: FileBatches | list[Batch]
+    inputs: Sequence[ModelInput]
+    taken: Callable[[FileBatches | list[Batch]], Iterable[Any]]
     arrays: Callable[[Any], list[Any]]
 
 
@@ -71,9 +76,12 @@ def run(options: Namespace) -> int:
     verbs = _verbs(options.verbs)
     if options.mixed_precision and not (options.metric or options.labels):
         raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
+    if options.metric_data and not options.mixed_precision:
+        raise ConfigError("--metric-data is what --mixed-precision scores on; add that, or leave it out")
     if Path(options.out).exists() and Path(options.model).exists() and Path(options.out).samefile(options.model):
         raise ConfigError(f"{options.out} is the float model, which would be gone; name another file to write")
     opened = _opened(options)
+    metric_files = _metric_files(opened, options)  # a path that is wrong is reported before the work
     progress = sys.stderr.isatty() and not options.json
     sim, method = opened.sim, options.method
     calibrate(sim, opened.data, method=method, weight_method=options.weight_method, progress=progress)
@@ -82,7 +90,7 @@ def run(options: Namespace) -> int:
     facts: dict[str, Any] = {"calibration": f"{method} on {_source(options, opened.files)}"}
     facts |= {"verbs": ", ".join(verbs)} if verbs else {}
     if options.mixed_precision:
-        facts |= _raise_precision(opened, options, progress)
+        facts |= _raise_precision(opened, metric_files, options, progress)
     shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
     exported = export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
     coverage = sim.coverage()
@@ -101,12 +109,14 @@ def _opened(options: Namespace) -> _Opened:
     if not names_function(options.model):
         inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
         files = _files(options, inputs)
-        return _Opened(quantize(options.model, next(iter(files), None), config, **more), files, files, list)
+        sim: Sim = quantize(options.model, next(iter(files), None), config, **more)
+        return _Opened(sim, files, files, inputs, lambda files: files, list)
     made = made_module(options.model)
     files = _files(options, made.inputs)
-    data = TensorBatches(files, made)
-    example: Any = next(iter(data), None)
-    return _Opened(quantize(made.module, example, config, **more), data, files, arrays_of)
+    taken = partial(TensorBatches, made=made)
+    example: Any = next(iter(taken(files)), None)
+    sim = quantize(made.module, example, config, **more)
+    return _Opened(sim, taken(files), files, made.inputs, taken, arrays_of)
 
 
 def _files(options: Namespace, inputs: Any) -> FileBatches | list[Batch]:
@@ -134,20 +144,32 @@ def _verbs(text: str) -> list[str]:
     return names
 
 
-def _raise_precision(opened: _Opened, options: Namespace, progress: bool) -> dict[str, Any]:
+def _metric_files(opened: _Opened, options: Namespace) -> FileBatches | list[Batch]:
+    """Return the data that the metric is for: all of `--metric-data`, or else the calibration data."""
+    if not options.metric_data:
+        return opened.files
+    apart = {"data": options.metric_data, "max_samples": None}
+    return batches_of_options(Namespace(**{**vars(options), **apart}), opened.inputs)
+
+
+def _raise_precision(
+    opened: _Opened, files: FileBatches | list[Batch], options: Namespace, progress: bool
+) -> dict[str, Any]:
     """Raise sites until the metric is within the budget; return the facts of it."""
-    scorer = scorer_of_options(options, opened.files)
+    scorer = scorer_of_options(options, files)
     if scorer is None:
         return {}
+    data = opened.taken(files)
 
     def metric(sim: Any) -> float:
-        return scorer.main(lambda batch: opened.arrays(sim.run(batch)), opened.data)
+        return scorer.main(lambda batch: opened.arrays(sim.run(batch)), data)
 
     report = mixed_precision(opened.sim, opened.data, metric, max_drop=options.max_drop, progress=progress)
     if not report.summary["met"]:
         print(f"qsdk: no precision keeps the drop within {options.max_drop}; see --verbs and --config", file=sys.stderr)
     chosen = [row for row in report.rows if row["chosen"]]
     facts = {name: report.summary[name] for name in ("reference", "met", "evaluations", "raised")}
+    facts |= {"metric_data": ", ".join(options.metric_data)} if options.metric_data else {}
     return {**facts, **{name: row[name] for row in chosen for name in ("metric", "drop")}}
 
 

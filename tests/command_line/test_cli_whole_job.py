@@ -245,6 +245,21 @@ def test_evaluate_takes_float_quantized_and_integer_files_side_by_side(at: Path,
         assert found["rows"][0]["top1"] > 0.7
 
 
+@pytest.mark.parametrize("data", ["arrays.npz", "pictures"])
+def test_evaluate_says_how_to_score_a_file_that_takes_codes(at: Path, capsys, data: str):
+    said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz")
+    said(capsys, "to-integer", at / "m.onnx", at / "codes.onnx", "--edges", "integer")
+    more = ("--data", data, *(PLAIN if data == "pictures" else ()), "--labels", "right.npy")
+    for command in ((at / "codes.onnx", *more), (at / "m.onnx", *more, "--against", at / "codes.onnx")):
+        code, out, err = said(capsys, "evaluate", *command)
+        assert (code, out) == (1, "")
+        assert f"{at / 'codes.onnx'} takes and gives codes (x, y), since it was written with --edges integer" in err
+    # the remedy, as the message has it
+    assert "qsdk to-integer QDQ.onnx scored.onnx --edges float" in err
+    assert said(capsys, "to-integer", at / "m.onnx", at / "scored.onnx", "--edges", "float")[0] == 0
+    assert document(capsys, "evaluate", at / "scored.onnx", *more)["summary"]["top1"] > 0.7
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -305,6 +320,25 @@ def test_mixed_precision_keeps_a_metric_within_its_budget(at: Path, capsys):
     assert (code, "--mixed-precision needs a metric" in err) == (2, True)
 
 
+def test_mixed_precision_scores_on_data_of_its_own(at: Path, capsys):
+    np.save(at / "calibration.npy", np.load("arrays.npy")[:4])
+    command = ("quantize", "float.onnx", at / "m.onnx", "--data", at / "calibration.npy", "--config", "w4a8")
+    mixed = (*command, "--mixed-precision", "--labels", "right.npy", "--max-drop", "0", "--max-samples", "4")
+    found = document(capsys, *mixed, "--metric-data", "arrays.npz")["summary"]
+    assert found["metric_data"] == "arrays.npz"
+    assert found["calibration"] == f"min_max on {at / 'calibration.npy'}"
+    assert (found["met"], found["drop"]) == (True, 0.0)
+    scored = document(capsys, "evaluate", at / "m.onnx", "--data", "arrays.npz", "--labels", "right.npy")
+    assert (scored["summary"]["top1"], scored["rows"][0]["samples"]) == (1.0, 20)  # on all 20, not on 4 of them
+    # `few.npy` fits the calibration data, and not what is scored
+    code, _, err = said(capsys, *mixed, "--metric-data", "arrays.npz", "--labels", "few.npy")
+    assert (code, "few.npy holds 3 labels, the data 20 samples" in err) == (1, True)
+    code, _, err = said(capsys, *mixed, "--metric-data", "none.npz")
+    assert (code, "there is no file or folder none.npz" in err) == (2, True)
+    code, _, err = said(capsys, *command, "--metric-data", "arrays.npz")
+    assert (code, "--metric-data is what --mixed-precision scores on" in err) == (2, True)
+
+
 def test_sensitivity_ranks_the_layers_of_a_float_model_and_of_a_quantized_file(at: Path, capsys):
     onnx.save(convnet(), at / "net.onnx")
     np.save(at / "x.npy", np.random.default_rng(0).normal(size=(8, 3, 8, 8)).astype(np.float32))
@@ -338,6 +372,8 @@ def test_a_module_has_its_metric_too(at: Path, capsys):
     command = ("quantize", "mine.py:make_with_example", at / "m.onnx", "--data", "pictures", *PLAIN)
     found = document(capsys, *command, "--mixed-precision", "--metric", "mine.py:closeness", "--max-drop", "10")
     assert found["summary"]["met"] is True
+    apart = ("--metric", "mine.py:closeness", "--max-drop", "10", "--metric-data", "arrays.npy")
+    assert document(capsys, *command, "--mixed-precision", *apart)["summary"]["metric_data"] == "arrays.npy"
     code, _, err = said(capsys, "quantize", "mine.py:make_nothing", at / "m.onnx", "--random", "1")
     assert (code, "mine.py:make_nothing returns int; return an nn.Module" in err) == (2, True)
 

@@ -70,9 +70,15 @@ def _add_improvements(quantize: argparse.ArgumentParser) -> None:
     quantize.add_argument(
         "--mixed-precision",
         action="store_true",
-        help="raise the sites that need it until the metric on --data is within --max-drop (exit 1 if none is)",
+        help="raise the sites that need it until the metric is within --max-drop (exit 1 if none is)",
     )
     quantize.add_argument(
         "--max-drop", type=float, default=0.01, metavar="X", help="of the metric, from the float model (default: 0.01)"
     )
     add_metric(quantize)
+    quantize.add_argument(
+        "--metric-data",
+        action="append",
+        metavar="PATH",
+        help="as --data: what --metric and --labels are for instead, all of it, while --data calibrates",
+    )

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy.typing as npt
 import onnxruntime as ort
+from onnx import ModelProto
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
+from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.compare_runs import unloadable_message
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session_input import session_of
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.printing import show
 from qsdk.commands.scores.metric import scorer_of_options
-from qsdk.core.errors import ConfigError, FileFormatError, QsdkError
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError, QsdkError
 from qsdk.core.report import Report
 
 
@@ -24,6 +26,7 @@ def run(options: Namespace) -> int:
 
     Raises:
         ConfigError: neither labels nor a metric are given.
+        ModelError: a file takes or gives codes.
     """
     scorer = scorer_of_options(options, batches_of_options(options, inputs_of(load(options.model))))
     if scorer is None:
@@ -41,14 +44,32 @@ def run(options: Namespace) -> int:
 
 def _session(path: str) -> ort.InferenceSession:
     """Open a session with the runtime's own settings, as an application would."""
+    model = load(path)
+    _require_float_edges(model, path)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        return session_of(load(path), options)
+        return session_of(model, options)
     except QsdkError:
         raise
     except Exception as error:  # the runtime's own exception types are private
         raise FileFormatError(unloadable_message(path, error)) from error
+
+
+def _require_float_edges(model: ModelProto, path: str) -> None:
+    """Refuse an integer-only file that takes or gives codes, which are neither data nor scores.
+
+    Raises:
+        ModelError: names the edges.
+    """
+    kept = metadata(model)
+    edges = [value.name for value in (*model.graph.input, *model.graph.output)]
+    codes = [name for name in edges if any(f"qsdk.{kind}.{name}.scale" in kept for kind in ("input", "output"))]
+    if codes:
+        raise ModelError(
+            f"{path} takes and gives codes ({', '.join(codes)}), since it was written with --edges integer; score the "
+            "same integers behind float edges: qsdk to-integer QDQ.onnx scored.onnx --edges float"
+        )
 
 
 def _run(session: ort.InferenceSession, batch: Any) -> list[npt.NDArray[Any]]:
