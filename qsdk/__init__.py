@@ -10,7 +10,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     enter       quantize inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16 weight_only
                 QuantConfig load_config
     calibrate   calibrate tune_ranges reestimate_batch_norm
-    improve     seq_mse adaround gptq tune_blocks correct_bias equalize smooth_quant awq
+    improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
     watch       callbacks
     decide      sensitivity advise mixed_precision autoquant

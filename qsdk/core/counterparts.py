@@ -28,6 +28,8 @@ _AIMET = {
     "apply_adaround": "qsdk.adaround(sim, batches)",
     "AdaScale": "qsdk.tune_blocks(sim, batches)",
     "apply_adascale": "qsdk.tune_blocks(sim, batches)",
+    "SpinQuant": "qsdk.rotate(sim)",
+    "apply_spinquant": "qsdk.rotate(sim)",
     "choose_mixed_precision": "qsdk.mixed_precision(sim, batches, metric, max_drop=0.01)",
     "analyze_mixed_precision_sensitivity": "qsdk.sensitivity(sim, batches, metric=metric)",
     "apply_amp": "qsdk.mixed_precision(sim, batches, metric, max_drop=0.01)",

@@ -1,6 +1,7 @@
 """The face: what `help(qsdk)` begins with, and what it says to names that other tools have."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +51,11 @@ def test_the_demo_network_knows_its_images():
     data = qsdk.demo.data()
     logits = qsdk.demo.network()(torch.from_numpy(data.test_images[:500]))
     assert (logits.argmax(1).numpy() == data.test_labels[:500]).mean() > 0.9
+
+
+def test_the_reference_has_every_function_and_class():
+    pages = (Path(__file__).parents[2] / "docs" / "reference").glob("*.md")
+    shown = set(re.findall(r"^::: qsdk\.(\w+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE))
+    assert shown <= set(qsdk.__all__)
+    dtypes = {name for name in qsdk.__all__ if isinstance(getattr(qsdk, name), qsdk.DType | qsdk.BlockFormat)}
+    assert set(qsdk.__all__) - dtypes - {"demo"} == shown
