@@ -69,6 +69,21 @@ def test_a_view_filters_by_kind(page: Path, tmp_path: Path, kind: str):
     assert 0 < sum("hidden" in layer for layer in layers) < len(layers)
 
 
+def test_a_comparison_shows_the_layers_that_differ(page: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    sims = [
+        qsdk.quantize(model.eval(), x, config) for config in (qsdk.w4a8(), qsdk.w4a8().override("2", weight="int8"))
+    ]
+    for sim in sims:
+        qsdk.calibrate(sim, [x], progress=False)
+    qsdk.report(sims[0], tmp_path / "both.html", against=sims[1], progress=False)
+    dom = shown_in(tmp_path / "both.html", "#kind=differs", tmp_path)
+    assert "1 of 4 layers" in dom
+    assert [layer["data-order"] for layer in layers_in(dom) if "hidden" not in layer] == ["3"]
+
+
 def test_the_address_of_a_layer_opens_it(page: Path, tmp_path: Path):
     layers = layers_in(shown_in(page, "#layer-2", tmp_path))
     assert "open" in next(layer for layer in layers if layer["id"] == "layer-2")

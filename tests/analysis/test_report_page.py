@@ -208,6 +208,73 @@ def test_two_models_stand_beside_each_other(files, tmp_path):
     assert re.search(r'<tr class="differs"><td>[^<]+</td><td>int4</td><td>int8</td>', page.text)
 
 
+def picture(page: Page, label: str) -> str:
+    return re.search(rf'<svg [^>]*aria-label="{re.escape(label)}">.*?</svg>', page.text, re.DOTALL)[0]
+
+
+def numbers_at_the_axes(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+@pytest.fixture(scope="module")
+def beside(sim, batches, tmp_path_factory):
+    """A page of two sims: the second has weights of 8 bits, and one layer float, with its BatchNorm not folded."""
+    other = calibrated(load_pretrained(), batches[0], batches, qsdk.w8a8().skip("layer2.second*"))
+    path = tmp_path_factory.mktemp("beside") / "page.html"
+    qsdk.report(sim, path, data=batches, against=other, progress=False)
+    return Page(path), other
+
+
+def test_each_layer_opens_to_the_pictures_of_both_models(sim, beside):
+    page, other = beside
+    drawn = [site for site, d in sim.plan.decisions.items() if d.kind == "weight" and other.encodings.get(site)]
+    assert len(drawn) > 8
+    for site in drawn:
+        a, b = (picture(page, f"Histogram of {site} in {side}") for side in "AB")
+        assert numbers_at_the_axes(a) == numbers_at_the_axes(b) != []
+        assert a != b
+        a, b = (picture(page, f"Scales of {site} in {side}") for side in "AB")
+        assert numbers_at_the_axes(a) == numbers_at_the_axes(b) != []
+    site = "stem.2:output"
+    assert picture(page, f"Histogram of {site} in A")
+    assert picture(page, f"Histogram of {site} in B")
+    assert "Scales of layer2.second.0:weight in A" in page.pictures
+    assert "Scales of layer2.second.0:weight in B" not in page.pictures
+    assert "B layer2.second.0:weight: float" in page.words
+    for one, side in ((sim, "A"), (other, "B")):
+        scale = one.encodings["stem.0:weight"].scale.max()
+        assert re.search(rf"<td>{side}</td><td>stem\.0:weight</td>.*?>{scale:.4g}</td>", page.text)
+    assert f"<b>A</b> {sim.explain('stem.0:weight')}" in page.text
+    assert f"<b>B</b> {other.explain('stem.0:weight')}" in page.text
+    assert page.text.count(sim.explain("stem.2:output")) == 1  # the same in both
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_both_networks_stand_in_one_strip_with_one_scale(sim, beside):
+    page, _ = beside
+    above, below = re.findall(r'<nav class="strip[^>]*>(.*?)</nav>', page.text)
+    assert above.count("<a ") + above.count("<i>") == below.count("<a ") + below.count("<i>") == len(page.layers) == 30
+    assert (above.count("<i>"), below.count("<i>")) == (1, 0)  # the BatchNorm that the first has folded
+    named = [re.search(r'title="([^:]*):', tag)[1] for tag in re.findall(r"<a [^>]*>", below)]
+    assert named[named.index("layer2.second.0") + 1] == "layer2.second.1"
+    heights = [[int(tall) for tall in re.findall(r"--tall: (\d+)%", one)] for one in (above, below)]
+    assert max(heights[0]) == 100
+    assert max(heights[1]) < 60  # 8 bits cause less noise than 4
+    places = re.findall(r'href="#layer-(\d+)"', below)
+    assert places == [layer["data-order"] for layer in page.layers]
+
+
+def test_layers_that_differ_are_marked_for_the_filter(files, tmp_path):
+    folder, arrays = files
+    raised = calibrated(folder / "float.onnx", None, arrays, qsdk.w4a8().override("*", op_type="Conv", weight="int8"))
+    qsdk.report(folder / "w4.onnx", tmp_path / "page.html", against=raised, progress=False)
+    page = Page(tmp_path / "page.html")
+    assert '<option value="differs">' in page.text
+    assert sum("differs" in layer["data-tags"].split() for layer in page.layers) == 1
+    qsdk.report(folder / "w4.onnx", tmp_path / "alone.html", progress=False)
+    assert "differs" not in re.sub(r"<style>.*?</style>", "", Page(tmp_path / "alone.html").text, flags=re.DOTALL)
+
+
 HOSTILE = '<script>alert(\'&"1")</script>'
 
 
@@ -227,7 +294,7 @@ def test_names_are_escaped_everywhere(tmp_path):
     page = Page(tmp_path / "page.html")
     assert page.text.count("<script>") == 1
     assert f"{HOSTILE}node" in page.words
-    assert f"Histogram of {HOSTILE}node:weight" in page.pictures
+    assert {f"Histogram of {HOSTILE}node:weight in {side}" for side in "AB"} <= set(page.pictures)
 
 
 def test_pictures_are_bounded_to_the_worst_layers(sim, batches, tmp_path, monkeypatch):

@@ -91,12 +91,12 @@ def report(
     models = [sim_or_file, *([] if against is None else [against])]
     _require_file(models, float_model)
     batches = data if data is None or hasattr(data, "__len__") or not hasattr(data, "__next__") else list(data)
-    pages = []
+    pages: list[ModelFacts] = []
     for given in models:
         found = _measured(given, batches, float_model, forward, progress)
         if profile is True or given is sim_or_file:
             found = replace(found, profile=_times(found, profile, batches, progress))
-        pages.append(model_facts(found, batches, forward, progress))
+        pages.append(model_facts(found, batches, forward, progress, pages[0] if pages else None))
     write_text(out, text := drawing.page(*pages))
     facts = {"path": os.fspath(out), "page_bytes": len(text.encode())}
     return Report("Report", [_row(layer) for layer in pages[0].layers], facts | _summary(*pages))
@@ -224,6 +224,7 @@ def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:
     for left, right in zip(ours, door_of(in_float).outputs(data, None, in_float=True), strict=True):
         if [np.shape(y) for y in left] != [np.shape(y) for y in right]:
             raise ModelError("float_model has other outputs than the quantized model; give the one it was made from")
+        weights.learn([right])
         signal += weights.power(right)
         noise += weights.power_of_changes([left], [right])
     return decibels(noise / signal) if signal > 0.0 else 0.0

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,13 @@ class Measured:
     remarks: tuple[str, ...] = ()
 
 
-def model_facts(found: Measured, data: Iterable[Any] | None, forward: Forward | None, progress: bool) -> ModelFacts:
+def model_facts(
+    found: Measured,
+    data: Iterable[Any] | None,
+    forward: Forward | None,
+    progress: bool,
+    beside: ModelFacts | None = None,
+) -> ModelFacts:
     """Return the facts about a model, with the values of its worst layers.
 
     Args:
@@ -61,9 +67,11 @@ def model_facts(found: Measured, data: Iterable[Any] | None, forward: Forward | 
         data: batches, for the values of activations; None for weights alone.
         forward: calls the module on a batch.
         progress: show a progress bar.
+        beside: the model that it is compared with, whose layers with pictures have them here too.
     """
     size, coverage = sizes(found.file), found.sim.coverage()
-    layers = _with_values(found.sim, _layers(found, coverage), data, forward, progress)
+    first = frozenset() if beside is None else frozenset(layer.name for layer in beside.layers if layer.drawn)
+    layers = _with_values(found.sim, _layers(found, coverage), data, forward, progress, first)
     states = {state: int(coverage.summary[state]) for state in ("quantized", "tied", "float", "not_exercised")}
     reasons: dict[str, list[str]] = {}
     for row in coverage.rows:
@@ -155,17 +163,23 @@ def _noise_of(sensitivity: Report) -> dict[str, dict[str, Any]]:
 
 
 def _with_values(
-    sim: Sim, layers: Sequence[LayerFacts], data: Iterable[Any] | None, forward: Forward | None, progress: bool
+    sim: Sim,
+    layers: Sequence[LayerFacts],
+    data: Iterable[Any] | None,
+    forward: Forward | None,
+    progress: bool,
+    first: Set[str],
 ) -> list[LayerFacts]:
-    """Return the layers with the values of all their weights, and of the activations of the worst ones."""
+    """Return the layers with the values of all their weights, and of the activations of `first` and the worst ones."""
     encodings = sim.encodings
     values: dict[str, ValueFacts] = {}
     for site in (site.site for layer in layers for site in layer.sites if site.kind == "weight"):
         values |= stored_values(sim, [site], encodings)  # one at a time, since large ones are read from their file
 
-    def badness(layer: LayerFacts) -> tuple[float, float]:
+    def badness(layer: LayerFacts) -> tuple[bool, float, float]:
         own = [values[s.site].sqnr_db for s in layer.sites if s.site in values]
-        return -(layer.share or 0.0), min((sqnr for sqnr in own if sqnr is not None), default=math.inf)
+        least = min((sqnr for sqnr in own if sqnr is not None), default=math.inf)
+        return layer.name not in first, -(layer.share or 0.0), least
 
     drawn = {layer.name for layer in sorted(layers, key=badness)[:DRAWN]}
     wanted = [

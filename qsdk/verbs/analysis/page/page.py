@@ -1,17 +1,17 @@
 """The page as a whole: one HTML document that loads nothing else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
-from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
-from qsdk.verbs.analysis.page.layers import layer_list, strip
+from qsdk.verbs.analysis.page.facts import ModelFacts
+from qsdk.verbs.analysis.page.layers import differ, facts_of, layer_list, strip
 from qsdk.verbs.analysis.page.plots import Artist
-from qsdk.verbs.analysis.page.words import GROUPS, decibels, group_of, key, percent, size, table
+from qsdk.verbs.analysis.page.sides import Sides, layers_of_row
+from qsdk.verbs.analysis.page.words import GROUPS, decibels, group_of, key, size, table
 
-_SIDES = ("A", "B")  # two models beside each other
 _SHOWN = 12  # tensors that are listed behind a reason
 # The policy lets the browser load nothing at all, so that the page cannot but work offline.
 _PAGE = Template("""<!doctype html>
@@ -31,7 +31,7 @@ _CONTROLS = """<div class="controls">
 <select id="kind" aria-label="Which layers"><option value="all">all layers</option>
 <option value="noisy">80 % of the noise</option><option value="clipped">over 1 % clipped</option>
 <option value="weights">with weights</option>
-<option value="quantized">quantized</option><option value="float">with float parts</option></select>
+<option value="quantized">quantized</option><option value="float">with float parts</option>$more</select>
 <select id="sort" aria-label="Order"><option value="order">in the order of the network</option>
 <option value="share">most noise first</option><option value="sqnr">lowest SQNR first</option>
 <option value="bytes">largest first</option><option value="ms">slowest first</option>
@@ -42,27 +42,33 @@ _LEGEND = (
     "Histograms: the height is the logarithm of the count; the red lines are the ends of the calibrated range "
     "(of the widest channel), the small lines at the bottom the points of the grid where there are few of them."
 )
+_COMPARED = (
+    "A stands above, B below, each layer at the same place; the noise of both has one scale. Layers belong together by "
+    "their name."
+)
 
 
 def page(model: ModelFacts, against: ModelFacts | None = None) -> str:
     """Return the document.
 
     Args:
-        model: whose layers are shown.
-        against: to compare with; None for none.
+        model: to be shown.
+        against: to be shown beside it; None for none.
     """
-    artist = Artist()
-    body = [_top(model, against, artist)]
+    artist, sides = Artist(), Sides([model] if against is None else [model, against])
+    body = [_top(sides, artist)]
+    body += ["<h2>The network</h2>", f'<div class="panel">{strip(sides)}</div>']
     if against is not None:
-        body.append(f"<h2>Layer by layer</h2>\n{_differences(model, against)}")
-    body += ["<h2>The network</h2>", f'<div class="panel">{strip(model, "layer-")}</div>' if against is None else ""]
-    drawn = sum(layer.drawn for layer in model.layers)
-    if drawn < len(model.layers):
-        body.append(f'<p class="muted">Pictures: of the {drawn} worst of {len(model.layers)} layers.</p>')
-    body += [f'<p class="muted">{_LEGEND}</p>', _CONTROLS]
+        body.append(f'<p class="muted">{_COMPARED}</p>\n<h2>Layer by layer</h2>\n{_differences(sides)}')
+    drawn = sum(any(layer.drawn for layer in layers_of_row(row)) for row in sides.rows)
+    if drawn < len(sides.rows):
+        body.append(f'<p class="muted">Pictures: of the {drawn} worst of {len(sides.rows)} layers.</p>')
+    more = "" if against is None else '<option value="differs">that differ</option>'
+    body += [f'<p class="muted">{_LEGEND}</p>', _CONTROLS.replace("$more", more)]
     noisy = "" if model.sqnr_db is None else ' class="noisy"'
-    body.append(f'<div id="layers"{noisy}>\n{layer_list(model, "layer-", artist)}\n</div>')
-    body += [_floats(model), _findings(model)]
+    body.append(f'<div id="layers"{noisy}>\n{layer_list(sides, artist)}\n</div>')
+    for name, one in zip(sides.names, sides.models, strict=True):
+        body += [_floats(one, name), _findings(one, name)]
     title = model.name if against is None else f"{model.name} against {against.name}"
     return _PAGE.substitute(
         title=escape(title),
@@ -76,20 +82,16 @@ def _resource(name: str) -> str:
     return resources.files("qsdk.verbs.analysis.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _top(model: ModelFacts, against: ModelFacts | None, artist: Artist) -> str:
-    models = [model] if against is None else [model, against]
+def _top(sides: Sides, artist: Artist) -> str:
     parts = []
-    for one, side in zip(models, _SIDES, strict=False):
+    for one, side in zip(sides.models, sides.names, strict=True):
         facts = "".join(f"<li><b>{value}</b><span>{name}</span></li>" for name, value in _cards(one).items())
         remarks = "".join(f'<p class="muted">{escape(remark)}</p>' for remark in one.remarks)
-        name = one.name if against is None else f"{side}: {one.name}"
+        name = f"{side}: {one.name}" if side else one.name
         head = f'<h1>{escape(name)}</h1>\n<p class="sentence">{escape(one.sentence)}</p>'
-        parts.append(f'<section>{head}\n<ul class="cards">{facts}</ul>{remarks}')
-        if against is not None:
-            parts[-1] += f'<div class="panel">{strip(one, "layer-" if one is model else "")}</div>'
-        parts[-1] += "</section>"
-    top = parts[0] if against is None else f'<div class="columns">{"".join(parts)}</div>'
-    return f'{top}\n<div class="panel sizes"><h3>Stored, in kB</h3>{_sizes(models, artist)}</div>'
+        parts.append(f'<section>{head}\n<ul class="cards">{facts}</ul>{remarks}</section>')
+    top = parts[0] if len(parts) == 1 else f'<div class="columns">{"".join(parts)}</div>'
+    return f'{top}\n<div class="panel sizes"><h3>Stored, in kB</h3>{_sizes(sides, artist)}</div>'
 
 
 def _cards(model: ModelFacts) -> dict[str, str]:
@@ -102,15 +104,15 @@ def _cards(model: ModelFacts) -> dict[str, str]:
     return cards | {f"tensors {escape(state)}": f"{count:,}" for state, count in model.states.items()}
 
 
-def _sizes(models: Sequence[ModelFacts], artist: Artist) -> str:
+def _sizes(sides: Sides, artist: Artist) -> str:
     """Return the bytes of each model by group of dtypes, beside those in float32."""
-    bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", [("float", models[0].as_float32_bytes / 1000)])]
-    names = ["this model"] if len(models) == 1 else _SIDES
-    for name, model in zip(names, models, strict=True):
+    in_float = sides.models[0].as_float32_bytes / 1000
+    bars: list[tuple[str, list[tuple[str, float]]]] = [("in float32", [("float", in_float)])]
+    for side, model in zip(sides.names, sides.models, strict=True):
         held = dict.fromkeys(GROUPS, 0.0)
         for row in model.sizes:
             held[_group(row)] += row["bytes"] / 1000
-        bars.append((name, [(group, count) for group, count in held.items() if count]))
+        bars.append((side or "this model", [(group, count) for group, count in held.items() if count]))
     used = {group for _, parts in bars for group, _ in parts}
     picture = artist.sizes(bars, {group: value for group, value in GROUPS.items() if group in used})
     return picture + key([(group, value) for group, value in GROUPS.items() if group in used])
@@ -123,46 +125,32 @@ def _group(row: Mapping[str, Any]) -> str:
     return group_of(dtype) if row["what"] == "codes" else "float"
 
 
-def _floats(model: ModelFacts) -> str:
+def _floats(model: ModelFacts, side: str) -> str:
     """Return the tensors that stay float, by reason."""
     parts = []
     for reason, sites in model.float_reasons.items():
         more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
         names = ", ".join(f"<code>{escape(site)}</code>" for site in sites[:_SHOWN])
         parts.append(f"<li>{escape(reason)}: {len(sites)} <small>({names}{more})</small></li>")
-    return f'<h2>What stays float, and why</h2>\n<ul class="panel why">{"".join(parts)}</ul>' if parts else ""
+    head = f"What stays float{f' in {side}' if side else ''}, and why"
+    return f'<h2>{head}</h2>\n<ul class="panel why">{"".join(parts)}</ul>' if parts else ""
 
 
-def _findings(model: ModelFacts) -> str:
+def _findings(model: ModelFacts, side: str) -> str:
     if model.findings is None:
         return ""
     rows = [list(row.values()) for row in model.findings]
     found = table(list(model.findings[0]), rows) if rows else "<p>Nothing found.</p>"
-    return f'<h2>Findings of qsdk validate</h2>\n<div class="panel findings">{found}</div>'
+    whose = f" in {side}" if side else ""
+    return f'<h2>Findings of qsdk validate{whose}</h2>\n<div class="panel findings">{found}</div>'
 
 
-def _differences(left: ModelFacts, right: ModelFacts) -> str:
+def _differences(sides: Sides) -> str:
     """Return the layers of both models beside each other; those that differ are marked."""
-    others = {layer.name: layer for layer in right.layers}
-    names = [layer.name for layer in left.layers]
-    names += [name for name in others if name not in set(names)]
-    held = {layer.name: layer for layer in left.layers}
-    rows, classes = [], []
-    for name in names:
-        a, b = _cells(held.get(name), left), _cells(others.get(name), right)
-        rows.append([name, *(cell for pair in zip(a, b, strict=True) for cell in pair)])
-        classes.append("differs" if a != b else "")
+    names = [layers_of_row(row)[0].name for row in sides.rows]
+    cells = [list(zip(*map(facts_of, row), strict=True)) for row in sides.rows]
     facts = ("dtypes", "share of noise", "SQNR alone", "bytes", "ms")
-    used = [place for place in range(len(facts)) if any(row[1 + 2 * place] or row[2 + 2 * place] for row in rows)]
-    head = ["layer", *(f"{facts[place]} {side}" for place in used for side in _SIDES)]
-    kept = [[row[0], *(row[1 + 2 * place + side] for place in used for side in (0, 1))] for row in rows]
-    return f'<div class="panel">{table(head, kept, classes)}</div>'
-
-
-def _cells(layer: LayerFacts | None, model: ModelFacts) -> list[str]:
-    if layer is None:
-        return ["not there", "", "", "", ""]
-    noise = "" if layer.share is None else percent(layer.share)
-    sqnr = "" if layer.sqnr_db is None else decibels(layer.sqnr_db)
-    time = "" if layer.ms is None else f"{layer.ms:.3g}"
-    return [layer.dtypes, noise, sqnr, f"{layer.bytes:,}" if layer.elements else "", time]
+    used = [place for place in range(len(facts)) if any(any(row[place]) for row in cells)]
+    head = ["layer", *(f"{facts[place]} {side}" for place in used for side in sides.names)]
+    kept = [[name, *(cell for place in used for cell in row[place])] for name, row in zip(names, cells, strict=True)]
+    return f'<div class="panel">{table(head, kept, ["differs" if differ(row) else "" for row in sides.rows])}</div>'

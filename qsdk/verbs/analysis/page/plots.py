@@ -40,18 +40,32 @@ class Artist:
     def __init__(self) -> None:
         self._count = 0
 
-    def histogram(self, values: ValueFacts, encoding: Encoding | None, label: str) -> str:
-        """Return the histogram of values, with the range of their encoding and, if it is coarse, its grid."""
+    def histogram(
+        self,
+        values: ValueFacts,
+        encoding: Encoding | None,
+        label: str,
+        *,
+        beside: Sequence[tuple[ValueFacts, Encoding | None]],
+    ) -> str:
+        """Return the histogram of values, with the range of their encoding and, if it is coarse, its grid.
+
+        Args:
+            values: to be counted.
+            encoding: of the values.
+            label: in words.
+            beside: all that stand beside each other, these among them: their axes are the same.
+        """
         with rc_context(_SETTINGS):
             figure, axes = _figure(*_SMALL)
-            low, high = values.low, values.high
-            if encoding is not None:
-                low, high = min(low, _end(encoding.low.min())), max(high, _end(encoding.high.max()))
+            known = [one for _, one in beside if one is not None]
+            low = min([*(one.low for one, _ in beside), *(_end(one.low.min()) for one in known)])
+            high = max([*(one.high for one, _ in beside), *(_end(one.high.max()) for one in known)])
             counts, edges = np.histogram(values.sample, bins=_BINS, range=(low, high if high > low else low + 1.0))
             heights = np.log1p(counts)  # the few values at the ends matter as much as the many in the middle
             axes.stairs(heights, edges, fill=True, color=_BARS)
             axes.set_ylim(0, float(heights.max()) * 1.05 or 1.0)
-            axes.margins(x=0.02)
+            axes.set_xlim(*_widened(edges[0], edges[-1], 0.02))
             axes.yaxis.set_visible(False)
             axes.spines["left"].set_visible(False)
             axes.locator_params(axis="x", nbins=6)
@@ -59,16 +73,26 @@ class Artist:
                 _draw_range(axes, encoding)
             return self._svg(figure, label)
 
-    def scales(self, encoding: Encoding, label: str) -> str:
-        """Return the scales of an encoding per channel or block, from the first to the last."""
+    def scales(self, encoding: Encoding, label: str, *, beside: Sequence[Encoding]) -> str:
+        """Return the scales of an encoding per channel or block, from the first to the last.
+
+        Args:
+            encoding: whose scales.
+            label: in words.
+            beside: all that stand beside each other, this one among them: their heights compare.
+        """
         flat = encoding.scale.reshape(-1).astype(np.float64)
         step = -(-flat.size // _MOST_SCALES)
         shown = np.array([flat[i : i + step].max() for i in range(0, flat.size, step)])
         with rc_context(_SETTINGS):
             figure, axes = _figure(*_SMALL, left=0.6)
             axes.stairs(shown, np.arange(shown.size + 1) * step, fill=True, color=_BARS)
-            if shown.min() > 0 and shown.max() / shown.min() > 30:
+            least, most = min(float(one.scale.min()) for one in beside), max(float(one.scale.max()) for one in beside)
+            if least > 0 and most / least > 30:
                 axes.set_yscale("log")
+                axes.set_ylim(least / 2, most * 1.1)
+            elif most > 0:
+                axes.set_ylim(0, most * 1.05)
             axes.margins(x=0.01)
             axes.locator_params(axis="x", nbins=6, integer=True)
             return self._svg(figure, label)
@@ -114,6 +138,11 @@ def _figure(width: float, height: float, left: float = 0.1) -> tuple[Figure, Axe
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
     return figure, axes
+
+
+def _widened(low: float, high: float, share: float) -> tuple[float, float]:
+    """Return the ends of an axis with room on both sides."""
+    return low - share * (high - low), high + share * (high - low)
 
 
 def _end(value: Any) -> float:
