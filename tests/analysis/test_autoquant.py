@@ -172,3 +172,30 @@ def test_what_costs_least_per_byte_is_lowered_first():
     assert choose_lowered(weights, 111) == ["b", "c"]
     assert choose_lowered(weights, 210) == ["a", "b", "c"]
     assert choose_lowered(weights, 211) is None
+
+
+@pytest.mark.parametrize(("side", "max_drop"), [("module", 117.0), ("file", 109.0)])  # 23 dB are enough
+def test_smaller_uses_what_is_left_of_the_budget_for_a_smaller_file(model, exported, sqnr, tmp_path, side, max_drop):
+    given = model if side == "module" else exported
+    data = BATCHES if side == "module" else [batch.numpy() for batch in BATCHES]
+    plain = run(given, sqnr, data=data, max_drop=max_drop)
+    report = run(given, sqnr, data=data, max_drop=max_drop, smaller=True)
+    assert steps(report) == [*steps(plain), "int4 and back"]
+    assert report.summary["met"]
+    assert report.summary["bytes"] < plain.summary["bytes"]
+    qsdk.export(report.sim, tmp_path / "model.onnx")
+    assert os.path.getsize(tmp_path / "model.onnx") == report.summary["bytes"]
+    kept = {row["site"]: row["dtype"] for row in report.sim.coverage().rows if row["kind"] == "weight"}
+    assert sorted(kept.values()) == ["int4", "int4", "int8"]
+    assert kept[next(site for site in kept if "fragile" in site or "conv2d_1" in site)] == "int8"
+    names = {"qsdk": qsdk, "model": given, "example": data[0], "data": data, "metric": sqnr}
+    exec(report.code, names)
+    assert np.array_equal(outputs_of(names["sim"]), outputs_of(report.sim))
+
+
+def test_smaller_leaves_a_result_as_it_is_where_the_metric_has_nothing_left(model, sqnr):
+    plain = run(model, sqnr, max_drop=1e9, config=qsdk.w8a8())
+    tight = run(model, sqnr, max_drop=140.0 - plain.summary["metric"], smaller=True)
+    assert tight.rows[-1]["step"] == "int4 and back"
+    assert (tight.rows[-1]["kept"], tight.summary["bytes"]) == (False, plain.summary["bytes"])
+    assert np.array_equal(outputs_of(tight.sim), outputs_of(plain.sim))

@@ -1,4 +1,7 @@
-"""The verb `autoquant`: try what the guides recommend, the cheapest first, until a budget is met."""
+"""The verb `autoquant`: try what the guides recommend, the cheapest first, until a budget is met.
+
+Bits are taken away only where `max_bytes` or `smaller` asks for it. Activations are no bytes of a file and keep theirs.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,16 +13,18 @@ from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import require_budget
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState
-from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights
+from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights, lowerable_weights
 from qsdk.verbs.analysis.autoquant_steps import Step, steps_to_try
 from qsdk.verbs.analysis.precision import mixed_precision
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.layers import seq_mse
 from qsdk.verbs.quantize import calibrate, quantize
 
 _EVALUATIONS = 12  # of the metric, in the search for mixed precision
 _SLACK = 1.05  # of a measured time, as in `mixed_precision`
+_BACK = ({"weight": "int8"},)  # for weights that were lowered to 4 bits
 _ACTIVATIONS_ALONE = ({"activation": "uint16"},)  # where no byte of weights is left
 
 
@@ -174,6 +179,7 @@ def autoquant(
     max_bytes: int | None = None,
     max_ms: float | None = None,
     config: QuantConfig | str | None = None,
+    smaller: bool = False,
     runtime: ProfiledRuntime = "onnxruntime",
     forward: Forward | None = None,
     progress: bool = True,
@@ -181,11 +187,10 @@ def autoquant(
 ) -> AutoquantReport:
     """Quantize a model so that a metric stays within a budget of the float model's, in as few steps as that takes.
 
-    The steps are those of the guide, in the order of their cost: min-max ranges, other estimators, `equalize` or
-    `smooth_quant` where there is something to scale, `correct_bias`, then for weights below 8 bits `seq_mse`,
-    `gptq` and `adaround`, and at last `mixed_precision`. A step that does not improve the metric is undone, so the
-    result is never worse than the plain preset; the first one that meets the budget is the last. Where the preset's
-    file is too large, the weights that matter least at the outputs (`sensitivity`) take 4 bits from the start.
+    The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `equalize`, `smooth_quant`,
+    `correct_bias`, for weights below 8 bits `seq_mse`, `gptq` and `adaround`, at last `mixed_precision`; the first one
+    that meets the budget is the last. One that does not improve the metric is undone, so the result is never worse than
+    the preset. If that is too large, weights that matter least at the outputs (`sensitivity`) take 4 bits at the start.
 
     Args:
         model: an nn.Module, an ONNX path or an onnx model; it is left as it is.
@@ -195,6 +200,7 @@ def autoquant(
         max_drop: how much it may fall below the float model's.
         max_bytes: that the exported file may take.
         max_ms: milliseconds that a run of the exported file may take; see `mixed_precision`.
+        smaller: use up `max_drop`: weights of 8 bits take 4 (slower on many runtimes) as far as the metric allows.
         config: to start from, or the name of a preset; None for `w8a8()`.
         runtime: to measure `max_ms` in.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
@@ -202,10 +208,9 @@ def autoquant(
         seed: of all sampling; one seed gives one result (but `max_ms` measures time).
 
     Returns:
-        A report with `sim`, the result, and `code`, the lines that repeat it. Rows: `step`, `metric`, `drop`, `bytes`
-        of the file, `passes` (its time in float passes over the data, without the metric), `kept`, `note`. Summary:
-        `met` (all budgets), `missed` (which), `reference` (the metric in float), `metric`, `drop`, `bytes`, `passes`,
-        `evaluations` of the metric, and with `max_ms` `ms`.
+        A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
+        `passes` (its time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`, `missed`
+        (budgets), `reference` (the metric in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -219,10 +224,10 @@ def autoquant(
         True
     """
     require_budget(metric, max_drop)
-    batches = list(data) if isinstance(data, Iterator) else data
-    options = {"forward": forward, "progress": progress}
-    path = _start(model, example, batches, metric, config, max_bytes, options)
+    path = _start(model, example, data, metric, config, max_bytes, {"forward": forward, "progress": progress})
     _walk(path, steps_to_try(seed), budgets := _Budgets(max_drop, max_bytes, max_ms, runtime))
+    if smaller:
+        _shrink(path, budgets, seed)
     return _finish(path, budgets)
 
 
@@ -246,6 +251,7 @@ def _start(
     options: Mapping[str, Any],
 ) -> _Path:
     """Return the path at the preset, calibrated by min-max, with 4 bits in weights where the file is too large."""
+    data = list(data) if isinstance(data, Iterator) else data
     sim = quantize(model, example, config or w8a8())
     started = time.perf_counter()
     for _ in door_of(sim).outputs(data, options["forward"], in_float=True):
@@ -294,8 +300,7 @@ def _mix(path: _Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
         path.note(name, now, size, spent, fits, note)
         if fits:
             path.now, path.size = now, size
-            shown = "".join(f", {key}={value!r}" for key, value in given.items())
-            path.code.append(f"qsdk.mixed_precision(sim, data, metric{shown}{path.forwarded})")
+            path.code.append(_line_of_mixed_precision(given, path.forwarded))
             break
         path.go_back(before)
     for step in rounding:
@@ -304,6 +309,43 @@ def _mix(path: _Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
     if path.now < here.now:
         path.go_back(here)
         path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
+
+
+def _shrink(path: _Path, budgets: _Budgets, seed: int) -> None:
+    """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
+
+    This is done only where it was asked for: a drop that is allowed is no wish for it.
+    """
+    sites = [] if path.sim.config is None else lowerable_weights(path.sim)
+    if not sites or path.reference - path.now > budgets.max_drop:
+        return
+    before, seconds = path.held(), _Stopwatch(path)
+    given = {"max_drop": budgets.max_drop, "levels": _BACK, "max_evaluations": _EVALUATIONS, **budgets.of_time}
+    try:
+        for site in sites:
+            path.sim.set_precision(site, weight="int4")
+        seq_mse(path.sim, path.data, seed=seed, **path.options)
+        found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
+        spent, size = seconds.without_metric(), exported_bytes(path.sim)
+    except BaseException:
+        path.go_back(before)
+        raise
+    now = next(row["metric"] for row in found.rows if row["chosen"])
+    kept = found.summary["met"] and size < before.size
+    note = f"{len(sites) - len(found.summary['raised'])} of {len(sites)} weights of 8 bits keep 4"
+    path.note("int4 and back", now, size, spent, kept, note)
+    if not kept:
+        path.go_back(before)
+        return
+    path.now, path.size = now, size
+    path.code += [f"for site in {sites!r}:", '    sim.set_precision(site, weight="int4")', ""]
+    path.code.append(f"qsdk.seq_mse(sim, data, seed={seed}{path.forwarded})")
+    path.code.append(_line_of_mixed_precision(given, path.forwarded))
+
+
+def _line_of_mixed_precision(given: Mapping[str, Any], forwarded: str) -> str:
+    shown = "".join(f", {key}={value!r}" for key, value in given.items())
+    return f"qsdk.mixed_precision(sim, data, metric{shown}{forwarded})"
 
 
 def _finish(path: _Path, budgets: _Budgets) -> AutoquantReport:

@@ -23,6 +23,17 @@ def exported_bytes(sim: Sim) -> int:
         return sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix != ".json")
 
 
+def lowerable_weights(sim: Sim) -> list[str]:
+    """Return the weights of 8 bits that may take fewer: those that share no encoding and are not frozen."""
+    frozen = {site for site, encoding in sim.encodings.items() if encoding.frozen}
+    return [
+        site
+        for site, d in sim.plan.decisions.items()
+        if d.kind == "weight" and d.quantized and not d.tied_to and d.spec is not None and d.spec.dtype.bits == 8
+        if site not in frozen
+    ]
+
+
 def lower_weights(
     sim: Sim, data: Iterable[Any], size: int, max_bytes: int, options: Mapping[str, Any]
 ) -> tuple[list[str], int]:
@@ -45,11 +56,7 @@ def lower_weights(
     if sim.config is None:
         raise ConfigError("a Q/DQ file has its own weights; give the float model, so that fewer bits can be chosen")
     config = sim.config
-    sites = [
-        site
-        for site, d in sim.plan.decisions.items()
-        if d.kind == "weight" and d.quantized and not d.tied_to and d.spec is not None and d.spec.dtype.bits == 8
-    ]
+    sites = lowerable_weights(sim)
 
     def take(chosen: Iterable[str]) -> int:
         lowered = config
