@@ -72,8 +72,7 @@ class OnnxSim(StatefulSim):
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
         self.graph, self.plan, self.config = graph, plan, config
-        self.notes = Notes()
-        self.in_memory = 2**30
+        self.notes, self.in_memory = Notes(), 2**30
         self.providers = CPU_ONLY
         self._marked = marked
         self._own: dict[str, Encoding] = {}
@@ -228,8 +227,9 @@ class OnnxSim(StatefulSim):
         """Return the sim to the state of a snapshot.
 
         Raises:
-            ModelError: it holds the weights of another sim.
+            ModelError: it holds the weights of another sim, or was taken before a rotation untied tensors.
         """
+        self.require_still_tied(state.plan)
         with self._changing:
             if state.stored is not None:
                 held, norms, biases = state.stored

@@ -76,6 +76,21 @@ def read_dtype(facts: Mapping[str, Any], where: str) -> torch.dtype | None:
     raise FileFormatError(f"{where} was quantized in {name!r}, which is no float dtype; write it again with qsdk.save")
 
 
+def read_untied(facts: Mapping[str, Any], model: nn.Module, where: str) -> tuple[str, ...]:
+    """Return the paths of the parameters that are shared in the module that was given, and copies in the sim.
+
+    Raises:
+        FileFormatError: they are none of this module.
+    """
+    given = facts.get("untied", [])
+    known = {path for path, _ in model.named_parameters(remove_duplicate=False)}
+    if not isinstance(given, list) or not known.issuperset(given):
+        raise FileFormatError(
+            f"{where} names parameters that the module lacks: {given!r}; pass the one it was saved of"
+        )
+    return tuple(given)
+
+
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:
     """Return the arguments that the sim was traced with, on the CPU.
 

@@ -210,7 +210,7 @@ class QuantSim(StatefulSim):
         Raises:
             ConfigError: inside `training(learn_scales=True)`, where the scales belong to the optimizer, or with another
                 plan while schedules change the sim.
-            ModelError: it holds the weights of another model.
+            ModelError: it holds the weights of another model, or was taken before a rotation untied parameters.
         """
         if any(q.learned_names for q in self.quantizers.values()):
             raise ConfigError("scales are being learned; leave the training block before you change the sim")
@@ -221,6 +221,7 @@ class QuantSim(StatefulSim):
         ):
             raise ConfigError("schedules are at work; leave the training block before you change the plan")
         assert state.config is not None
+        self.require_still_tied(state.plan)
         if state.stored is not None:
             held, norms, relu6, biases, given = state.stored
             with temporarily_folded(self.model, changes=True):

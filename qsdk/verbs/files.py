@@ -48,6 +48,7 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.parameters import main_dtype
 from torch_bridge.torch_values.relu6 import remove_bounds
+from torch_bridge.torch_values.tied_parameters import untie
 
 
 def save_encodings(
@@ -298,8 +299,13 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
     now, then = main_dtype(model), saved_torch.read_dtype(file.facts, where)
     if then is not None:
         model, given = copy.deepcopy(model).to(then), given.converted(now, then)
+    untied = saved_torch.read_untied(file.facts, model, where)
+    if untied:
+        model = copy.deepcopy(model)
+        untie(model, untied)
     sim = quantize(model, given.kwargs or given.args, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
+    sim.untied = untied
     if then is not None:
         sim.model.to(now)
     planned = sim.planned(require_config(file.state.config), coarse=left_float(file.state.plan))

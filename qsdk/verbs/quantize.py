@@ -12,7 +12,6 @@ from onnx_backend.export import without_uncalibrated, write_model
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
-from onnx_backend.opening.from_trace import open_traced
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.other_runtimes.runner import RuntimeName
@@ -27,19 +26,17 @@ from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
-from qsdk.core.planning.make_plan import make_plan
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.planned_sim import planned_sim
 from qsdk.verbs.doors.saving import save_beside
 from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
-from torch_bridge.attach import compare_sites
-from torch_bridge.numbering import trace_and_number
-from torch_bridge.prepare import PreparedModel, prepare
+from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
 from torch_bridge.wrapping.pretrained import link_sim
 
@@ -128,10 +125,12 @@ def _quantize_module(
         model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
     try:
-        return _plan(prepared, config, fold_batch_norm=fold_batch_norm)
+        sim = planned_sim(prepared, config, fold_batch_norm=fold_batch_norm)
     except BaseException:
         prepared.restore()  # matters in place: the caller's model is theirs again
         raise
+    link_sim(sim.model, sim, save_beside)
+    return sim
 
 
 def _open_onnx(
@@ -162,16 +161,6 @@ def _require_no_providers(providers: ProviderList | None) -> None:
         raise ConfigError(
             "providers= are ONNX Runtime's, for an ONNX file; a module runs where it is: move it with model.to(device)"
         )
-
-
-def _plan(prepared: PreparedModel, config: QuantConfig, *, fold_batch_norm: bool) -> QuantSim:
-    traced, prepared = trace_and_number(prepared)
-    graph = open_traced(traced.model, traced.stored.values_in(prepared.model)).graph
-    plan = make_plan(graph, config, extra_owners=(*prepared.folded, *prepared.unfolded))
-    dead, not_exercised = compare_sites(prepared.eager_sites, prepared.runtime.marked, graph.sites)
-    sim = QuantSim(prepared, graph, config, plan, dead, not_exercised, traced=traced, fold_batch_norm=fold_batch_norm)
-    link_sim(sim.model, sim, save_beside)
-    return sim
 
 
 def calibrate(

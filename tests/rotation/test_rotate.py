@@ -9,13 +9,13 @@ from rotated_models import exact, float_file, in_float, model_and_input, off
 from torch import nn
 
 import qsdk
-from qsdk.core.errors import ConfigError
+from qsdk.core.errors import ConfigError, FileFormatError, ModelError
 from qsdk.verbs.doors.choose import door_of
 
 STREAM, HEADS = "residual stream", "attention values"
 #: model -> how many norms are folded into their layers; None where the residual stream cannot be rotated
-FOLDED = {"llama": 5, "gpt2": 5, "bert": None, "qwen3": 5, "gemma": 5, "vit": 5}
-QUICK = ("llama", "gpt2")
+FOLDED = {"llama": 5, "tied llama": 5, "gpt2": 5, "bert": None, "qwen3": 5, "gemma": 5, "vit": 5}
+QUICK = ("llama", "tied llama", "gpt2")
 MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FOLDED]
 
 
@@ -29,6 +29,7 @@ def test_the_float_model_stays_the_same_at_both_doors(name, tmp_path):
     wanted = exact(model, x)
     sim = qsdk.quantize(model, (x,), qsdk.w8a8())
     file_sim = qsdk.quantize(float_file(sim, tmp_path / "float.onnx"), None, qsdk.w8a8())
+    early = file_sim.snapshot()
     before = {key: value.clone() for key, value in sim.model.state_dict().items()}
     for one in (sim, file_sim):
         report = qsdk.rotate(one, progress=False)
@@ -40,6 +41,9 @@ def test_the_float_model_stays_the_same_at_both_doors(name, tmp_path):
             assert stream["reason"] == ""
             assert stream["norms"] == FOLDED[name]
             assert stream["size"] == 24
+    if name == "tied llama":
+        with pytest.raises(ModelError, match="before a rotation gave layers copies"):
+            file_sim.restore(early)
     changed = [key for key, value in sim.model.state_dict().items() if not torch.equal(value, before[key])]
     assert len(changed) > 3
     assert off(exact(sim.unwrap(), x), wanted) < 1e-5
@@ -88,6 +92,48 @@ def test_a_frozen_encoding_keeps_its_stream_as_it_is(calibrated):
     stream = next(row for row in report.rows if row["kind"] == STREAM)
     assert stream["reason"] == "the encoding of model.lm_head:weight is frozen"
     assert kinds(report) == [HEADS, HEADS]
+
+
+@pytest.fixture(scope="module")
+def tied():
+    model, x = model_and_input("tied llama")
+    sim = qsdk.quantize(model, (x,), qsdk.w8a8())
+    qsdk.calibrate(sim, [(x,)], progress=False)
+    return model, sim, x
+
+
+def test_a_tied_table_gets_a_copy_that_is_exported_saved_and_not_forgotten(tied, tmp_path):
+    model, sim, x = tied[0], copy.deepcopy(tied[1]), tied[2]
+    wanted, early = exact(model, x), sim.snapshot(weights=True)
+    report = qsdk.rotate(sim, [(x,)], progress=False)
+    assert report.summary["untied"] == "model.lm_head.weight"
+    table, head = sim.model.model.model.embed_tokens.weight, sim.model.model.lm_head.weight
+    assert not torch.equal(table, head)
+    assert sim.model.model.config.tie_word_embeddings is False
+    assert model.model.lm_head.weight is model.model.model.embed_tokens.weight
+    with pytest.raises(ModelError, match="before a rotation gave layers copies"):
+        sim.restore(early)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [(x,)], progress=False).summary["passed"]
+    qsdk.save(sim, tmp_path / "sim.zip")
+    with pytest.raises(FileFormatError, match="names parameters that the module lacks"):
+        qsdk.load(tmp_path / "sim.zip", nn.Linear(2, 2))
+    loaded = qsdk.load(tmp_path / "sim.zip", model)
+    assert torch.equal(loaded(x), sim(x))
+    with door_of(loaded).as_given() as changed:
+        assert changed
+        assert off(exact(loaded.unwrap(), x), wanted) < 1e-12  # the user's own values, also of the copy
+
+
+def test_what_fails_behind_the_copy_ties_again(tied):
+    sim, x = copy.deepcopy(tied[1]), tied[2]
+    module, wanted, sites = sim.model, sim(x), list(sim.plan.decisions)
+    with pytest.raises(qsdk.DataError):
+        qsdk.rotate(sim, [(torch.zeros(2, 6, 3),)], progress=False)
+    assert sim.model is module
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    assert list(sim.plan.decisions) == sites
+    assert torch.equal(sim(x), wanted)
 
 
 class Hidden(nn.Module):

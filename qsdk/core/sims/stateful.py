@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import CalibrationError, ConfigError
+from qsdk.core.errors import CalibrationError, ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.numerics.dtypes import DType, WeightType
@@ -35,6 +35,7 @@ class StatefulSim(ABC):
         methods: of the last calibration; the defaults before it.
         original_biases: original values of the biases that layer solvers have shifted.
         frozen_values: sites of stored tensors that no verb changes.
+        untied: paths of parameters that were shared in the module that was given, and are copies now (PyTorch side).
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class StatefulSim(ABC):
     methods: Methods = Methods()
     original_biases: OriginalBiases
     frozen_values: frozenset[str] = frozenset()
+    untied: tuple[str, ...] = ()
 
     @abstractmethod
     def ready(self) -> dict[str, bool]:
@@ -82,6 +84,20 @@ class StatefulSim(ABC):
     @abstractmethod
     def restore(self, state: SimState) -> None:
         """Go back to the state of a snapshot."""
+
+    def require_still_tied(self, plan: Plan) -> None:
+        """Raise an error for the plan of a snapshot in which tensors share an encoding that are apart now.
+
+        Raises:
+            ModelError: a rotation has untied them since.
+        """
+        apart = [f"{owner}:{name}" for owner, _, name in (path.rpartition(".") for path in self.untied)]
+        tied = [site for site in apart if site in plan.decisions and plan.decisions[site].tied_to is not None]
+        if tied or plan.decisions.keys() != self.plan.decisions.keys():
+            raise ModelError(
+                "the snapshot was taken before a rotation gave layers copies of a tensor that they shared; take "
+                "another one, or quantize anew"
+            )
 
     @abstractmethod
     def planned(self, config: QuantConfig, *, coarse: Mapping[str, str] | None = None) -> SimState:

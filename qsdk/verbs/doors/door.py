@@ -110,6 +110,13 @@ class Door(Protocol):
         """Store other values of the same shape."""
         ...
 
+    def untied(self, names: Collection[str]) -> AbstractContextManager[bool]:
+        """Give each layer a copy of its own of these stored tensors, for good; if the block raises, nothing changed.
+
+        Yields whether it was possible. At the PyTorch side `sim.model` is another module afterwards.
+        """
+        ...
+
     def running_graph(self) -> Graph:
         """Return the sim's graph, with a Relu in place of each ReLU6 whose upper bound was removed."""
         ...

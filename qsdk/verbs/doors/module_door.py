@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
 from qsdk.verbs.doors.door import Forward, Visit, Visitor
+from qsdk.verbs.doors.untied_sims import replaced_by, untied_module_sim
 from torch_bridge import calibrate, given_weights, saved, stored_values
 from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites, visit_tensors
 from torch_bridge.sim import QuantSim
@@ -113,6 +114,13 @@ class ModuleDoor:
         """Copy the values into parameters and buffers."""
         stored_by_name.change_stored(self.sim, values)
 
+    @contextmanager
+    def untied(self, names: Collection[str]) -> Iterator[bool]:
+        """Trace and plan a copy of the module again."""
+        new = untied_module_sim(self.sim, names)
+        with nullcontext() if new is None else replaced_by(self.sim, new):
+            yield new is not None
+
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the ReLU6 modules."""
         return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)
@@ -178,7 +186,7 @@ class ModuleDoor:
         """Write the state_dict, or its digest alone, and the example that the model was traced with."""
         own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
         own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
-        own |= saved.dtype_facts(self.sim)
+        own |= saved.dtype_facts(self.sim) | ({"untied": list(self.sim.untied)} if self.sim.untied else {})
         parts = saved.parts_of(self.sim)
         if not weights:
             del parts[saved.WEIGHTS]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
 from qsdk.verbs.doors.door import Forward, Visit, Visitor
+from qsdk.verbs.doors.untied_sims import replaced_by, untied_onnx_sim
 
 Array = npt.NDArray[Any]
 
@@ -112,6 +113,13 @@ class OnnxDoor:
     def store_values(self, values: Mapping[str, Array]) -> None:
         """Replace initializers."""
         self.sim.change_stored(values)
+
+    @contextmanager
+    def untied(self, names: Collection[str]) -> Iterator[bool]:
+        """Plan a copy of the model again."""
+        new = untied_onnx_sim(self.sim, names)
+        with nullcontext() if new is None else replaced_by(self.sim, new):
+            yield new is not None
 
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the Clips' inputs."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any, Literal, get_args
 
@@ -44,6 +45,9 @@ def rotate(
     that leaves the mean over its channels as it is, so that LayerNorm commutes with it as well and stays. The values
     of attention heads are rotated head by head. A stream that cannot be rotated as a whole is left as it is.
 
+    Where an embedding shares its table with the last layer, the gain of the norm before that layer unties them: each
+    gets a copy (`untied` in the summary), and on the PyTorch side `sim.model` is then another module than before.
+
     Args:
         sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
         data: batches as for `calibrate`; None will do where the sim has no activation to calibrate again.
@@ -66,12 +70,11 @@ def rotate(
     if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
         raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
     started = time.perf_counter()
-    with put_back_on_error(sim, weights=True), without_shifts(sim):
+    names = _tied_names(sim)
+    untied = door_of(sim).untied(names) if names else nullcontext(False)
+    with untied as was_tied, put_back_on_error(sim, weights=True), without_shifts(sim):
         graph = door_of(sim).running_graph()
-        streams = _streams(sim, graph)
-        for number, stream in enumerate(streams):
-            if not stream.blocked:
-                _write(sim, graph, stream, _rotation(stream, method, seed + number))
+        streams = _turned(sim, graph, method, seed)
         turned = [stream for stream in streams if not stream.blocked]
         again = bool(turned) and any(sim.ready().values())
         if again:
@@ -80,14 +83,31 @@ def rotate(
         summary = {
             "rotated": len(turned),
             "left": len(streams) - len(turned),
+            "untied": ", ".join(names) if was_tied else "",
             "calibrated_again": sim.methods.method if again else "no: nothing changed or it was not calibrated before",
             "seconds": time.perf_counter() - started,
         }
         return Report("Rotation", [_row(graph, stream) for stream in streams], summary)
 
 
+def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[Stream]:
+    """Rotate what can be rotated, and return all streams."""
+    streams = [replace(one, blocked=one.blocked or _tie(graph, one)) for one in _streams(sim, graph)]
+    for number, stream in enumerate(streams):
+        if not stream.blocked:
+            _write(sim, graph, stream, _rotation(stream, method, seed + number))
+    return streams
+
+
+def _tied_names(sim: Sim) -> list[str]:
+    """Return the stored tensors whose readers need a copy each before a stream can be rotated."""
+    graph = door_of(sim).running_graph()
+    roots = [root for stream in _streams(sim, graph) if not stream.blocked for root in stream.ties]
+    return [graph.tensors[root].name for root in dict.fromkeys(roots)]
+
+
 def _streams(sim: Sim, graph: Graph) -> list[Stream]:
-    """Return the streams of a sim, with the reasons why some of them cannot be rotated."""
+    """Return the streams of a sim, with the reasons why some of them cannot be rotated; ties are no reason yet."""
     stored, own = door_of(sim).stored_values(), sim.snapshot().own
 
     def read(root: int) -> Array:
@@ -103,13 +123,15 @@ def _streams(sim: Sim, graph: Graph) -> list[Stream]:
         for one in stream.folded:
             roots += [root for root in (one.norm.gain, one.norm.shift) if root is not None]
         why = stream.blocked or obstacle(roots, stream.members, graph, sim.plan, own, stored)
-        why = why or (_tied(graph, stream) if stream.ties else fold_obstacle(graph, stream, read))
-        result.append(replace(stream, blocked=why))
+        result.append(replace(stream, blocked=why or fold_obstacle(graph, stream, read)))
     return result
 
 
-def _tied(graph: Graph, stream: Stream) -> str:
-    return f"{graph.tensors[stream.ties[0]].name} is shared by layers before and behind a norm"
+def _tie(graph: Graph, stream: Stream) -> str:
+    if not stream.ties:
+        return ""
+    name = graph.tensors[stream.ties[0]].name
+    return f"{name} is shared by layers before and behind a norm, and its readers cannot have a copy each"
 
 
 def _rotation(stream: Stream, method: Method, seed: int) -> npt.NDArray[np.float64]:
