@@ -64,16 +64,18 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
     assert np.median(np.abs(pairs[:, 0] - pairs[:, 1])) < 1.5
 
 
-@pytest.mark.parametrize(("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [3])])
+@pytest.mark.parametrize(
+    ("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [3]), ([300], [64])]
+)
 def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, used):
-    sim, batches = demo
-    calls = []
+    sim, calls = demo[0], []
+    images = torch.from_numpy(load().calibration_images[: sum(sizes)])
 
     def forward(model, batch):
         calls.append(len(batch))
         return model(batch)
 
-    qsdk.sensitivity(sim, iter(torch.cat(batches)[: sum(sizes)].split(sizes)), forward=forward, progress=False)
+    qsdk.sensitivity(sim, iter(images.split(sizes)), forward=forward, progress=False)
     assert calls == [rows for count in used for rows in (count, count)]  # in float and in the simulation
 
 

@@ -14,6 +14,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import advise, decibels
 from qsdk.core.precision.metrics import metric_value, require_metric
+from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.precision.samples import FloatArray, SiteSample
 from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.precision.time_budget import TimeBudget
@@ -23,6 +24,8 @@ from qsdk.core.sims.state import HasState, SimState, put_back_on_error
 
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
+
+_WORTHWHILE = 0.1  # of the metric that is missing
 
 
 class PlannedSim(HasBiases, HasState, Protocol):
@@ -58,6 +61,7 @@ class Candidate:
         dtype: the present one.
         elements: number of their values (of one batch, for activations).
         noise: theirs at the model's outputs, over the power of the outputs.
+        frozen: whether they stay as they are.
     """
 
     sites: tuple[str, ...]
@@ -65,6 +69,7 @@ class Candidate:
     dtype: DType
     elements: int
     noise: float
+    frozen: bool = False
 
 
 def search_precision(
@@ -123,8 +128,10 @@ def search_precision(
         search = _search(candidates, dtypes, evaluate, reference - max_drop, max_evaluations)
         chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
+        no_gain = [*([] if met else _too_little(search, chosen)), *where_bits_buy_nothing(sim.plan)]
     facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
-    outcome = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before), "advice": advice.to_dict()["rows"]}
+    outcome: dict[str, Any] = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
+    outcome |= {**({"no_gain": no_gain} if no_gain else {}), "advice": advice.to_dict()["rows"]}
     rows = _rows(search, candidates, dtypes, reference, chosen, None if time is None else time.times)
     return Report("Mixed precision", rows, {**facts, **({} if time is None else time.summary(chosen)), **outcome})
 
@@ -186,6 +193,17 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
+def _too_little(search: Search, chosen: Assignment) -> list[str]:
+    """Return a sentence where what was raised gains less than a tenth of what is missing."""
+    before, now = search.metric_of((0,) * len(chosen)), search.metric_of(chosen)
+    if not any(chosen) or now - before >= _WORTHWHILE * (search.wanted - before):
+        return []
+    return [
+        f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted: "
+        "these bits buy next to nothing; look at what is left frozen, and at float_now"
+    ]
+
+
 def _left(state: SimState) -> list[str]:
     """Return the sites that no search may raise, each with the reason."""
     return [
@@ -208,11 +226,10 @@ def _candidates(sim: PlannedSim, samples: Mapping[str, SiteSample], noise: Mappi
     result = []
     for home, members in classes.items():
         encoding, sites = encodings[home], tuple(member.site for member in members)
-        if not encoding.frozen:
-            choice = "weight" if members[0].kind == "weight" else "activation"
-            count = sum(_elements(member, samples, stored) for member in members)
-            at_outputs = sum(noise.get(site, 0.0) for site in sites)
-            result.append(Candidate(sites, choice, encoding.dtype, count, at_outputs))
+        choice = "weight" if members[0].kind == "weight" else "activation"
+        count = sum(_elements(member, samples, stored) for member in members)
+        at_outputs = sum(noise.get(site, 0.0) for site in sites)
+        result.append(Candidate(sites, choice, encoding.dtype, count, at_outputs, encoding.frozen))
     return result
 
 
@@ -225,7 +242,9 @@ def _elements(decision: Decision, samples: Mapping[str, SiteSample], stored: Map
 
 def _raises(candidate: Candidate, level: Mapping[str, DType]) -> bool:
     wanted = level.get(candidate.choice)
-    return wanted is not None and (wanted.bits > candidate.dtype.bits or wanted.kind == "float")
+    return (
+        wanted is not None and not candidate.frozen and (wanted.bits > candidate.dtype.bits or wanted.kind == "float")
+    )
 
 
 def _config_of(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _THIRDS = 3
-_FEWEST = 4  # rows of a batch: fewer would say too little
+_FEWEST, _MOST = 4, 64  # rows of a batch: fewer would say too little, more hardly anything new
 
 
 def every_third(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -20,13 +20,13 @@ def every_third(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any, thirds: int) -> Any:
-    """Return that many thirds of the rows of a batch, evenly spaced, and at least four.
+    """Return that many thirds of the rows of a batch, evenly spaced: four at least, and 64 at most.
 
     A batch whose arrays do not all have the same number of rows is returned as it is.
     """
     arrays = [x for x in tree_leaves(batch) if _has_rows(x)]
     length = len(arrays[0]) if arrays else 0
-    kept = max(-(-length * thirds // _THIRDS), _FEWEST)
+    kept = min(max(-(-length * thirds // _THIRDS), _FEWEST), _MOST)
     if kept >= length or any(len(x) != length for x in arrays):
         return batch
     rows = [row * length // kept for row in range(kept)]
