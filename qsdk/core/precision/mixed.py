@@ -11,7 +11,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.plan import Decision
+from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.precision.advice import advise, decibels
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
@@ -20,6 +20,7 @@ from qsdk.core.precision.search import Assignment, Search
 from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import HasBiases, shifts_put_back_on_error
+from qsdk.core.sims.replan import require_config
 from qsdk.core.sims.state import HasState, SimState, put_back_on_error
 
 #: first twice the bits, then float16
@@ -103,9 +104,7 @@ def search_precision(
     Raises:
         ConfigError: a wrong budget, an unknown dtype, or a sim without config. The sim is unchanged by any error.
     """
-    config = sim.config
-    if config is None:
-        raise ConfigError("a sim opened from a Q/DQ file has no config to change; quantize the float model instead")
+    config = require_config(sim.config)
     require_budget(metric, max_drop)
     dtypes = [{choice: dtype_named(name) for choice, name in level.items()} for level in levels]
     with shifts_put_back_on_error(sim) as shifted, put_back_on_error(sim) as before:
@@ -124,16 +123,15 @@ def search_precision(
             return metric_value(metric(sim))
 
         references, evaluations = _references(sim, config, metric, as_given, shifted)
-        reference = references["reference"]
-        search = _search(candidates, dtypes, evaluate, reference - max_drop, max_evaluations)
+        search = _search(candidates, dtypes, evaluate, references["reference"] - max_drop, max_evaluations)
         chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
-        no_gain = [*([] if met else _too_little(search, chosen)), *where_bits_buy_nothing(sim.plan)]
-    facts = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
-    outcome: dict[str, Any] = {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
-    outcome |= {**({"no_gain": no_gain} if no_gain else {}), "advice": advice.to_dict()["rows"]}
-    rows = _rows(search, candidates, dtypes, reference, chosen, None if time is None else time.times)
-    return Report("Mixed precision", rows, {**facts, **({} if time is None else time.summary(chosen)), **outcome})
+    given = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
+    facts: dict[str, Any] = given if time is None else {**given, **time.summary(chosen)}
+    facts |= {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
+    facts |= _no_gain(sim.plan, search, chosen)
+    rows = _rows(search, candidates, dtypes, given["reference"], chosen, None if time is None else time.times)
+    return Report("Mixed precision", rows, {**facts, "advice": advice.to_dict()["rows"]})
 
 
 def _search(
@@ -193,15 +191,14 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
-def _too_little(search: Search, chosen: Assignment) -> list[str]:
-    """Return a sentence where what was raised gains less than a tenth of what is missing."""
+def _no_gain(plan: Plan, search: Search, chosen: Assignment) -> dict[str, list[str]]:
+    """Return the entry that says where bits buy nothing; empty where they buy something everywhere."""
+    found = where_bits_buy_nothing(plan)
     before, now = search.metric_of((0,) * len(chosen)), search.metric_of(chosen)
-    if not any(chosen) or now - before >= _WORTHWHILE * (search.wanted - before):
-        return []
-    return [
-        f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted: "
-        "these bits buy next to nothing; look at what is left frozen, and at float_now"
-    ]
+    if any(chosen) and now < search.wanted and now - before < _WORTHWHILE * (search.wanted - before):
+        moved = f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted"
+        found.insert(0, f"{moved}: these bits buy next to nothing; look at what is left frozen, and at float_now")
+    return {"no_gain": found} if found else {}
 
 
 def _left(state: SimState) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import require_budget
+from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.report import Report
 from qsdk.core.sims.state import SimState
 from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights, lowerable_weights
@@ -210,7 +211,7 @@ def autoquant(
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
         `passes` (its time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`, `missed`
-        (budgets), `reference` (the metric in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`.
+        (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -359,5 +360,7 @@ def _finish(path: _Path, budgets: _Budgets) -> AutoquantReport:
         if facts["ms"] > budgets.max_ms * _SLACK:
             missed.append(f"a run takes {facts['ms']:.4g} ms")
     facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
+    if no_gain := where_bits_buy_nothing(path.sim.plan):
+        facts["no_gain"] = no_gain
     summary = {"met": not missed, **({"missed": missed} if missed else {}), **facts}
     return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))

@@ -46,6 +46,8 @@ def test_a_width_that_the_file_rounds_up_is_named(model, closeness):
     found = searched(calibrated(model, config), closeness, 100.0)["no_gain"]
     assert found == ['int3 is stored in int4 (1 weight): weight="int4" takes no byte more']
     assert "no_gain" not in searched(calibrated(model, qsdk.w4a8()), closeness, 100.0)
+    path = qsdk.autoquant(model, DATA[0], DATA, closeness, max_drop=100.0, config=config, progress=False)
+    assert path.summary["no_gain"] == found
 
 
 def test_float_weights_that_outweigh_the_rest_are_named_with_their_reason(model, closeness):
