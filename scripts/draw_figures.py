@@ -146,7 +146,7 @@ def decision_tree(axes: Axes, colours: tuple[str, ...]) -> None:
     columns = (
         (1.7, "weights of 4 bits\nor fewer", "seq_mse, then\nadaround or gptq", "tune_blocks,\ntraining"),
         (4.9, "one layer is\nto blame", "set_precision,\noverride", "mixed_precision"),
-        (8.1, "a transformer\nat 8 bits", "per_channel_activations,\nsmooth_quant", "tune_ranges,\nw8a16"),
+        (8.1, "a transformer\nat 8 bits", "rotate, scales per\nchannel, smooth_quant", "tune_ranges,\nw8a16"),
         (11.3, "a small drop,\nall layers alike", 'method="mse",\ncorrect_bias', "training"),
     )
     for x, symptom, first, then in columns:

@@ -1,9 +1,15 @@
 """Every page of the documentation runs from its top as it stands, and prints what it shows."""
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from pages import blocks_of, difference, pages, run_page
+from pages import ROOT, blocks_of, difference, pages, run_page
+
+from qsdk.core.counterparts import COUNTERPARTS
 
 RUN = {"python", "bash"}
 #: pages that take seconds; all others run with the slow tests
@@ -46,3 +52,17 @@ def test_every_block_says_what_it_is(page: str):
 )
 def test_what_counts_as_the_same_output(printed: str, shown: str, fine: bool):
     assert (difference(printed, shown) is None) is fine
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_its_search_finds_the_names_of_other_tools(tmp_path: Path):
+    """As `make docs` does: links, anchors and docstrings hold, and nothing is fetched."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    text = "\n".join(entry["text"] for entry in found)
+    assert [name for name in COUNTERPARTS if name not in text] == []
+    assert 'href="../glossary.html#sim"' in (tmp_path / "guides" / "qat.html").read_text()
+    fetched = re.compile(r"""(?:src|<link[^>]*href)=["']?https?://""")
+    assert [str(page) for page in tmp_path.rglob("*.html") if fetched.search(page.read_text())] == []
