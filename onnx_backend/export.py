@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +30,11 @@ from onnx_backend.runtime.session_options import needed_options
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
-from qsdk.core.numerics.dtypes import DTYPES
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import by_type
 from qsdk.core.planning.plan import Plan, casts_of
+from qsdk.core.precision.no_gain import wide_containers
 from qsdk.core.report import Report
-from qsdk.core.site import port_of
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
 _OPSETS = range(LOWEST, 26)
@@ -127,20 +125,9 @@ def _size_facts(lowered: ModelProto, written: Sequence[Path], encodings: Mapping
     size, total = sizes(lowered), sum(path.stat().st_size for path in written)
     stored, as_float32 = size.summary["stored_bytes"], size.summary["as_float32_bytes"]
     whole = total - stored + as_float32
-    remarks = [*_wide_containers(encodings), *_what_dominates(size, total)]
+    remarks = [*wide_containers(encodings), *_what_dominates(size, total)]
     facts: dict[str, Any] = {"bytes": total, "as_float32_bytes": whole, "ratio": total / whole}
     return {**facts, **({"size_remarks": remarks} if remarks else {})}
-
-
-def _wide_containers(encodings: Mapping[str, Encoding]) -> list[str]:
-    """Return a remark for each dtype of weights whose values are stored in wider ones."""
-    sites = Counter(e.dtype for site, e in encodings.items() if port_of(site) == "weight")
-    return [
-        f"{dtype.name} (weights: {count}) is stored in {dtype.container}: no byte less than {dtype.container}, "
-        "which is more exact"
-        for dtype, count in sites.items()
-        if dtype.is_integer and dtype.bits < DTYPES[dtype.container].bits
-    ]
 
 
 def _what_dominates(size: Report, total: int) -> list[str]:

@@ -11,7 +11,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.numerics.encoding import Encoding
-from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import advise, decibels
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
@@ -129,7 +129,7 @@ def search_precision(
     given = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}
     facts: dict[str, Any] = given if time is None else {**given, **time.summary(chosen)}
     facts |= {"raised": _raised(candidates, chosen, dtypes), "left": _left(before)}
-    facts |= _no_gain(sim.plan, search, chosen)
+    facts |= _no_gain(sim, search, chosen)
     rows = _rows(search, candidates, dtypes, given["reference"], chosen, None if time is None else time.times)
     return Report("Mixed precision", rows, {**facts, "advice": advice.to_dict()["rows"]})
 
@@ -191,9 +191,9 @@ def _references(
     return {"reference": given, "float_now": now}, 1 + moved
 
 
-def _no_gain(plan: Plan, search: Search, chosen: Assignment) -> dict[str, list[str]]:
+def _no_gain(sim: PlannedSim, search: Search, chosen: Assignment) -> dict[str, list[str]]:
     """Return the entry that says where bits buy nothing; empty where they buy something everywhere."""
-    found = where_bits_buy_nothing(plan)
+    found = where_bits_buy_nothing(sim.plan, sim.encodings)
     before, now = search.metric_of((0,) * len(chosen)), search.metric_of(chosen)
     if any(chosen) and now < search.wanted and now - before < _WORTHWHILE * (search.wanted - before):
         moved = f"what is raised moves the metric from {before:.6g} to {now:.6g}, and {search.wanted:.6g} is wanted"

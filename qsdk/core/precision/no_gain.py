@@ -1,37 +1,34 @@
 """Where bits buy nothing: widths that a file rounds up, and floats that outweigh everything else in it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.dtypes import DTYPES, dtype_named
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision, Plan
+from qsdk.core.site import port_of
 
 _DOMINANT = 0.5  # of the stored bytes
 _NAMED = 3  # tensors in a sentence
 
 
-def where_bits_buy_nothing(plan: Plan) -> list[str]:
-    """Return a sentence for each width of weights that takes no byte less than a wider one, and for dominant floats.
+def where_bits_buy_nothing(plan: Plan, encodings: Mapping[str, Encoding]) -> list[str]:
+    """Return a remark for each width of weights that takes no byte less than a wider one, and for dominant floats.
 
-    Bytes are those of stored tensors, without scales.
-
-    Example:
-        >>> from qsdk.core.numerics.dtypes import dtype_named
-        >>> from qsdk.core.numerics.spec import Spec
-        >>> weight = Decision("a:weight", "Conv", "weight", Spec(dtype_named("int3")), "", shape=(8,))
-        >>> where_bits_buy_nothing(Plan({"a:weight": weight}))
-        ['int3 is stored in int4 (1 weight): weight="int4" takes no byte more']
+    Bytes are those of stored tensors, without scales; `export` has those of the whole file.
     """
     stored = [d for d in plan.decisions.values() if d.kind in ("weight", "bias") and _elements(d)]
-    return [*_odd_widths(stored), *_dominant_floats(stored)]
+    return [*wide_containers(encodings), *_dominant_floats(stored)]
 
 
-def _odd_widths(stored: Sequence[Decision]) -> list[str]:
-    dtypes = [d.spec.dtype for d in stored if d.spec is not None and d.quantized and d.kind == "weight"]
-    odd = Counter((x.name, x.container) for x in dtypes if x.bits < dtype_named(x.container).bits)
+def wide_containers(encodings: Mapping[str, Encoding]) -> list[str]:
+    """Return a remark for each dtype of weights whose values are stored in wider ones."""
+    sites = Counter(e.dtype for site, e in encodings.items() if port_of(site) == "weight")
     return [
-        f'{name} is stored in {container} ({count} weight{"s" * (count > 1)}): weight="{container}" takes no byte more'
-        for (name, container), count in odd.items()
+        f"{dtype.name} (weights: {count}) is stored in {dtype.container}: no byte less than {dtype.container}, "
+        "which is more exact"
+        for dtype, count in sites.items()
+        if dtype.is_integer and dtype.bits < DTYPES[dtype.container].bits
     ]
 
 

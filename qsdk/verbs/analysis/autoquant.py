@@ -360,7 +360,7 @@ def _finish(path: _Path, budgets: _Budgets) -> AutoquantReport:
         if facts["ms"] > budgets.max_ms * _SLACK:
             missed.append(f"a run takes {facts['ms']:.4g} ms")
     facts |= {"passes": sum(row["passes"] or 0.0 for row in path.rows), "evaluations": path.evaluations}
-    if no_gain := where_bits_buy_nothing(path.sim.plan):
+    if no_gain := where_bits_buy_nothing(path.sim.plan, path.sim.encodings):
         facts["no_gain"] = no_gain
     summary = {"met": not missed, **({"missed": missed} if missed else {}), **facts}
     return AutoquantReport("Automatic quantization", path.rows, summary, path.sim, "\n".join(path.code))

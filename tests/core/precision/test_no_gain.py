@@ -44,7 +44,7 @@ def searched(sim, metric, max_drop):
 def test_a_width_that_the_file_rounds_up_is_named(model, closeness):
     config = qsdk.w4a8().override("large", weight="int3")
     found = searched(calibrated(model, config), closeness, 100.0)["no_gain"]
-    assert found == ['int3 is stored in int4 (1 weight): weight="int4" takes no byte more']
+    assert found == ["int3 (weights: 1) is stored in int4: no byte less than int4, which is more exact"]
     assert "no_gain" not in searched(calibrated(model, qsdk.w4a8()), closeness, 100.0)
     path = qsdk.autoquant(model, DATA[0], DATA, closeness, max_drop=100.0, config=config, progress=False)
     assert path.summary["no_gain"] == found
