@@ -21,7 +21,7 @@ import qsdk
 sys.path.extend(str(folder) for folder in (Path(__file__).parents[1] / "tests" / "helpers").iterdir())
 import zoo_text
 
-METHODS = ("hadamard", "random")
+METHODS = ("hadamard", "random", "learned")
 CONFIGS = {
     "weights": qsdk.w4a8().override("*", activation="float32"),
     "activations": qsdk.w8a8().override("*", weight="float32"),

@@ -74,6 +74,14 @@ def test_outliers_are_gone_and_ranges_are_found_again(calibrated):
     assert off(exact(sim.unwrap(), x), wanted) < 1e-5
 
 
+def test_a_learned_rotation_makes_less_noise_and_changes_nothing_else(calibrated):
+    model, sim, x = calibrated[0], copy.deepcopy(calibrated[1]), calibrated[2]
+    report = qsdk.rotate(sim, [(x,)], method="learned", progress=False)
+    stream = next(row for row in report.rows if row["kind"] == STREAM)
+    assert stream["noise_after"] < 0.95 * stream["noise_before"]
+    assert off(exact(sim.unwrap(), x), exact(model, x)) < 1e-5
+
+
 def test_a_failing_rotation_leaves_the_sim_bit_identical(calibrated):
     sim, x = copy.deepcopy(calibrated[1]), calibrated[2]
     held = {name: value.copy() for name, value in door_of(sim).stored_values().items()}
@@ -178,8 +186,10 @@ def test_a_stream_that_cannot_be_rotated_says_why(how, reason):
 
 def test_what_is_asked_for_wrongly():
     sim = qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4), qsdk.w8a8())
-    with pytest.raises(ConfigError, match="method='fourier'; choose hadamard or random"):
+    with pytest.raises(ConfigError, match="method='fourier'; choose hadamard, random, learned"):
         qsdk.rotate(sim, method="fourier")
+    with pytest.raises(ConfigError, match="measures the noise of quantization on data: give data"):
+        qsdk.rotate(sim, method="learned")
     with pytest.raises(ConfigError, match="expected a sim"):
         qsdk.rotate(nn.Linear(4, 2))
     assert list(qsdk.rotate(sim).rows) == []  # nothing to rotate is no error

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
@@ -23,8 +24,9 @@ from qsdk.core.site import owner_of
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.quantize import calibrate
+from qsdk.verbs.rotation.samples import samples_of
 
-Method = Literal["hadamard", "random"]
+Method = Literal["hadamard", "random", "learned"]
 Array = npt.NDArray[np.generic]
 
 
@@ -51,43 +53,52 @@ def rotate(
     Args:
         sim: of either side. A calibrated sim is calibrated again, with the method of the last time.
         data: batches as for `calibrate`; None will do where the sim has no activation to calibrate again.
-        method: `hadamard` spreads each channel evenly over all others; `random` is a random orthogonal matrix.
+        method: `hadamard` spreads each channel evenly over all others; `random` is a random orthogonal matrix;
+            `learned` goes on from `hadamard` by descent over orthogonal matrices, to where the noise of quantizing a
+            residual stream and its weights is least (after Liu et al. 2024, SpinQuant; needs data, read twice).
         seed: of the random signs of the Hadamard matrix, or of the random matrix.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
 
     Returns:
         Rows `stream` (its first and last layer), `kind`, `size` (of the rotation), `writers`, `readers`, `norms` (whose
-        gains were folded) and `reason` (why it is left as it is).
+        gains were folded), `noise_before` and `noise_after` (of `learned`: noise over signal, all that is quantized
+        together, with the Hadamard matrix and with the learned one) and `reason` (why it is left as it is).
 
     Raises:
         ConfigError: a method that does not exist, or data that is missing.
         DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
     """
-    require_sim(sim)
-    if method not in get_args(Method):
-        raise ConfigError(f"method={method!r}; choose {' or '.join(get_args(Method))}")
-    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
-        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
-    started = time.perf_counter()
+    _require_options(sim, data, method)
+    started, batches = time.perf_counter(), [] if data is None else data
     names = _tied_names(sim)
     untied = door_of(sim).untied(names) if names else nullcontext(False)
     with untied as was_tied, put_back_on_error(sim, weights=True), without_shifts(sim):
         graph = door_of(sim).running_graph()
         streams = _turned(sim, graph, method, seed)
-        turned = [stream for stream in streams if not stream.blocked]
-        again = bool(turned) and any(sim.ready().values())
+        noises = _learn(sim, graph, batches, forward=forward, progress=progress) if method == "learned" else {}
+        turned = sum(not stream.blocked for stream in streams)
+        again = turned > 0 and any(sim.ready().values())
         if again:
-            batches = [] if data is None else data
             calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
         summary = {
-            "rotated": len(turned),
-            "left": len(streams) - len(turned),
+            "rotated": turned,
+            "left": len(streams) - turned,
             "untied": ", ".join(names) if was_tied else "",
             "calibrated_again": sim.methods.method if again else "no: nothing changed or it was not calibrated before",
             "seconds": time.perf_counter() - started,
         }
-        return Report("Rotation", [_row(graph, stream) for stream in streams], summary)
+        return Report("Rotation", [_row(graph, stream, noises.get(stream.seed)) for stream in streams], summary)
+
+
+def _require_options(sim: Sim, data: Iterable[Any] | None, method: str) -> None:
+    require_sim(sim)
+    if method not in get_args(Method):
+        raise ConfigError(f"method={method!r}; choose {', '.join(get_args(Method))}")
+    if data is None and method == "learned":
+        raise ConfigError("method='learned' measures the noise of quantization on data: give data")
+    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
+        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
 
 
 def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[Stream]:
@@ -97,6 +108,21 @@ def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[Stream]:
         if not stream.blocked:
             _write(sim, graph, stream, _rotation(stream, method, seed + number))
     return streams
+
+
+def _learn(
+    sim: Sim, graph: Graph, data: Iterable[Any], *, forward: Forward | None, progress: bool
+) -> dict[int, LearnedRotation]:
+    """Rotate residual streams on, as is best for the data; return the rotation of each by its seed."""
+    streams = [one for one in _streams(sim, graph) if one.kind == "residual stream" and not (one.blocked or one.ties)]
+    samples = samples_of(sim, graph, streams, data, forward=forward, progress=progress)
+    result = {}
+    for stream, turned in zip(streams, samples, strict=True):
+        if turned:
+            learned = learn_rotation(turned, stream.size, keeps_mean=stream.keeps_mean)
+            _write(sim, graph, stream, learned.rotation)
+            result[stream.seed] = learned
+    return result
 
 
 def _tied_names(sim: Sim) -> list[str]:
@@ -135,7 +161,7 @@ def _tie(graph: Graph, stream: Stream) -> str:
 
 
 def _rotation(stream: Stream, method: Method, seed: int) -> npt.NDArray[np.float64]:
-    made = randomized_hadamard(stream.size, seed) if method == "hadamard" else random_orthogonal(stream.size, seed)
+    made = random_orthogonal(stream.size, seed) if method == "random" else randomized_hadamard(stream.size, seed)
     return keeping_the_mean(made) if stream.keeps_mean else made
 
 
@@ -145,7 +171,7 @@ def _write(sim: Sim, graph: Graph, stream: Stream, rotation: npt.NDArray[np.floa
     door_of(sim).store_values({graph.tensors[root].name: value for root, value in values.items()})
 
 
-def _row(graph: Graph, stream: Stream) -> dict[str, Any]:
+def _row(graph: Graph, stream: Stream, learned: LearnedRotation | None) -> dict[str, Any]:
     ends = (min(stream.writers, key=lambda turn: turn.op), max(stream.readers, key=lambda turn: turn.op))
     sites = [graph.tensors[turn.root].site for turn in ends]
     names = [
@@ -158,5 +184,7 @@ def _row(graph: Graph, stream: Stream) -> dict[str, Any]:
         "writers": len(stream.writers),
         "readers": len(stream.readers),
         "norms": len(stream.folded),
+        "noise_before": None if learned is None else learned.before,
+        "noise_after": None if learned is None else learned.after,
         "reason": stream.blocked,
     }
