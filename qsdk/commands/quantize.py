@@ -29,9 +29,11 @@ from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate, export, quantize
 from qsdk.verbs.ranges import tune_ranges
+from qsdk.verbs.rotation.rotate import rotate
 from qsdk.verbs.scaling import awq, equalize, smooth_quant
 
 _VERBS: dict[str, Callable[..., Report]] = {
+    "rotate": rotate,
     "equalize": equalize,
     "smooth_quant": smooth_quant,
     "awq": awq,

@@ -307,7 +307,7 @@ def test_verbs_run_in_the_order_given(at: Path, capsys):
     assert opened.encodings == sim.encodings
     assert opened.encodings != before
     code, _, err = said(capsys, *command, "--verbs", "seq_msd")
-    assert (code, "--verbs: 'seq_msd' is none of equalize" in err) == (2, True)
+    assert (code, "--verbs: 'seq_msd' is none of rotate" in err) == (2, True)
 
 
 def test_mixed_precision_keeps_a_metric_within_its_budget(at: Path, capsys):

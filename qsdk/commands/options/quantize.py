@@ -64,8 +64,9 @@ def _add_improvements(quantize: argparse.ArgumentParser) -> None:
         "--verbs",
         default="",
         metavar="VERB,VERB",
-        help="what to do after calibration, in this order: equalize, smooth_quant, awq, reestimate_batch_norm, "
-        "correct_bias, seq_mse, adaround, gptq; of a PyTorch module also tune_blocks, tune_ranges",
+        help="what to do after calibration, in this order: rotate, equalize, smooth_quant, awq, "
+        "reestimate_batch_norm, correct_bias, seq_mse, adaround, gptq; of a "
+        "PyTorch module also tune_blocks, tune_ranges",
     )
     quantize.add_argument(
         "--mixed-precision",
