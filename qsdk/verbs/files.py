@@ -76,6 +76,13 @@ def save_encodings(
         CalibrationError: lists the sites that have no encoding.
         ConfigError: an unknown version, or a model for qsdk's own format, which identifies tensors by site.
         ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> _ = qsdk.save_encodings(sim, folder + "/aimet.json", version="1.0.0")
     """
     require_sim(sim)
     chosen = require_version(version)
@@ -123,6 +130,15 @@ def load_encodings(
         FileFormatError: the file cannot be read; or, with `strict`, a list of all that is missing, unexpected or
             different. The sim is unchanged.
         ConfigError: `freeze` matches nothing.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> _ = qsdk.save_encodings(sim, folder + "/encodings.json")
+        >>> qsdk.load_encodings(sim, folder + "/encodings.json", freeze="weights").summary["loaded"]
+        4
     """
     require_sim(sim)
     where = model_io.source_name(path)
@@ -235,6 +251,15 @@ def save(sim: Sim, path: str | os.PathLike[str]) -> None:
         ConfigError: the config holds patterns, which are Python.
         ExportError: the folder cannot be written, or the example is no plain data.
         ModelError: an ONNX model larger than 2 GiB.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> qsdk.save(sim, folder + "/sim.qsdk")
+        >>> bool((qsdk.load(folder + "/sim.qsdk", sim.unwrap())(x) == sim(x)).all())
+        True
     """
     door_of(sim).save(path, facts_to_save(sim))
 

@@ -197,6 +197,13 @@ def calibrate(
         ConfigError: an unknown method, a percentile outside 50..100, or `max_batches` below 1.
         DataError: no data, data the model does not take, or NaN or inf (names site and batch).
         CalibrationError: a site that no batch reached. In every case the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(8, 4), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(model, x, "w4a8")
+        >>> qsdk.calibrate(sim, [x], method="mse", progress=False).summary["sites"]
+        3
     """
     door = door_of(sim)
     batches = first_batches(data, max_batches)
@@ -234,6 +241,14 @@ def export(
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written, or torch cannot trace the model.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> qsdk.export(sim, folder + "/model.onnx").summary["bytes"] > 0
+        True
     """
     door = door_of(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
@@ -283,6 +298,15 @@ def check_parity(
         ModelError: the runtime cannot compile the model.
         FileFormatError: the model is unreadable, invalid, or its encodings file belongs to another one.
         DataError: data that the model does not take.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(32, 8)
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x, "w8a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> qsdk.check_parity(sim, folder + "/model.onnx", [x], progress=False).summary["weights_max_lsb"]
+        0.0
     """
     door = door_of(sim)
     return door.check_parity(opened_qdq(model), data, forward, progress, runtime)

@@ -262,7 +262,14 @@ _DEFAULTS = QuantConfig()
 
 
 def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
-    """Return the config for 8-bit weights and 8-bit activations."""
+    """Return the config for 8-bit weights and 8-bit activations.
+
+    Examples:
+        >>> print(w8a8().override("head", weight="int4").skip("bn*"))
+        config: weight=int8, activation=uint8
+        rule: 'head' -> weight=int4
+        rule: 'bn*' -> weight=float32, activation=float32, bias=float32
+    """
     return QuantConfig(int8, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
 
 
