@@ -19,25 +19,36 @@ Groups = Mapping[
 
 
 class NumbersByLine:
-    """The numbers of calls by their source line, for the groups of calls of which a run leaves some out."""
+    """The numbers of calls by their source line, for the groups of calls of which a run leaves some out.
 
-    def __init__(self, groups: Groups) -> None:
+    Args:
+        groups: the calls of the trace.
+        others: the calls of a run, which count where they are made from lines that the trace does not have.
+    """
+
+    def __init__(self, groups: Groups, others: Groups | None = None) -> None:
         self._numbers: dict[str, dict[str, list[int]]] = {}
-        for group, places in groups.items():
-            for number, where in enumerate(places):
-                self._numbers.setdefault(group, {}).setdefault(where, []).append(number)
+        self._count: dict[str, int] = {}  # calls in a group
+        for calls in (groups, others or {}):
+            for group, places in calls.items():
+                known = self._numbers.setdefault(group, {})
+                before = frozenset(known)
+                for number, where in enumerate(places):
+                    if where not in before:
+                        known.setdefault(where, []).append(number)
+                self._count[group] = max(self._count.get(group, 0), len(places))
 
     def name(self, call: str, frame: Frame | None, *, op: bool) -> str:
         """Return the name of a call in the trace; a call at an unknown line gets a number that no other has."""
         group = _group_of(call, op=op)
         known = self._numbers.get(group)
-        if known is None or frame is None:
+        if known is None or frame is None or (not op and self._count[group] == 1):
             return call
         where = source_line()
         numbers = known.get(where, [])
         seen = f"{group} at {where}" if numbers else f"{group} elsewhere"
         nth = frame.count_op(seen) if op else frame.count_call(seen)
-        number = numbers[nth] if nth < len(numbers) else sum(map(len, known.values())) + nth
+        number = numbers[nth] if nth < len(numbers) else self._count[group] + nth
         if op:
             return f"{group}.{number}"
         return f"{group}@{number}" if number else group
@@ -57,7 +68,9 @@ def trace_and_number(prepared: PreparedModel) -> tuple[Trace, PreparedModel]:
         recorded, runtime.recorded_calls = runtime.recorded_calls, None
     # torch may run a model more than once to trace it
     last = max((index for index, call in enumerate(recorded) if not call.name), default=0)
-    shifted = _groups_with_gaps(_group_calls(prepared.calls), _group_calls(recorded[last:]))
+    traced_groups = _group_calls(recorded[last:])
+    runtime.numbers_by_line = NumbersByLine(traced_groups, _group_calls(prepared.calls))
+    shifted = _groups_with_gaps(_group_calls(prepared.calls), traced_groups)
     if not shifted:
         return traced, prepared
     views, runtime.views = runtime.views, frozenset()  # their names are about to change

@@ -160,7 +160,7 @@ def _fold_and_wrap(
     # what was written over a BatchNorm's result is now written over that of the layer it is folded into
     layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
-    names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x)))
+    names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)))
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     if dataflow.writes:
         require_traceable_writes(runtime, lambda: tensors_of(run_example(own, given)), dataflow.writes)
@@ -214,7 +214,7 @@ def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[
         return x
 
     with runtime.in_phase("visit", note), torch.no_grad():
-        return sites, output_forms(leaves_of(run_example(model, example)))
+        return sites, output_forms(leaves_of(run_example(model, example), caches=example.has_cache))
 
 
 def _restore_attributes(attributes: Attributes) -> None:

@@ -33,6 +33,7 @@ def captures(
             seen.clear()
             with eval_mode(sim.model), sim.captured() as captured, torch.no_grad():
                 outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
-            yield {**seen, **captured}, [to_numpy(tensor) for tensor in tensors_of(outputs)]
+            tensors = tensors_of(outputs, caches=sim.example.has_cache)
+            yield {**seen, **captured}, [to_numpy(tensor) for tensor in tensors]
     finally:
         handle.remove()

@@ -70,7 +70,7 @@ class ModuleValues:
             else:
                 example = as_example(batch) if self._forward is None else as_example(())
                 result = feed(self._model, batch, example, self._forward, where)
-        run.note_outputs(result)
+        run.note_outputs(result, caches=self._sim is not None and self._sim.example.has_cache)
         self.arguments = run.arguments
         return run
 
@@ -132,9 +132,9 @@ class _Run:
                 output=self._outputs.get(name),
             )
 
-    def note_outputs(self, result: Any) -> None:
-        """Note which places leave the model."""
-        for position, tensor in enumerate(floats_of(result)):
+    def note_outputs(self, result: Any, *, caches: bool) -> None:
+        """Note which places leave the model, those in a cache of keys and values if asked."""
+        for position, tensor in enumerate(floats_of(result, caches=caches)):
             name = self._seen.get(_key(tensor))
             if name is None:
                 name = f"output {position}"
@@ -177,7 +177,7 @@ class _Run:
                 return self._note(leaf, name)
 
             with torch._C.DisableTorchFunction():
-                noted = map_leaves(result, each)
+                noted = map_leaves(result, each, caches=False)
             return noted if self.given else None
 
         return note

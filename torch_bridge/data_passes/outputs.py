@@ -24,5 +24,6 @@ def outputs(
     """
     for number, batch in enumerate(batches):
         with eval_mode(sim.model), torch.no_grad(), sim.float_phase() if in_float else nullcontext():
-            tensors = floats_of(feed(sim.model, batch, sim.example, forward, f"batch {number}"))
+            result = feed(sim.model, batch, sim.example, forward, f"batch {number}")
+            tensors = floats_of(result, caches=sim.example.has_cache)
         yield [y.float().cpu().numpy() for y in tensors]

@@ -29,7 +29,7 @@ def visit_tensors(
         DataError: the model does not take the batch.
     """
     with eval_mode(sim.model), sim.runtime.in_phase("visit", visitor), _constant(sim.model), torch.enable_grad():
-        return floats_of(feed(sim.model, batch, sim.example, forward, where))
+        return floats_of(feed(sim.model, batch, sim.example, forward, where), caches=sim.example.has_cache)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class NarrowCall:
 
     def results(self, made: Any) -> Any:
         """Return what the op returned in the wide type; what it wrote over its argument is written over that."""
-        return made if self._wide_type is None else map_leaves(made, self._wide_leaf)
+        return made if self._wide_type is None else map_leaves(made, self._wide_leaf, caches=False)
 
     def _narrow_leaf(self, path: Path, leaf: Any) -> Any:
         return self.narrow(leaf) if isinstance(leaf, Tensor) else leaf

@@ -6,6 +6,8 @@ A loss inside of a forward, as in models of `transformers`, is float: it has no 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from qsdk.core.errors import ModelError
 from qsdk.core.site import owner_of
 from torch_bridge.torch_values.pytree import tensors_of
@@ -24,11 +26,23 @@ class LossInputs:
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self.names = ", ".join(inputs)
         self._tensors = tensors_of(list(inputs.values()))
+        self._constants: list[Tensor] = []
 
     def is_read_by(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
         """Return whether any of these tensors is among the arguments of a call."""
         given = tensors_of([*args, *(kwargs or {}).values()])
         return any(x is mine for x in given for mine in self._tensors)
+
+    def reads_floats(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether any of these tensors that is an argument of a call has floating-point values."""
+        given = [x for x in tensors_of([*args, *(kwargs or {}).values()]) if x.is_floating_point()]
+        return any(x is mine for x in given for mine in self._tensors if not _is_among(x, self._constants))
+
+    def add_constant(self, result: Tensor) -> Tensor:
+        """Add floats that were chosen by these tensors, such as the 0 and -inf of a mask, and return them."""
+        self._tensors.append(result)
+        self._constants.append(result)
+        return result
 
     def add_result(self, result: Any, site: str | None, sites: Mapping[str, Any]) -> Any:
         """Add what a call computed from these tensors, and return it.
@@ -45,6 +59,15 @@ class LossInputs:
         return result
 
 
+def _is_among(x: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(x is one for one in tensors)
+
+
 def moves_values_only(site: str) -> bool:
     """Return whether the op of a site returns the values that it gets."""
-    return owner_of(site).rpartition("/")[2].partition(".")[0] in _MOVES
+    return op_of_site(site) in _MOVES
+
+
+def op_of_site(site: str) -> str:
+    """Return the name of the op that a site belongs to: `cat` of `layers.0/cat.2:output`."""
+    return owner_of(site).rpartition("/")[2].partition(".")[0]

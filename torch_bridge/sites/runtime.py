@@ -26,9 +26,10 @@ from torch_bridge.sites.export_forms import export_form
 from torch_bridge.sites.functional import computes_floats, op_name, repeats_requires_grad
 from torch_bridge.sites.fused_relu import relu_ceiling_of_call
 from torch_bridge.sites.islands import run_narrow
-from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only
+from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only, op_of_site
 from torch_bridge.sites.runtime_state import RuntimeState
 from torch_bridge.sites.source_lines import RecordedCall, require_same_line, source_line
+from torch_bridge.torch_values.caches import MOVES, is_cache
 from torch_bridge.torch_values.parameters import packed_rows
 from torch_bridge.torch_values.pytree import tensors_of
 
@@ -50,9 +51,11 @@ class Runtime(RuntimeState):
         if self.recorded_calls is not None:
             self.recorded_calls.append(RecordedCall(call, "" if frame is None else frame.name, op, source_line()))
             return call
+        training = frame is not None and frame.training
+        if self.numbers_by_line is not None and self.takes_own_path and not training:
+            return self.numbers_by_line.name(call, frame, op=op)
         if not self.tracks_calls:
             return call
-        training = frame is not None and frame.training
         if not training and self.call_names is not None and self.phase != "mark" and not torch.compiler.is_compiling():
             call = self.call_names.name(call, frame, op=op)
         places = self.training_lines if training else self.source_lines
@@ -64,9 +67,27 @@ class Runtime(RuntimeState):
         """Return a site, or None if only training has it, so that it is in no exported file."""
         return None if site in self.only_training else site
 
+    def is_input(self, name: str) -> bool:
+        """Return whether the example had an input of this name, or `name.0`."""
+        return name.partition(".")[0] in self.inputs
+
     def is_loss_input(self, name: str, value: Any) -> bool:
         """Return whether an input holds tensors and the example had no such input."""
-        return self.phase == "quantize" and name.partition(".")[0] not in self.inputs and bool(tensors_of(value))
+        if self.phase != "quantize" or self.is_input(name) or is_cache(value):
+            return False
+        # beside a cache, a model gets the positions and the mask of the step, and what its encoder has returned
+        reads = isinstance(value, Tensor) and value.is_floating_point() if self.reads_cache else True
+        return reads and bool(tensors_of(value))
+
+    def is_of_loss(self, owner: str, frame: Frame, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether a call reads inputs that the example did not have, and is not one of the example's calls.
+
+        One that is, made from the same line, reads a mask or positions that were left out of the example.
+        """
+        if self.loss_inputs is None or not self.loss_inputs.is_read_by(args, kwargs):
+            return False
+        known = self.takes_own_path and not frame.training and site_name(owner, "output") in self.quantizers
+        return not known or self.loss_inputs.reads_floats(args, kwargs)
 
     def call(
         self,
@@ -100,7 +121,7 @@ class Runtime(RuntimeState):
         frame = Frame(paths[0], call_name(parent, paths), leaf, training=training)
         if parent is not None:
             frame.calls = parent.calls
-        if self.tracks_calls or self.recorded_calls is not None:
+        if self.tracks_calls or self.takes_own_path or self.recorded_calls is not None:
             frame.name = self.name_call(frame.name, parent, op=False)
         if is_recording_gradients():
             frame.recording, frame.hook = True, saved_tensors_hook()
@@ -108,7 +129,8 @@ class Runtime(RuntimeState):
         if leaf and (narrow_type := self.island_at(frame.name)) is not None:
             forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
-            if leaf and self.loss_inputs is not None and self.loss_inputs.is_read_by(args, kwargs):
+            if leaf and self.is_of_loss(frame.name, frame, args, kwargs):
+                assert self.loss_inputs is not None
                 return self.loss_inputs.add_result(
                     forward(*args, **kwargs), self.exported_site(site_name(frame.name, "output")), self.quantizers
                 )
@@ -282,6 +304,8 @@ class Runtime(RuntimeState):
         if site not in self.quantizers:
             if self.loss_inputs is not None and moves_values_only(site):
                 return x
+            if self.reads_cache and op_of_site(site) in MOVES:
+                return x  # cached values are on their grid already
             has = "" if self.loss_inputs is None else f" and has {self.loss_inputs.names}"
             raise ModelError(
                 f"the site {site} was not reached when the model was quantized; call qsdk.quantize with an example "
@@ -317,9 +341,10 @@ class SiteMode(TorchFunctionMode):
         if getattr(func, "__name__", "") == "tag_activation_checkpoint":  # torch.compile calls what is checkpointed
             return func(functools.partial(self._run_inside, args[0]), *args[1:], **(kwargs or {}))
         if frame is not None and not frame.leaf and self.runtime.phase != "float":
-            if self.runtime.loss_inputs is not None and self.runtime.loss_inputs.is_read_by(args, kwargs):
-                return self._after_loss_inputs(self.runtime.loss_inputs, frame, func, args, kwargs)
+            loss_inputs, own_path = self.runtime.loss_inputs, self.runtime.takes_own_path
             parts = decomposition_of(func, self.runtime.read_packed, self.runtime.run_as_one_op)
+            if loss_inputs is not None and not (parts and own_path) and loss_inputs.is_read_by(args, kwargs):
+                return self._after_loss_inputs(loss_inputs, frame, func, args, kwargs)
             if parts is not None:
                 with self:
                     return parts(*args, **(kwargs or {}))
@@ -361,10 +386,16 @@ class SiteMode(TorchFunctionMode):
         self, loss_inputs: LossInputs, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), op_name(func)
-        computes = isinstance(result, Tensor) and result.is_floating_point() and name is not None
-        site = None
-        if computes and name is not None:
-            site = self.runtime.exported_site(site_name(frame.next_owner(name), "output"))
+        if not isinstance(result, Tensor) or not result.is_floating_point() or name is None:
+            return loss_inputs.add_result(result, None, self.runtime.quantizers)
+        if self.runtime.takes_own_path and not computes_floats(name, args, kwargs):
+            return loss_inputs.add_constant(result)
+        owner = frame.next_owner(name)
+        if self.runtime.takes_own_path:
+            owner = self.runtime.name_call(owner, frame)
+            if not self.runtime.is_of_loss(owner, frame, args, kwargs):
+                return self.runtime.emit_result(owner, result, call_arguments(args, kwargs))
+        site = self.runtime.exported_site(site_name(owner, "output"))
         return loss_inputs.add_result(result, site, self.runtime.quantizers)
 
     def _quantize_relu(

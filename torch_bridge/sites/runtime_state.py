@@ -23,6 +23,7 @@ class _Pass(threading.local):
 
     frame: Frame | None = None
     loss_inputs: LossInputs | None = None
+    reads_cache: bool = False
     runs: bool = False
     acts_for: int | None = None
 
@@ -53,6 +54,7 @@ class RuntimeState:
         source_lines: call -> line of the user's code, for calls that only their line tells apart.
         recorded_calls: all calls of a forward pass while they are recorded, else None.
         call_names: names calls as the trace does, where a run leaves out some calls of the trace.
+        numbers_by_line: names calls by their lines, for forward passes that read a cache of keys and values.
         training_names: name of a call by its order in train mode -> its name on the example, where they differ.
         training_lines: as `source_lines`, for calls named by their order in train mode.
         tracks_calls: whether calls are compared with those on the example at all.
@@ -84,6 +86,7 @@ class RuntimeState:
         self.source_lines: dict[str, str] = {}
         self.recorded_calls: list[RecordedCall] | None = None
         self.call_names: CallNames | None = None
+        self.numbers_by_line: CallNames | None = None
         self.training_names: dict[str, str] = {}
         self.training_lines: dict[str, str] = {}
         self.tracks_calls = False
@@ -96,6 +99,7 @@ class RuntimeState:
         self._pass = _Pass()
         self._compiled_frame: Frame | None = None  # torch.compile cannot trace a thread-local value
         self._compiled_loss_inputs: LossInputs | None = None
+        self._compiled_reads_cache = False
 
     @property
     def frame(self) -> Frame | None:
@@ -120,6 +124,28 @@ class RuntimeState:
             self._compiled_loss_inputs = loss_inputs
         else:
             self._pass.loss_inputs = loss_inputs
+
+    @property
+    def reads_cache(self) -> bool:
+        """Return whether this thread's forward pass got a cache of keys and values; its steps take paths of their own.
+
+        Such a pass leaves calls out and makes others, from lines of their own, that only move cached values.
+        """
+        return self._compiled_reads_cache if torch.compiler.is_compiling() else self._pass.reads_cache
+
+    @property
+    def takes_own_path(self) -> bool:
+        """Return whether this thread's forward pass got more than the example, so that it may take another path."""
+        if self.phase == "mark" or torch.compiler.is_compiling():
+            return False
+        return self._pass.reads_cache or self._pass.loss_inputs is not None
+
+    @reads_cache.setter
+    def reads_cache(self, reads: bool) -> None:
+        if torch.compiler.is_compiling():
+            self._compiled_reads_cache = reads
+        else:
+            self._pass.reads_cache = reads
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pass"}
@@ -155,13 +181,13 @@ class RuntimeState:
         with self._turn:
             self.require_owner_thread()
             self._forwards[thread] = self.thread
-        before = self._pass.frame, self._pass.loss_inputs
+        before = self._pass.frame, self._pass.loss_inputs, self._pass.reads_cache
         self._pass.runs = True
         try:
             return call(*args)
         finally:
             # an interrupt may have come inside the setters that reset them
-            self._pass.frame, self._pass.loss_inputs = before
+            self._pass.frame, self._pass.loss_inputs, self._pass.reads_cache = before
             self._pass.runs = False
             del self._forwards[thread]
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.progress import over_batches
+from torch_bridge.torch_values.caches import is_cache
 from torch_bridge.torch_values.pytree import Path, argument_leaves, map_arguments, map_leaves
 
 Forward = Callable[[Any, Any], Any]
@@ -32,6 +33,11 @@ class Example:
     dynamic_shapes: Any = None
     device: torch.device | None = None
     apart: frozenset[Path] = frozenset()
+
+    @property
+    def has_cache(self) -> bool:
+        """Return whether a cache of keys and values is among the arguments; the model's own is an output then."""
+        return any(is_cache(value) for value in (*self.args, *self.kwargs.values()))
 
     def beside(self, model: nn.Module) -> "Example":
         """Return the example with the device of its model, and the tensors that are on another one."""
@@ -113,6 +119,7 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
             "are labels, pass forward=lambda m, b: m(b[0])"
         )
     args, kwargs = move_arguments(model, given.args, given.kwargs, example)
+    args, kwargs = map_leaves((args, kwargs), lambda _, leaf: leaf)  # a model writes into a cache, which is the user's
     try:
         return model(*args, **kwargs)
     except QsdkError:

@@ -9,36 +9,44 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_bridge.torch_values.caches import CacheKey, is_cache, map_cache
+
 #: path to a leaf: argument names, keys, fields and positions
 Path = tuple[str, ...]
 T = TypeVar("T")
 
 
-def map_leaves(value: Any, each: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def map_leaves(value: Any, each: Callable[[Path, Any], Any], path: Path = (), *, caches: bool = True) -> Any:
     """Return a copy of a value with every leaf replaced by `each(path, leaf)`.
 
-    Containers are tuples and lists, named ones too, mappings, dataclasses, and what torch's pytrees know; everything
-    else is a leaf. The containers keep their classes.
+    Containers are tuples and lists, named ones too, mappings, dataclasses, caches of keys and values (unless `caches`
+    is False), and what torch's pytrees know; everything else is a leaf. The containers keep their classes.
     """
+
+    def inside(part: Any, name: str) -> Any:
+        return map_leaves(part, each, (*path, name), caches=caches)
+
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return each(path, value)
     if isinstance(value, Mapping):
-        return _like_mapping(value, {key: map_leaves(item, each, (*path, str(key))) for key, item in value.items()})
+        return _like_mapping(value, {key: inside(item, str(key)) for key, item in value.items()})
     if isinstance(value, tuple | list):
         fields = getattr(value, "_fields", None)
         keys = [str(i) for i in range(len(value))] if fields is None else fields
-        parts = [map_leaves(item, each, (*path, key)) for key, item in zip(keys, value, strict=True)]
+        parts = [inside(item, key) for key, item in zip(keys, value, strict=True)]
         return type(value)(parts) if fields is None else type(value)(*parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
         for field in dataclasses.fields(value):
-            part = map_leaves(getattr(value, field.name), each, (*path, field.name))
-            object.__setattr__(result, field.name, part)  # a frozen one too: the copy is ours
+            # a frozen one too: the copy is ours
+            object.__setattr__(result, field.name, inside(getattr(value, field.name), field.name))
         return result
+    if is_cache(value):
+        return map_cache(value, each, path) if caches else each(path, value)
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return each(path, value)
-    return tree_unflatten([map_leaves(leaf, each, (*path, str(i))) for i, leaf in enumerate(leaves)], spec)
+    return tree_unflatten([inside(leaf, str(i)) for i, leaf in enumerate(leaves)], spec)
 
 
 def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
@@ -50,33 +58,36 @@ def _like_mapping(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     return result
 
 
-def leaves_of(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Return the leaves of a value in order, each with its path."""
+def leaves_of(value: Any, path: Path = (), *, caches: bool = False) -> list[tuple[Path, Any]]:
+    """Return the leaves of a value in order, each with its path; a cache is one leaf, unless `caches` is True."""
     result: list[tuple[Path, Any]] = []
 
     def note(at: Path, leaf: Any) -> Any:
         result.append((at, leaf))
         return leaf
 
-    map_leaves(value, note, path)
+    map_leaves(value, note, path, caches=caches)
     return result
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a value in order; one that occurs twice is returned twice."""
-    return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+def tensors_of(value: Any, *, caches: bool = False) -> list[Tensor]:
+    """Return the tensors of a value in order, those of caches if asked; one that occurs twice is returned twice."""
+    return [leaf for _, leaf in leaves_of(value, caches=caches) if isinstance(leaf, Tensor)]
 
 
-def floats_of(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a value, in order."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+def floats_of(value: Any, *, caches: bool = False) -> list[Tensor]:
+    """Return the floating-point tensors of a value in order, those of caches if asked."""
+    return [tensor for tensor in tensors_of(value, caches=caches) if tensor.is_floating_point()]
 
 
 def name_leaves(pairs: Iterable[tuple[Path, T]], taken: Collection[str] = ()) -> dict[str, T]:
-    """Return leaves by their names in the exported file: `pair_0`, `nested_a`; a taken name gets a number."""
+    """Return leaves by their names in the exported file: `pair_0`, `nested_a`; a taken name gets a number.
+
+    Those inside a cache have the names that other tools give them: `past_key_values.0.key`.
+    """
     result: dict[str, T] = {}
     for path, leaf in pairs:
-        name = wanted = "_".join(path)
+        name = wanted = "".join(f".{key}" if isinstance(key, CacheKey) else f"_{key}" for key in path)[1:]
         number = 1
         while name in result or name in taken:
             name, number = f"{wanted}_{number}", number + 1

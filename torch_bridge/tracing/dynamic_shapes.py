@@ -7,22 +7,43 @@ import torch
 from torch import Tensor
 
 from qsdk.core.errors import ConfigError
+from torch_bridge.torch_values.caches import CacheKey
 from torch_bridge.torch_values.pytree import Path
 
 #: axis -> its name, for one tensor
 Axes = Mapping[int, str]
-BATCH = "batch"
+BATCH, PAST, STEP, TOTAL = "batch", "past_sequence_length", "sequence_length", "total_sequence_length"
 
 
 def batch_axes(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Axes]:
     """Return the axes that are dynamic by default: the first of every tensor as long as the first tensor.
+
+    Beside a cache of keys and values, the numbers of tokens are dynamic too: of the cache, of the step, and of both.
 
     Args:
         leaves: of the arguments, by path.
     """
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
     length = next((len(tensor) for tensor in tensors.values()), None)
-    return {path: {0: BATCH} for path, tensor in tensors.items() if len(tensor) == length}
+    axes: dict[Path, dict[int, str]] = {path: {0: BATCH} for path, tensor in tensors.items() if len(tensor) == length}
+    past = next((tensor.shape[-2] for path, tensor in tensors.items() if _is_in_cache(path)), None)
+    step = next((tensor.shape[1] for path, tensor in tensors.items() if _is_row_of_tokens(path, tensor)), None)
+    if past is not None and step is not None:
+        names = {step: STEP, past + step: TOTAL}
+        for path, tensor in tensors.items():
+            if _is_in_cache(path):
+                axes.setdefault(path, {})[tensor.ndim - 2] = PAST
+            elif _is_row_of_tokens(path, tensor) and tensor.shape[1] in names:
+                axes.setdefault(path, {})[1] = names[tensor.shape[1]]
+    return dict(axes)
+
+
+def _is_in_cache(path: Path) -> bool:
+    return any(isinstance(key, CacheKey) for key in path)
+
+
+def _is_row_of_tokens(path: Path, tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and not tensor.is_floating_point() and not _is_in_cache(path)
 
 
 def named_axes(leaves: Sequence[tuple[Path, Any]], wanted: Any) -> dict[Path, Axes]:

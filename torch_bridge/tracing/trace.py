@@ -16,6 +16,7 @@ from qsdk.core.encodings.provenance import EXAMPLE, example_text
 from qsdk.core.errors import ExportError, QsdkError
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
+from torch_bridge.torch_values.caches import CacheKey
 from torch_bridge.torch_values.pytree import Path, argument_leaves, leaves_of, map_leaves, name_leaves
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
 from torch_bridge.tracing.export_errors import (
@@ -88,7 +89,7 @@ class _TensorsOnly(nn.Module):
     def __init__(self, model: nn.Module, example: Example, note: Callable[[Leaves], None]) -> None:
         super().__init__()
         self.model = model
-        self.given = example.args, dict(example.kwargs)
+        self.given, self.has_cache = (example.args, dict(example.kwargs)), example.has_cache
         self.note = note
         self.training = model.training
 
@@ -96,7 +97,7 @@ class _TensorsOnly(nn.Module):
         """Return the tensors among the model's outputs, with these in place of the example's."""
         rest = iter(tensors)
         args, kwargs = map_leaves(self.given, lambda _, leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
-        outputs = leaves_of(self.model(*args, **kwargs))
+        outputs = leaves_of(self.model(*args, **kwargs), caches=self.has_cache)
         require_tensors(outputs)
         self.note(outputs)
         # a separate output, also for an input or a weight that is returned, and for a tensor that is returned twice
@@ -189,8 +190,15 @@ def _conditions(captured: ExportedProgram, inputs: Sequence[str], shapes: Sequen
 
 
 def _output_names(outputs: Leaves, inputs: Sequence[str]) -> list[str]:
-    """Return the outputs' names in the module; one that is also an input's name gets `_out`."""
-    tensors = [(path, leaf) for path, leaf in outputs if isinstance(leaf, Tensor)]
+    """Return the outputs' names in the module; one that is also an input's name gets `_out`.
+
+    Keys and values that a cache holds after the call are called `present.0.key`, as other tools call them.
+    """
+    tensors = [
+        (("present", *path[1:]) if any(isinstance(key, CacheKey) for key in path[1:2]) else path, leaf)
+        for path, leaf in outputs
+        if isinstance(leaf, Tensor)
+    ]
     paths = [path if path and not path[0].isdigit() else ("output", *path) for path, _ in tensors]
     free = [(*path, "out") if "_".join(path) in inputs else path for path in paths]
     return list(name_leaves(((path, None) for path in free), inputs))

@@ -81,12 +81,14 @@ class RangeTuner:
     def wanted(self, batch: Any, where: str) -> list[Tensor]:
         """Return the float model's outputs."""
         with self.sim.float_phase() as model, torch.no_grad():
-            return floats_of(feed(model, batch, self.sim.example, self.forward, where))
+            result = feed(model, batch, self.sim.example, self.forward, where)
+            return floats_of(result, caches=self.sim.example.has_cache)
 
     def error(self, batch: Any, wanted: Sequence[Tensor], where: str) -> Tensor:
         """Return the squared error of the outputs, relative to their energy, with the present ranges."""
         with self.sim.runtime.in_phase("visit", self._visit, quantizes=True):
-            outputs = floats_of(feed(self.sim.model, batch, self.sim.example, self.forward, where))
+            result = feed(self.sim.model, batch, self.sim.example, self.forward, where)
+            outputs = floats_of(result, caches=self.sim.example.has_cache)
         errors = [
             (x - y).float().square().sum() / y.float().square().sum().clamp(min=torch.finfo(torch.float32).tiny)
             for x, y in zip(outputs, wanted, strict=True)

@@ -25,6 +25,7 @@ from torch_bridge.sites.islands import run_batch_norm
 from torch_bridge.sites.loss_inputs import LossInputs
 from torch_bridge.sites.recurrent import run_recurrent
 from torch_bridge.sites.runtime import Runtime
+from torch_bridge.torch_values.caches import is_cache, replace_cache
 from torch_bridge.torch_values.cells import run_cell
 from torch_bridge.torch_values.gate_order import is_cell, is_recurrent
 from torch_bridge.torch_values.layers import has_output_site, is_leaf, quantized_parameters
@@ -144,8 +145,13 @@ class _QuantizedModule(nn.Module):
             runtime.ddp = require_synchronized(self, runtime.ddp)
         names = input_names(inner, args)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        runtime.reads_cache = any(is_cache(value) for value in given.values())
         loss_inputs = {name: value for name, value in given.items() if runtime.is_loss_input(name, value)}
-        given |= {name: quantize_input(runtime, name, x) for name, x in given.items() if name not in loss_inputs}
+        given |= {
+            name: quantize_input(runtime, name, x)
+            for name, x in given.items()
+            if name not in loss_inputs and (not runtime.takes_own_path or runtime.is_input(name))
+        }
         # surplus arguments are passed on, because the model's own error says best what is wrong
         args, kwargs = (*(given[name] for name in names), *args[len(names) :]), {name: given[name] for name in kwargs}
         state = state_of(self)
@@ -153,7 +159,7 @@ class _QuantizedModule(nn.Module):
         try:
             return runtime.call(state.paths, state.leaf, state.has_output, inner, args, kwargs, training=self.training)
         finally:
-            runtime.loss_inputs = None
+            runtime.loss_inputs, runtime.reads_cache = None, False
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode, but leave a BatchNorm with frozen statistics in eval mode."""
@@ -307,7 +313,11 @@ def quantize_input(runtime: Runtime, name: str, value: Any) -> Any:
     def through_site(path: Path, leaf: Any) -> Any:
         return runtime.emit(site_name(".".join(path), "input"), leaf) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(value, through_site, (name,))
+    result = map_leaves(value, through_site, (name,))
+    if not is_cache(value):
+        return result
+    replace_cache(value, result)  # the model writes into the caller's cache, as it does in float
+    return value
 
 
 @functools.cache

@@ -1,0 +1,67 @@
+"""Caches of keys and values, which a decoder takes and gives back from step to step, such as `DynamicCache`."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+Path = tuple[str, ...]
+
+
+class CacheKey(str):
+    """A part of a path that leads into a cache; in an exported file it stands behind a dot: `past_key_values.0.key`."""
+
+
+_SINGULAR = {"keys": "key", "values": "value"}
+_PARTS = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder and a decoder
+
+#: ops that write, cut or repeat cached values without changing any
+MOVES = frozenset(
+    {"cat", "expand", "getitem", "index_copy", "index_select", "narrow", "permute", "repeat", "repeat_interleave"}
+    | {"reshape", "roll", "slice", "squeeze", "transpose", "unsqueeze", "view"}
+)
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache of keys and values, in the form of `transformers`."""
+    if isinstance(value, nn.Module) or not callable(getattr(value, "get_seq_length", None)):
+        return False
+    return isinstance(getattr(value, "layers", None), list) or hasattr(value, "self_attention_cache")
+
+
+def map_cache(cache: Any, each: Callable[[Path, Any], Any], path: Path) -> Any:
+    """Return a copy of a cache with every tensor of values that it holds replaced by `each(path, tensor)`.
+
+    Paths go on with the layer's number and the name that the layer has for the tensor: "0", "key". What a layer
+    counts, such as the tokens seen, stays; it follows the length of the new keys where it was that of the old ones.
+    """
+    result = copy.copy(cache)
+    for name in _PARTS:
+        if hasattr(cache, name):
+            setattr(result, name, map_cache(getattr(cache, name), each, (*path, CacheKey(name.partition("_")[0]))))
+    layers = getattr(cache, "layers", None)
+    if layers is not None:
+        result.layers = [_map_layer(layer, each, (*path, CacheKey(number))) for number, layer in enumerate(layers)]
+    return result
+
+
+def replace_cache(cache: Any, by: Any) -> None:
+    """Make a cache hold what another one, made by `map_cache` of it, holds."""
+    for name in _PARTS:
+        if hasattr(cache, name):
+            replace_cache(getattr(cache, name), getattr(by, name))
+    if hasattr(cache, "layers"):
+        cache.layers = by.layers
+
+
+def _map_layer(layer: Any, each: Callable[[Path, Any], Any], path: Path) -> Any:
+    result = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            setattr(result, name, each((*path, CacheKey(_SINGULAR.get(name, name))), value))
+    keys = getattr(layer, "keys", None)
+    seen = getattr(layer, "cumulative_length", None)
+    if isinstance(keys, Tensor) and isinstance(seen, int) and keys.ndim > 1 and seen == keys.shape[-2]:
+        result.cumulative_length = result.keys.shape[-2]
+    return result
