@@ -161,6 +161,7 @@ def _fold_and_wrap(
     layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
     names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)))
+    runtime.has_cache = given.has_cache
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     if dataflow.writes:
         require_traceable_writes(runtime, lambda: tensors_of(run_example(own, given)), dataflow.writes)

@@ -50,6 +50,7 @@ class RuntimeState:
         ddp: id of the DistributedDataParallel that was found to know all parameters that are trained.
         schedule_state: the `ScheduleState` while the model is trained, else None.
         inputs: names of the inputs that the example has.
+        has_cache: whether a cache of keys and values is among them.
         writes_inputs: whether the model writes over its inputs.
         source_lines: call -> line of the user's code, for calls that only their line tells apart.
         recorded_calls: all calls of a forward pass while they are recorded, else None.
@@ -82,6 +83,7 @@ class RuntimeState:
         self.ddp: int | None = None
         self.schedule_state: object | None = None
         self.inputs: frozenset[str] = frozenset()
+        self.has_cache = False
         self.writes_inputs = False
         self.source_lines: dict[str, str] = {}
         self.recorded_calls: list[RecordedCall] | None = None
@@ -127,7 +129,7 @@ class RuntimeState:
 
     @property
     def reads_cache(self) -> bool:
-        """Return whether this thread's forward pass got a cache of keys and values; its steps take paths of their own.
+        """Return whether this thread's forward pass is a step with a cache of keys and values.
 
         Such a pass leaves calls out and makes others, from lines of their own, that only move cached values.
         """

@@ -145,7 +145,7 @@ class _QuantizedModule(nn.Module):
             runtime.ddp = require_synchronized(self, runtime.ddp)
         names = input_names(inner, args)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        runtime.reads_cache = any(is_cache(value) for value in given.values())
+        runtime.reads_cache = runtime.has_cache or any(is_cache(value) for value in given.values())
         loss_inputs = {name: value for name, value in given.items() if runtime.is_loss_input(name, value)}
         given |= {
             name: quantize_input(runtime, name, x)
