@@ -18,6 +18,7 @@ from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, traina
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.source_lines import RecordedCall, lines_of_ambiguous_calls
 from torch_bridge.torch_values.batches import Example, as_example
+from torch_bridge.torch_values.decoder_step import as_step
 from torch_bridge.torch_values.module_state import (
     Attributes,
     attributes_of,
@@ -88,7 +89,10 @@ def prepare(
         ModelError: the model cannot be copied, wrapped or run on the example.
     """
     require_wrappable(model)
-    given = replace(as_example(example), dynamic_shapes=plain_shapes(dynamic_shapes)).beside(model)
+    given = as_example(example)
+    if config.has_kv_cache and not given.has_cache:
+        given = as_step(model, given)
+    given = replace(given, dynamic_shapes=plain_shapes(dynamic_shapes)).beside(model)
     own = model if in_place else _copy_model(model)
     modes = {module: module.training for module in own.modules()} if in_place else {}
     undo_steps: list[Callable[[], None]] = []
@@ -160,7 +164,10 @@ def _fold_and_wrap(
     # what was written over a BatchNorm's result is now written over that of the layer it is folded into
     layers = {site_name(fold.norm, "output"): site_name(fold.layer, "output") for fold in folds}
     runtime.overwritten = frozenset(layers.get(site, site) for site in dataflow.overwritten)
-    names = (*input_names(own.forward, given.args), *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)))
+    names = (
+        *input_names(own.forward, given.args),
+        *(name for name, x in given.kwargs.items() if tensors_of(x, caches=True)),
+    )
     runtime.has_cache = given.has_cache
     runtime.inputs = frozenset(name.partition(".")[0] for name in names)
     if dataflow.writes:

@@ -29,9 +29,8 @@ from torch_bridge.sites.islands import run_narrow
 from torch_bridge.sites.loss_inputs import LossInputs, moves_values_only, op_of_site
 from torch_bridge.sites.runtime_state import RuntimeState
 from torch_bridge.sites.source_lines import RecordedCall, require_same_line, source_line
-from torch_bridge.torch_values.caches import MOVES, is_cache
+from torch_bridge.torch_values.caches import MOVES
 from torch_bridge.torch_values.parameters import packed_rows
-from torch_bridge.torch_values.pytree import tensors_of
 
 
 class Runtime(RuntimeState):
@@ -66,28 +65,6 @@ class Runtime(RuntimeState):
     def exported_site(self, site: str) -> str | None:
         """Return a site, or None if only training has it, so that it is in no exported file."""
         return None if site in self.only_training else site
-
-    def is_input(self, name: str) -> bool:
-        """Return whether the example had an input of this name, or `name.0`."""
-        return name.partition(".")[0] in self.inputs
-
-    def is_loss_input(self, name: str, value: Any) -> bool:
-        """Return whether an input holds tensors and the example had no such input."""
-        if self.phase != "quantize" or self.is_input(name) or is_cache(value):
-            return False
-        # beside a cache, a model gets the positions and the mask of the step, and what its encoder has returned
-        reads = isinstance(value, Tensor) and value.is_floating_point() if self.reads_cache else True
-        return reads and bool(tensors_of(value))
-
-    def is_of_loss(self, owner: str, frame: Frame, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
-        """Return whether a call reads inputs that the example did not have, and is not one of the example's calls.
-
-        One that is, made from the same line, reads a mask or positions that were left out of the example.
-        """
-        if self.loss_inputs is None or not self.loss_inputs.is_read_by(args, kwargs):
-            return False
-        known = self.takes_own_path and not frame.training and site_name(owner, "output") in self.quantizers
-        return not known or self.loss_inputs.reads_floats(args, kwargs)
 
     def call(
         self,

@@ -1,7 +1,7 @@
 """The state of a runtime: how the modules of a sim run now, and where each thread's forward pass is."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from qsdk.core.own_lock import OwnLock
+from qsdk.core.site import site_name
 from torch_bridge.quantizers.phases import Phase, Visitor
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.call_scopes import CallNames, DataflowRecorder, Frame
 from torch_bridge.sites.loss_inputs import LossInputs
 from torch_bridge.sites.source_lines import RecordedCall
+from torch_bridge.torch_values.caches import is_cache
 from torch_bridge.torch_values.module_state import Cache
+from torch_bridge.torch_values.pytree import tensors_of
 
 
 class _Pass(threading.local):
@@ -135,6 +138,13 @@ class RuntimeState:
         """
         return self._compiled_reads_cache if torch.compiler.is_compiling() else self._pass.reads_cache
 
+    @reads_cache.setter
+    def reads_cache(self, reads: bool) -> None:
+        if torch.compiler.is_compiling():
+            self._compiled_reads_cache = reads
+        else:
+            self._pass.reads_cache = reads
+
     @property
     def takes_own_path(self) -> bool:
         """Return whether this thread's forward pass got more than the example, so that it may take another path."""
@@ -142,12 +152,27 @@ class RuntimeState:
             return False
         return self._pass.reads_cache or self._pass.loss_inputs is not None
 
-    @reads_cache.setter
-    def reads_cache(self, reads: bool) -> None:
-        if torch.compiler.is_compiling():
-            self._compiled_reads_cache = reads
-        else:
-            self._pass.reads_cache = reads
+    def is_input(self, name: str) -> bool:
+        """Return whether the example had an input of this name, or `name.0`."""
+        return name.partition(".")[0] in self.inputs
+
+    def is_loss_input(self, name: str, value: Any) -> bool:
+        """Return whether an input holds tensors and the example had no such input."""
+        if self.phase != "quantize" or self.is_input(name) or is_cache(value):
+            return False
+        # beside a cache, a model gets the positions and the mask of the step, and what its encoder has returned
+        reads = isinstance(value, Tensor) and value.is_floating_point() if self.reads_cache else True
+        return reads and bool(tensors_of(value))
+
+    def is_of_loss(self, owner: str, frame: Frame, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Return whether a call reads inputs that the example did not have, and is not one of the example's calls.
+
+        One that is, made from the same line, reads a mask or positions that were left out of the example.
+        """
+        if self.loss_inputs is None or not self.loss_inputs.is_read_by(args, kwargs):
+            return False
+        known = self.takes_own_path and not frame.training and site_name(owner, "output") in self.quantizers
+        return not known or self.loss_inputs.reads_floats(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pass"}

@@ -9,7 +9,16 @@ from typing import Any
 from qsdk.core.atomic_files import write_text
 from qsdk.core.config.for_dialect import changed_choices, float_biases_of
 from qsdk.core.config.json_form import read_object, to_json
-from qsdk.core.config.rules import CHOICES, FixedRange, Rule, Shape, TensorDType, make_rule
+from qsdk.core.config.rules import (
+    CHOICES,
+    CacheScales,
+    FixedRange,
+    Rule,
+    Shape,
+    TensorDType,
+    make_rule,
+    require_cache_scales,
+)
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import (
     DType,
@@ -39,6 +48,9 @@ class QuantConfig:
         bias: int32 where input and weight have 8 bits or fewer; float32 leaves every bias float.
         input: dtype of the model's inputs where it differs from other activations.
         output: dtype of the model's outputs where it differs from other activations.
+        kv_cache: dtype of the keys and values that a decoder takes and gives back from step to step; None for that of
+            activations.
+        kv_cache_scales: one scale of keys, and one of values, for each tensor (None too), head or channel.
         per_channel: one weight scale per output channel, else per tensor.
         block_size: one weight scale per run of input channels; None for no blocks.
         symmetric_weights: fixes the zero points of weights; None for those of a signed dtype only.
@@ -78,6 +90,8 @@ class QuantConfig:
     layers: Mapping[str, tuple[str, ...]] | None = None
     input: DType | None = None
     output: DType | None = None
+    kv_cache: DType | None = None
+    kv_cache_scales: CacheScales | None = None
     symmetric_weights: bool | None = None
     fixed_range: FixedRange | None = None
     supergroup: bool = True
@@ -92,9 +106,10 @@ class QuantConfig:
     def __post_init__(self) -> None:
         """Accept names in place of dtypes, as `override` does."""
         object.__setattr__(self, "weight", weight_type_named(self.weight))
-        for choice in ("activation", "bias", "input", "output"):
+        for choice in ("activation", "bias", "input", "output", "kv_cache"):
             named = getattr(self, choice)
             object.__setattr__(self, choice, None if named is None else dtype_named(named))
+        require_cache_scales(self.kv_cache_scales, "config")
 
     def __str__(self) -> str:
         """Return the dtypes, what differs from the defaults, the rules, and what became of a foreign file's keys."""
@@ -117,6 +132,8 @@ class QuantConfig:
         bias: DType | str | None = None,
         input: DType | str | None = None,
         output: DType | str | None = None,
+        kv_cache: DType | str | None = None,
+        kv_cache_scales: CacheScales | None = None,
         block_size: int | None = None,
         per_channel: bool | None = None,
         symmetric_weights: bool | None = None,
@@ -143,6 +160,8 @@ class QuantConfig:
             bias: float32 where int32 biases are clipped or round to 0, which reports mention; else int32.
             input: dtype of the model's inputs, where the caller needs another one.
             output: dtype of the model's outputs, likewise, or a wider one for scores and boxes.
+            kv_cache: dtype of the keys and values of a decoder's cache: int8, int4, float8e4m3fn.
+            kv_cache_scales: "head" or "channel" where 4 bits per tensor lose too much.
             block_size: input channels per weight scale: 32 to 128 for accurate 4-bit weights.
             per_channel: False for one scale per weight tensor, where a chip has no scales per channel.
             symmetric_weights: False for zero points in weights; helps where all weights have one sign.
@@ -213,6 +232,11 @@ class QuantConfig:
         """Return a config with supergroups of one's own, which are preferred to those known so far."""
         return replace(self, patterns=(*patterns, *self.patterns))
 
+    @property
+    def has_kv_cache(self) -> bool:
+        """Return whether the config or one of its rules names a dtype for a cache of keys and values."""
+        return self.kv_cache is not None or any(rule.kv_cache is not None for rule in self.rules)
+
     def names(self, owner: str, *op_types: str) -> bool:
         """Return whether a rule names this owner, or one of its op types, by more than a bare `*`.
 
@@ -261,7 +285,16 @@ class QuantConfig:
 _DEFAULTS = QuantConfig()
 
 
-def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+def _preset(
+    weight: DType, activation: DType, block_size: int | None, symmetric: bool, kv_cache: DType | str | None
+) -> QuantConfig:
+    cached = None if kv_cache is None else dtype_named(kv_cache)
+    return QuantConfig(weight, activation, block_size=block_size, symmetric_activations=symmetric, kv_cache=cached)
+
+
+def w8a8(
+    *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
+) -> QuantConfig:
     """Return the config for 8-bit weights and 8-bit activations.
 
     Examples:
@@ -270,25 +303,33 @@ def w8a8(*, block_size: int | None = None, symmetric_activations: bool = False) 
         rule: 'head' -> weight=int4
         rule: 'bn*' -> weight=float32, activation=float32, bias=float32
     """
-    return QuantConfig(int8, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
+    return _preset(int8, uint8, block_size, symmetric_activations, kv_cache)
 
 
-def w8a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+def w8a16(
+    *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
+) -> QuantConfig:
     """Return the config for 8-bit weights and 16-bit activations."""
-    return QuantConfig(int8, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
+    return _preset(int8, uint16, block_size, symmetric_activations, kv_cache)
 
 
-def w4a8(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+def w4a8(
+    *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
+) -> QuantConfig:
     """Return the config for 4-bit weights and 8-bit activations."""
-    return QuantConfig(int4, uint8, block_size=block_size, symmetric_activations=symmetric_activations)
+    return _preset(int4, uint8, block_size, symmetric_activations, kv_cache)
 
 
-def w4a16(*, block_size: int | None = None, symmetric_activations: bool = False) -> QuantConfig:
+def w4a16(
+    *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
+) -> QuantConfig:
     """Return the config for 4-bit weights and 16-bit activations."""
-    return QuantConfig(int4, uint16, block_size=block_size, symmetric_activations=symmetric_activations)
+    return _preset(int4, uint16, block_size, symmetric_activations, kv_cache)
 
 
-def weight_only(weight: WeightType | str = int4, *, block_size: int | None = None) -> QuantConfig:
+def weight_only(
+    weight: WeightType | str = int4, *, block_size: int | None = None, kv_cache: DType | str | None = None
+) -> QuantConfig:
     """Return the config for quantized weights and float activations.
 
     Runtimes have fast kernels for `block_size=32` or more.
@@ -296,5 +337,7 @@ def weight_only(weight: WeightType | str = int4, *, block_size: int | None = Non
     Args:
         weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.
         block_size: one scale per so many input channels; None for one per output channel.
+        kv_cache: dtype of the keys and values of a decoder's cache; None for float.
     """
-    return QuantConfig(weight_type_named(weight), float32, block_size=block_size)
+    cached = None if kv_cache is None else dtype_named(kv_cache)
+    return QuantConfig(weight_type_named(weight), float32, block_size=block_size, kv_cache=cached)

@@ -76,7 +76,7 @@ def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     if dialect not in CHANGES:
         raise ConfigError(f"unknown dialect {dialect!r}; choose one of {', '.join(CHANGES)}")
     changes, found = CHANGES[dialect], dict[str, Any]()
-    for name in ("activation", "input", "output", "weight"):
+    for name in ("activation", "input", "output", "kv_cache", "weight"):
         value = choices.get(name)
         known, refused = (
             (changes.weights, changes.no_weights) if name == "weight" else (changes.activations, changes.no_activations)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from qsdk.core.config.rules import CHOICES, TENSOR_DTYPES, as_fixed_range, make_rule, require_bias
+from qsdk.core.config.rules import CHOICES, TENSOR_DTYPES, CacheScales, as_fixed_range, make_rule, require_bias
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import BLOCK_FORMATS, DTYPES, DType, dtype_named, weight_type_named
 
@@ -97,6 +97,11 @@ _SHAPE = JsonType(
 _TENSOR_DTYPE = JsonType(
     {"enum": list(TENSOR_DTYPES)}, f"one of {', '.join(TENSOR_DTYPES)}", lambda value: value in TENSOR_DTYPES
 )
+_CACHE_SCALES = JsonType(
+    {"enum": list(get_args(CacheScales))},
+    f"one of {', '.join(get_args(CacheScales))}",
+    lambda value: value in get_args(CacheScales),
+)
 _LAYERS = JsonType(
     {"type": "object", "additionalProperties": _STRINGS},
     "an object of lists of strings",
@@ -114,7 +119,8 @@ _FLAGS = (
 _CHOICE_TYPES = MappingProxyType(
     {
         "weight": _WEIGHT,
-        **dict.fromkeys(("activation", "bias", "input", "output"), _DTYPE),
+        **dict.fromkeys(("activation", "bias", "input", "output", "kv_cache"), _DTYPE),
+        "kv_cache_scales": _CACHE_SCALES,
         **dict.fromkeys(("block_size", "scale_bits"), _COUNT),
         **dict.fromkeys(_FLAGS, _FLAG),
         "fixed_range": _RANGE,

@@ -11,6 +11,7 @@ from qsdk.core.numerics.dtypes import DType, WeightType, dtype_named, int32, wei
 from qsdk.core.site import names_of, without_calls
 
 Shape = tuple[int | str | None, ...]
+CacheScales = Literal["tensor", "head", "channel"]
 FixedRange = tuple[float, float] | Literal["observed"]
 
 #: the float types that a tensor of a model can have
@@ -63,6 +64,8 @@ class Rule:
         bias: int32 or a float dtype.
         input: dtype of model inputs.
         output: dtype of model outputs.
+        kv_cache: dtype of the keys and values that a decoder keeps from step to step.
+        kv_cache_scales: "tensor", "head" or "channel".
         block_size: input channels per scale.
         per_channel: one weight scale per output channel.
         symmetric_weights: fixes the zero points of weights.
@@ -86,6 +89,8 @@ class Rule:
     bias: DType | None = None
     input: DType | None = None
     output: DType | None = None
+    kv_cache: DType | None = None
+    kv_cache_scales: CacheScales | None = None
     block_size: int | None = None
     per_channel: bool | None = None
     symmetric_weights: bool | None = None
@@ -139,7 +144,7 @@ class Rule:
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
 CHOICES = tuple(field.name for field in fields(Rule) if field.name not in ("pattern", *CONDITIONS, "optional"))
-DTYPE_CHOICES = ("activation", "bias", "input", "output")
+DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
 
 
 def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:
@@ -161,6 +166,7 @@ def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = Fals
         given["op_type"] = (given["op_type"],) if isinstance(given["op_type"], str) else tuple(given["op_type"])
     if "shape" in given:
         given["shape"] = tuple(given["shape"])
+    require_cache_scales(given.get("kv_cache_scales"), f"rule {pattern!r}")
     if "tensor_dtype" in given:
         given["tensor_dtype"] = _tensor_dtype(given["tensor_dtype"], pattern)
     if "fixed_range" in given:
@@ -176,6 +182,16 @@ def require_bias(dtype: DType | None, where: str) -> None:
     """
     if dtype is not None and dtype.kind != "float" and dtype != int32:
         raise ConfigError(f"a bias is int32 or float, not {dtype} ({where})")
+
+
+def require_cache_scales(given: str | None, where: str) -> None:
+    """Raise an error for scales of a cache that are neither per tensor, head nor channel.
+
+    Raises:
+        ConfigError: names the choice and `where`.
+    """
+    if given is not None and given not in get_args(CacheScales):
+        raise ConfigError(f"kv_cache_scales={given!r} ({where}) is none of {', '.join(get_args(CacheScales))}")
 
 
 def as_fixed_range(given: Any, where: str = "") -> FixedRange:

@@ -5,10 +5,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.spec import Granularity, Kind, PerChannel, PerTensor, Spec, float_spec, scale_digits
+from qsdk.core.planning.choices import ResolvedConfig
 from qsdk.core.planning.context import PlanningContext
 from qsdk.core.planning.plan import BY_CALIBRATION, Decision
-from qsdk.core.planning.ties import Classes, find_assemblies, find_ties, keeps_grid
+from qsdk.core.planning.ties import Classes, find_assemblies, find_caches, find_ties, keeps_grid
 
 #: ops whose values lie between fixed bounds, whatever the data
 FIXED_RANGES = MappingProxyType(
@@ -40,7 +42,82 @@ def plan_activations(context: PlanningContext) -> dict[int, Decision]:
         for tensor in op.outputs:
             if graph.tensors[tensor].is_float and graph.constant_root(tensor) is None:
                 result[tensor] = _decide(context, tensor, index, assembled)
-    return _tie(context, result)
+    return _tie(context, {**result, **_cached(context, result)})
+
+
+def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Return the decisions for the tensors that hold keys and values of a cache, where the config has a dtype for it.
+
+    With one scale per tensor, all that only moves these values is on their grid. With scales per head or channel, that
+    are the tensors that a Concat joins and its result: what the new values were before is not quantized, and what
+    reads the result holds its values.
+
+    Raises:
+        ConfigError: there is no cache, or its shape is not that of heads.
+    """
+    wanted = [context.config.kv_cache, *(rule.kv_cache for rule in context.config.rules if not rule.optional)]
+    if not any(wanted):
+        return {}
+    joined = find_caches(context.graph, _movers(context))
+    if not joined:
+        raise ConfigError(
+            f"kv_cache={next(filter(None, wanted))}: the model takes and gives back no keys and values; give quantize "
+            "an example of one step, with past_key_values"
+        )
+    result = {}
+    for tensor, concat in joined.items():
+        choice = context.result_choice(context.graph.ops[concat].outputs[0], concat)
+        if tensor in activations and choice.wanted.kv_cache is not None and activations[tensor].site[0] != "(":
+            result[tensor] = _cached_decision(context, activations[tensor], tensor, concat, choice)
+    return result
+
+
+def _cached_decision(
+    context: PlanningContext, bare: Decision, tensor: int, concat: int, choice: ResolvedConfig
+) -> Decision:
+    graph, dtype, scales = context.graph, choice.wanted.kv_cache, choice.wanted.kv_cache_scales or "tensor"
+    assert dtype is not None
+    rule = choice.decided_by("kv_cache", "kv_cache_scales")
+    if not dtype.is_quantized:
+        return replace(bare, spec=float_spec(dtype, graph.tensors[tensor].dtype), reason="kept by kv_cache", rule=rule)
+    granularity: Granularity = PerTensor()
+    if scales != "tensor":
+        op = graph.ops[concat]
+        joined = op.outputs[0]
+        if tensor != joined and tensor not in op.inputs:
+            return _beside_cache(context, bare, tensor, joined, rule)
+        shape = graph.tensors[joined].shape
+        if shape is None or len(shape) != 4:
+            raise ConfigError(
+                f"kv_cache_scales={scales!r} at {bare.site}: its shape {shape} is not [batch, heads, tokens, channels]"
+                "; choose 'tensor'"
+            )
+        granularity = PerChannel(1 if scales == "head" else 3)
+    symmetric = dtype.signed or dtype.kind == "minifloat" or choice.wanted.symmetric_activations
+    spec = Spec(dtype, granularity, symmetric, scale_digits(choice.wanted.scale_bits, graph.tensors[tensor].dtype))
+    return replace(bare, spec=spec, reason="keys and values of the cache", rule=rule)
+
+
+def _beside_cache(context: PlanningContext, bare: Decision, tensor: int, joined: int, rule: str) -> Decision:
+    """Return the decision for what moves values into a cache with several scales, or out of it: no grid of its own."""
+    home = context.graph.tensors[joined].site
+    if joined in _sources(context, tensor):
+        return replace(bare, spec=None, tied_to=home, reason=f"holds values of {home}", rule=rule)
+    return replace(bare, spec=None, reason=f"quantized where {home} joins it", rule=rule)
+
+
+def _sources(context: PlanningContext, tensor: int) -> set[int]:
+    """Return the tensors whose values a tensor holds."""
+    result, left = set[int](), [tensor]
+    movers = frozenset(_movers(context))
+    while left:
+        made_by = context.graph.producer.get(left.pop())
+        if made_by is not None and made_by in movers:
+            op = context.graph.ops[made_by]
+            new = {t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None} - result
+            result |= new
+            left += new
+    return result
 
 
 def _float_assemblies(context: PlanningContext) -> dict[int, str]:

@@ -1,6 +1,6 @@
 """Ties: tensors that share an encoding because the op between them keeps the grid (union-find)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from qsdk.core.graph.graph import Graph, Op
 
@@ -62,6 +62,32 @@ def find_ties(graph: Graph, groups: Mapping[int, object], untied: Collection[int
             if reached[left] == reached[right]:
                 classes.union(left, right)
     return classes
+
+
+def find_caches(graph: Graph, movers: Iterable[int]) -> dict[int, int]:
+    """Return the tensors that hold values of a cache of keys and values: tensor id -> the Concat that extends it.
+
+    A cache comes in as an input of the graph, is joined with new values, and goes out again.
+
+    Args:
+        graph: of the model.
+        movers: ids of the ops that keep the grid and are quantized one by one.
+    """
+    classes, movers = Classes(), list(movers)
+    for index in movers:
+        op = graph.ops[index]
+        moved = [t for t in (op.inputs if op.type == "Concat" else op.inputs[:1]) if t is not None]
+        for tensor in (t for t in moved if graph.tensors[t].is_float and not graph.tensors[t].constant):
+            for result in op.outputs:
+                classes.union(tensor, result)
+    came, leave = ({classes.find(tensor) for tensor in edge} for edge in (graph.inputs, graph.outputs))
+    joined: dict[int, int] = {}
+    for index in movers:
+        op = graph.ops[index]
+        if op.type == "Concat" and classes.find(op.outputs[0]) in came & leave:
+            joined.setdefault(classes.find(op.outputs[0]), index)
+    floats = (tensor for tensor, facts in enumerate(graph.tensors) if facts.is_float and not facts.constant)
+    return {tensor: joined[classes.find(tensor)] for tensor in floats if classes.find(tensor) in joined}
 
 
 def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Mapping[str, object]) -> dict[int, str]:

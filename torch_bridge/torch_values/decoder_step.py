@@ -1,0 +1,71 @@
+"""The example of a decoder's step: its last tokens beside the cache of those before."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsdk.core.errors import ConfigError
+from torch_bridge.torch_values.batches import Example
+from torch_bridge.torch_values.caches import is_cache
+from torch_bridge.torch_values.pytree import input_names, leaves_of
+
+_TOKENS, _MASK, _POSITIONS, _CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
+
+
+def as_step(model: nn.Module, example: Example) -> Example:
+    """Return an example of tokens [batch, length] as a step: the second half of them, and the cache of the first half.
+
+    Args:
+        model: a decoder in the form of `transformers`, which takes `past_key_values` and gives them back.
+        example: with `input_ids`, positional or by name, and perhaps an `attention_mask`.
+
+    Raises:
+        ConfigError: the model has no cache, or the example has no two tokens.
+    """
+    taken = inspect.signature(model.forward).parameters
+    names = input_names(model.forward, example.args)
+    given = {**dict(zip(names, example.args, strict=False)), **example.kwargs}
+    tokens = given.get(_TOKENS)
+    if _CACHE not in taken or not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ConfigError(
+            f"kv_cache is chosen, and the example has no cache that {type(model).__name__} could go on from; give "
+            "quantize one of a step, with past_key_values, or input_ids of two tokens at least"
+        )
+    past = tokens.shape[1] // 2
+    cache = _filled_cache(model, tokens[:, :past])
+    mask = given.get(_MASK)
+    step = {
+        _TOKENS: tokens[:, past:],
+        _MASK: torch.ones_like(tokens) if mask is None else mask,
+        _POSITIONS: torch.arange(past, tokens.shape[1], device=tokens.device)[None].repeat(len(tokens), 1),
+        _CACHE: cache,
+    }
+    step = {name: value for name, value in step.items() if name in taken}
+    args = tuple(step.pop(name, value) for name, value in zip(names, example.args, strict=False))
+    return replace(example, args=args, kwargs={**example.kwargs, **step})
+
+
+def _filled_cache(model: nn.Module, tokens: Tensor) -> Any:
+    """Return the cache after some tokens, one that keeps all of them, also for layers with a sliding window."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            first = _cache_of(model(**{_TOKENS: tokens, "use_cache": True}))
+            whole = type(first)()
+            return _cache_of(model(**{_TOKENS: tokens, _CACHE: whole, "use_cache": True}))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _cache_of(result: Any) -> Any:
+    found = next((leaf for _, leaf in leaves_of(result) if is_cache(leaf)), None)
+    if found is None:
+        raise ConfigError(
+            "kv_cache is chosen, and the model gives back no past_key_values; set use_cache=True in its config"
+        )
+    return found
