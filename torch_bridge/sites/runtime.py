@@ -365,7 +365,8 @@ class SiteMode(TorchFunctionMode):
         result, name = func(*args, **(kwargs or {})), op_name(func)
         if not isinstance(result, Tensor) or not result.is_floating_point() or name is None:
             return loss_inputs.add_result(result, None, self.runtime.quantizers)
-        if self.runtime.takes_own_path and not computes_floats(name, args, kwargs):
+        chosen = not computes_floats(name, args, kwargs) and not loss_inputs.reads_floats(args, kwargs)
+        if self.runtime.takes_own_path and chosen:
             return loss_inputs.add_constant(result)
         owner = frame.next_owner(name)
         if self.runtime.takes_own_path:
