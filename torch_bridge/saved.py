@@ -16,6 +16,7 @@ from qsdk.core.read_files import first_line_of, require_modest_size
 from qsdk.core.sims.sim_file import Part
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Example
+from torch_bridge.torch_values.caches import from_plain_form, plain_form
 from torch_bridge.torch_values.parameters import dtype_name, main_dtype
 from torch_bridge.torch_values.pytree import Path, map_arguments
 from torch_bridge.wrapping.pretrained import encoding_keys, weights_digest
@@ -36,7 +37,8 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     own = encoding_keys(sim.model)
     weights = {name: value for name, value in sim.model.state_dict().items() if name not in own}
     given = sim.current_example
-    example = {"args": given.args, "kwargs": dict(given.kwargs), "dynamic_shapes": given.dynamic_shapes}
+    args, kwargs = tuple(map(plain_form, given.args)), {name: plain_form(x) for name, x in given.kwargs.items()}
+    example = {"args": args, "kwargs": kwargs, "dynamic_shapes": given.dynamic_shapes}
     example |= {"apart": [list(path) for path in sorted(given.apart)]} if given.apart else {}
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
@@ -100,7 +102,9 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
     read = _read(parts, EXAMPLE, where)
     try:
         apart = frozenset(tuple(path) for path in read.get("apart", ()))
-        return Example(tuple(read["args"]), dict(read["kwargs"]), read.get("dynamic_shapes"), apart=apart)
+        args = tuple(map(from_plain_form, read["args"]))
+        kwargs = {name: from_plain_form(value) for name, value in dict(read["kwargs"]).items()}
+        return Example(args, kwargs, read.get("dynamic_shapes"), apart=apart)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
 

@@ -106,8 +106,7 @@ class Runtime(RuntimeState):
         if leaf and (narrow_type := self.island_at(frame.name)) is not None:
             forward = functools.partial(run_narrow, narrow_type, frame, forward)
         try:
-            if leaf and self.is_of_loss(frame.name, frame, args, kwargs):
-                assert self.loss_inputs is not None
+            if leaf and self.loss_inputs is not None and self.is_of_loss(frame.name, frame, args, kwargs):
                 return self.loss_inputs.add_result(
                     forward(*args, **kwargs), self.exported_site(site_name(frame.name, "output")), self.quantizers
                 )

@@ -1,6 +1,7 @@
 """Caches of keys and values, which a decoder takes and gives back from step to step, such as `DynamicCache`."""
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ class CacheKey(str):
     """A part of a path that leads into a cache; in an exported file it stands behind a dot: `past_key_values.0.key`."""
 
 
+_DYNAMIC = "DynamicCache"
 _SINGULAR = {"keys": "key", "values": "value"}
 _PARTS = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder and a decoder
 
@@ -53,6 +55,27 @@ def replace_cache(cache: Any, by: Any) -> None:
             replace_cache(getattr(cache, name), getattr(by, name))
     if hasattr(cache, "layers"):
         cache.layers = by.layers
+
+
+def plain_form(value: Any) -> Any:
+    """Return a DynamicCache as plain data for a file, and any other value as it is."""
+    if type(value).__name__ != _DYNAMIC or not is_cache(value):
+        return value
+    return {_DYNAMIC: [(layer.keys, layer.values) for layer in value.layers if isinstance(layer.keys, Tensor)]}
+
+
+def from_plain_form(value: Any) -> Any:
+    """Return the value that `plain_form` wrote.
+
+    Raises:
+        LookupError: it is a cache, and no model of `transformers` is loaded.
+    """
+    if not isinstance(value, dict) or set(value) != {_DYNAMIC}:
+        return value
+    made = getattr(sys.modules["transformers.cache_utils"], _DYNAMIC)()
+    for number, (keys, values) in enumerate(value[_DYNAMIC]):
+        made.update(keys, values, number)
+    return made
 
 
 def _map_layer(layer: Any, each: Callable[[Path, Any], Any], path: Path) -> Any:

@@ -180,7 +180,9 @@ class ModuleDoor:
         encodings = self.sim.encodings
         expected = expected_model(self.traced(), self.sim.plan, encodings, model)
         stored = stored_values.stored_values(self.sim)
-        return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime))
+        moves = (d.site for d in self.sim.plan.decisions.values() if d.passes_through or d.tied_dynamically)
+        moving = frozenset(moves if self.sim.example.has_cache else ())
+        return parity.check(model, values(), stored, encodings, reference(), expected, RunOn(runtime=runtime), moving)
 
     def save(self, path: str | os.PathLike[str], facts: Mapping[str, Any], *, weights: bool = True) -> None:
         """Write the state_dict, or its digest alone, and the example that the model was traced with."""
