@@ -30,7 +30,8 @@ ranges = st.tuples(numbers, numbers).filter(lambda pair: pair[0] < pair[1]) | st
 texts = st.text(max_size=8)
 choices = {
     "weight": dtypes | st.sampled_from(list(BLOCK_FORMATS.values())),
-    **dict.fromkeys(("activation", "input", "output"), dtypes),
+    **dict.fromkeys(("activation", "input", "output", "kv_cache"), dtypes),
+    "kv_cache_scales": st.sampled_from(["tensor", "head", "channel"]),
     "bias": biases,
     "block_size": st.integers(1, 512),
     "scale_bits": st.integers(1, 24),

@@ -1,5 +1,6 @@
 """Files with a cache of keys and values: one file for the prompt and every step after it, in ONNX Runtime alone."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import qsdk
 from torch_bridge.sim import QuantSim
 
 
+@functools.cache
 def _sim(name: str = "llama") -> QuantSim:
     model = DECODERS[name]()
     sim = qsdk.quantize(model, step_example(model), qsdk.w8a8())

@@ -1,19 +1,27 @@
 """`sim.model.generate` with a cache of keys and values: the same tokens as without one, from one set of encodings."""
 
+import functools
+
 import pytest
 import torch
-from tiny_decoders import DECODERS, decoder, plain_sim, t5, tokens
+from tiny_decoders import DECODERS, plain_sim, t5, tokens
 from transformers.cache_utils import DynamicCache
 
 import qsdk
 from qsdk.core.errors import ModelError
+from torch_bridge.sim import QuantSim
 
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
+@functools.cache
+def _sim(name: str) -> QuantSim:
+    return plain_sim(DECODERS[name]())
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name: str) -> None:
-    sim = plain_sim(DECODERS[name]())
+    sim = _sim(name)
     ids = tokens(9)
     wanted = sim.model.generate(ids, use_cache=False, **OPTIONS)
     assert torch.equal(sim.model.generate(ids, **OPTIONS), wanted)
@@ -22,7 +30,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
-    sim = plain_sim(DECODERS[name]())
+    sim = _sim(name)
     ids, mask = tokens(9, batch=2), torch.ones(2, 10, dtype=torch.int64)
     ids[1, :3], mask[1, :3] = 0, 0
     both = sim.model.generate(ids, attention_mask=mask, **OPTIONS)
@@ -32,7 +40,7 @@ def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}])
 def test_beams_samples_and_a_cache_of_fixed_length(options: dict[str, object]) -> None:
-    sim = plain_sim(DECODERS["llama"]())
+    sim = _sim("llama")
     given = {**OPTIONS, **options}
     torch.manual_seed(1)
     result = sim.model.generate(tokens(9), **given)
@@ -53,7 +61,7 @@ def test_an_encoder_and_its_decoder_generate() -> None:
 
 def test_steps_read_each_site_with_its_own_encoding() -> None:
     """Each site of a step is compared with the same place of a whole pass, so that no call takes another's encoding."""
-    sim, ids = plain_sim(DECODERS["llama"]()), tokens(9)
+    sim, ids = _sim("llama"), tokens(9)
     with torch.no_grad():
         whole = sim.model(input_ids=ids).logits
         cache = DynamicCache(config=sim.model.config)
@@ -65,7 +73,7 @@ def test_steps_read_each_site_with_its_own_encoding() -> None:
 
 
 def test_positions_and_a_mask_that_the_example_did_not_have() -> None:
-    sim, ids = plain_sim(DECODERS["llama"]()), tokens(9)
+    sim, ids = _sim("llama"), tokens(9)
     with torch.no_grad():
         whole = sim.model(input_ids=ids).logits
         given = sim.model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(10)[None])
@@ -75,13 +83,13 @@ def test_positions_and_a_mask_that_the_example_did_not_have() -> None:
 
 
 def test_embeddings_in_the_place_of_tokens_are_refused_with_a_cache() -> None:
-    sim = plain_sim(DECODERS["llama"]())
+    sim = _sim("llama")
     with pytest.raises(ModelError, match=r"depends on inputs_embeds, which the example did not have"):
         sim.model(inputs_embeds=torch.zeros(1, 4, 32), past_key_values=DynamicCache())
 
 
 def test_labels_are_no_part_of_the_quantized_model() -> None:
-    sim, ids = plain_sim(decoder("Llama")), tokens(9)
+    sim, ids = _sim("llama"), tokens(9)
     with torch.no_grad():
         result = sim.model(input_ids=ids, labels=ids)
         assert torch.equal(result.logits, sim.model(input_ids=ids).logits)

@@ -1,0 +1,83 @@
+"""`kv_cache=` in a config: the dtype and the scales of keys and values that cross from step to step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_decoders import DECODERS, generate, session_of, step_example, tokens
+from torch import nn
+from torch_models import ConvNet
+
+import qsdk
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.errors import ConfigError
+from torch_bridge.sim import QuantSim
+
+_KEY, _VALUE = "past_key_values.0.key:input", "past_key_values.1.value:input"
+
+
+def _sim(config: QuantConfig, model: nn.Module | None = None) -> QuantSim:
+    sim = qsdk.quantize(model or DECODERS["llama"](), {"input_ids": tokens(0)}, config)
+    qsdk.calibrate(sim, [{"input_ids": tokens(seed)} for seed in range(1, 4)], progress=False)
+    return sim
+
+
+@pytest.mark.parametrize(
+    ("config", "granularity"),
+    [
+        (qsdk.w8a8(kv_cache="int8"), "per tensor"),
+        (qsdk.w8a8().override("*", kv_cache="int4", kv_cache_scales="head"), "per channel (axis 1)"),
+        (qsdk.weight_only("int8", kv_cache="int4").override("*", kv_cache_scales="channel"), "per channel (axis 3)"),
+    ],
+    ids=["int8", "int4 per head", "weights and int4 per channel"],
+)
+def test_the_file_generates_what_the_simulation_does(config: QuantConfig, granularity: str, tmp_path: Path) -> None:
+    sim, ids = _sim(config), tokens(9, batch=2)
+    rows = {row["site"]: row for row in sim.coverage().rows}
+    assert rows[_KEY]["granularity"] == rows[_VALUE]["granularity"] == granularity
+    qsdk.export(sim, tmp_path / "model.onnx")
+    wanted = sim.model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
+    assert np.array_equal(generate(session_of(str(tmp_path / "model.onnx")), ids.numpy(), 32), wanted.numpy())
+    report = qsdk.check_parity(sim, tmp_path / "model.onnx", [step_example(DECODERS["llama"]())], progress=False)
+    assert report.summary["passed"], report
+
+
+def test_keys_and_values_are_quantized_once() -> None:
+    sim = _sim(qsdk.w8a8(kv_cache="int8"))
+    rows = {row["site"]: row for row in sim.coverage().rows}
+    moved = [
+        "self_attn.v_proj:output",
+        "self_attn/add.1:output",
+        "self_attn/cat.2:output",
+        "self_attn/reshape.1:output",
+    ]
+    assert {rows[f"model.layers.0.{site}"]["dtype"] for site in moved} == {"int8"}
+    assert rows["model.layers.0.self_attn.k_proj:output"]["dtype"] == "uint8"  # RoPE computes between the two
+    cache = sim.model(input_ids=tokens(9)).past_key_values
+    encoding = sim.encodings[_KEY]
+    keys = cache.layers[0].keys.detach().numpy()
+    assert np.array_equal(encoding.dequantize(encoding.quantize(keys)), keys)
+    assert len(np.unique(keys)) > 50
+
+
+def test_a_rule_chooses_the_layers() -> None:
+    sim = _sim(qsdk.w8a8().override("model.layers.1.*", kv_cache="float8e4m3fn"))
+    rows = {row["site"]: row["dtype"] for row in sim.coverage().rows}
+    assert (rows[_KEY], rows[_VALUE]) == ("uint8", "float8e4m3fn")
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache is chosen, and the example has no cache that ConvNet could go on"):
+        qsdk.quantize(ConvNet(), torch.randn(2, 3, 8, 8), qsdk.w8a8(kv_cache="int8"))
+
+
+def test_unknown_scales_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_scales='row' .* is none of tensor, head, channel"):
+        qsdk.w8a8().override("*", kv_cache="int8", kv_cache_scales="row")  # type: ignore[arg-type]
+
+
+def test_a_config_file_keeps_the_choice(tmp_path: Path) -> None:
+    config = qsdk.w8a8(kv_cache="int4").override("layers.0.*", kv_cache_scales="head")
+    config.save(tmp_path / "config.json")
+    assert qsdk.load_config(tmp_path / "config.json") == config
