@@ -41,6 +41,28 @@ def exported(model, tmp_path_factory) -> str:
     return str(path)
 
 
+class Residual(nn.Module):
+    """A residual stream whose norm reads one channel a hundred times larger than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.up, self.down = (
+            nn.Linear(8, 32),
+            nn.RMSNorm(32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+        )
+        self.last_norm, self.head = nn.RMSNorm(32), nn.Linear(32, 4)
+        with torch.no_grad():
+            self.enter.weight[5] *= 100
+            self.down.weight[5] *= 100
+
+    def forward(self, x):
+        x = self.enter(x)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x))
+
+
 def outputs_of(sim) -> np.ndarray:
     return sim(IMAGES[32:]).numpy() if hasattr(sim, "model") else sim.run(IMAGES[32:].numpy())[0]
 
@@ -73,6 +95,24 @@ def test_a_preset_within_the_budget_is_the_whole_path(model, sqnr):
     assert sqnr(report.sim) == report.summary["metric"]
     assert report.full().endswith(report.code)
     assert "qsdk.quantize(model, example, config)" in str(report)
+
+
+def test_a_stream_with_an_outlier_is_rotated_and_the_lines_repeat_it():
+    torch.manual_seed(0)
+    model, data = Residual().eval(), list(torch.randn(64, 8).split(16))
+    with torch.no_grad():
+        exact = model(data[-1])
+
+    def closeness(sim) -> float:
+        return -float((sim(data[-1]) - exact).abs().mean() / exact.abs().mean())
+
+    report = run(model, closeness, data=data, max_drop=0.0)
+    kept = [row["step"] for row in report.rows if row["kept"]]
+    assert "rotate" in kept
+    assert report.summary["metric"] > report.rows[0]["metric"]
+    names = {"qsdk": qsdk, "model": model, "example": data[0], "data": data, "metric": closeness}
+    exec(report.code, names)
+    assert torch.equal(names["sim"](data[-1]), report.sim(data[-1]))
 
 
 @pytest.mark.parametrize("side", ["module", "file"])

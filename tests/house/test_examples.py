@@ -6,6 +6,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import qsdk
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -33,10 +37,26 @@ def test_an_example_trains_a_quantized_model_and_exports_it(name: str, tmp_path:
 
 def test_every_example_is_run():
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == [
+        "generate_text",
         "hugging_face_trainer",
         "lightning_module",
         "log_to_trackers",
     ]
+
+
+def test_an_exported_decoder_generates_text_without_qsdk(tmp_path: Path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
+    decoder = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    prompt = torch.randint(0, 100, (1, 8))
+    sim = qsdk.quantize(decoder, {"input_ids": prompt}, qsdk.w8a8(kv_cache="int8"))
+    qsdk.calibrate(sim, [{"input_ids": torch.randint(0, 100, (1, 8))}], progress=False)
+    qsdk.export(sim, tmp_path / "decoder.onnx")
+    wanted = sim.model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0].tolist()
+    module = example("generate_text")
+    assert module.generate(str(tmp_path / "decoder.onnx"), prompt[0].tolist(), 20) == wanted
+    assert "qsdk" not in vars(module)
 
 
 class Writer:

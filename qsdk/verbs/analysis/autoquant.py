@@ -188,10 +188,10 @@ def autoquant(
 ) -> AutoquantReport:
     """Quantize a model so that a metric stays within a budget of the float model's, in as few steps as that takes.
 
-    The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `equalize`, `smooth_quant`,
-    `correct_bias`, for weights below 8 bits `seq_mse`, `gptq` and `adaround`, at last `mixed_precision`; the first one
-    that meets the budget is the last. One that does not improve the metric is undone, so the result is never worse than
-    the preset. If that is too large, weights that matter least at the outputs (`sensitivity`) take 4 bits at the start.
+    The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `rotate` (which unties
+    nothing here), `equalize`, `smooth_quant`, `correct_bias`, for weights below 8 bits `seq_mse`, `gptq`, `adaround`,
+    at last `mixed_precision`; the first one that meets the budget is the last. One that does not improve the metric is
+    undone. Is the preset too large, the weights that matter least (`sensitivity`) take 4 bits at the start.
 
     Args:
         model: an nn.Module, an ONNX path or an onnx model; it is left as it is.

@@ -10,6 +10,7 @@ from qsdk.verbs.bias import correct_bias
 from qsdk.verbs.doors.choose import Sim
 from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate
+from qsdk.verbs.rotation.rotate import obstacle_to_rotating, rotate
 from qsdk.verbs.scaling import equalize, smooth_quant
 
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
@@ -51,6 +52,7 @@ def steps_to_try(seed: int) -> list[Step]:
     """Return all steps, the cheapest first."""
     return [
         *(Step(calibrate, _no_ranges, {"method": method}) for method in ("tf_enhanced", "mse", "percentile")),
+        Step(rotate, _no_stream, {"seed": seed}),
         Step(equalize, _no_scale_per_tensor),
         Step(smooth_quant, _no_norms, {"alpha": "auto"}),
         Step(correct_bias, _no_weights, {"seed": seed}),
@@ -82,6 +84,10 @@ def _no_scale_per_tensor(sim: Sim) -> str:
 def _no_norms(sim: Sim) -> str:
     found = any(d.op_type in _NORMS for d in sim.plan.decisions.values())
     return "" if found and _no_ranges(sim) == "" else "there is no normalization in front of a layer"
+
+
+def _no_stream(sim: Sim) -> str:
+    return _no_ranges(sim) or obstacle_to_rotating(sim)
 
 
 def _no_narrow_weights(sim: Sim) -> str:

@@ -91,6 +91,16 @@ def rotate(
         return Report("Rotation", [_row(graph, stream, noises.get(stream.seed)) for stream in streams], summary)
 
 
+def obstacle_to_rotating(sim: Sim) -> str:
+    """Return why `rotate` has no residual stream to rotate, or would have to untie one; "" where neither is so."""
+    graph = door_of(sim).running_graph()
+    residual = [stream for stream in _streams(sim, graph) if stream.kind == "residual stream"]
+    free = [stream for stream in residual if not stream.blocked]
+    if not free:
+        return residual[0].blocked if residual else "there is no residual stream"
+    return "an embedding shares its table with the last layer" if any(stream.ties for stream in free) else ""
+
+
 def _require_options(sim: Sim, data: Iterable[Any] | None, method: str) -> None:
     require_sim(sim)
     if method not in get_args(Method):
