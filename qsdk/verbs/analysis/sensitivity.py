@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from qsdk.core.errors import DataError
 from qsdk.core.precision.metrics import metric_value, require_metric
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise, layers_of, sensitivity_report
 from qsdk.core.report import Report
+from qsdk.progress import tqdm
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
 from qsdk.verbs.doors.choose import Sim, door_of
