@@ -340,10 +340,10 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
             f"{where} was saved from another model, or by a qsdk that planned otherwise: {', '.join(different[:8])} "
             "differ; pass the module that it was saved from, or quantize anew and call qsdk.load_encodings"
         )
-    if saved_torch.WEIGHTS in file.parts:
-        saved_torch.load_weights(sim, file.parts, where)
+    if "weights_digest" in file.facts:  # the weights are in the checkpoint beside the file
+        saved_torch.require_weights(sim, file.facts["weights_digest"], where)
     else:
-        saved_torch.require_weights(sim, file.facts.get("weights_digest"), where)
+        saved_torch.load_weights(sim, file.parts, where)
     saved_torch.load_given(sim, file.parts, where)
     remove_bounds(sim.model, file.facts.get("relu6_as_relu", ()))
     sim.folded_norms.update(read_norms(file.facts.get("norms", {}), where))
