@@ -88,11 +88,11 @@ def test_the_installed_command_explains_itself(python: Path, tmp_path: Path, com
 def test_the_installed_demo_network_knows_the_installed_images(python: Path, tmp_path: Path):
     code = """
 import torch
-from qsdk.demo import data, model
-held = data.load()
+from qsdk.demo import data, network
+held = data()
 assert held.calibration_images.shape == (1024, 1, 28, 28) and held.test_images.shape == (10000, 1, 28, 28)
 with torch.inference_mode():
-    picked = model.load_pretrained()(torch.from_numpy(held.test_images[:1000])).argmax(1).numpy()
+    picked = network()(torch.from_numpy(held.test_images[:1000])).argmax(1).numpy()
 print((picked == held.test_labels[:1000]).mean())
 """
     assert float(run(python, "-c", code, cwd=tmp_path)) > 0.9

@@ -54,5 +54,6 @@ def _elements(decision: Decision) -> int:
 
 def _bytes(decision: Decision) -> float:
     spec = decision.spec
-    bits = dtype_named(decision.tensor_type if spec is None else spec.dtype.container).bits
+    own = 64 if decision.tensor_type == "float64" else dtype_named(decision.tensor_type).bits
+    bits = own if spec is None else dtype_named(spec.dtype.container).bits
     return _elements(decision) * bits / 8
