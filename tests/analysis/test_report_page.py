@@ -349,3 +349,12 @@ def test_what_is_wrong_is_said_and_the_page_that_was_there_stays(sim, batches, t
     with pytest.raises(qsdk.ConfigError, match=r"need matplotlib; install it: pip install 'qsdk\[report\]'"):
         qsdk.report(sim, path)
     assert path.read_text() == "before"
+
+
+def test_a_model_in_float64_has_a_page(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double().eval(), torch.randn(8, 8).double()
+    sim = qsdk.quantize(model, x, qsdk.w8a8().skip("2"))
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.report(sim, tmp_path / "page.html", data=[x], progress=False)
+    assert "float64" in Page(tmp_path / "page.html").words

@@ -161,3 +161,16 @@ def dtype_named(name: WeightType | str) -> DType:
 def level_dtype(dtype: DType) -> DType:
     """Return the dtype of the levels of two-level scales: `uint4` for integers of up to 4 bits, else `uint8`."""
     return uint4 if dtype.bits <= 4 else uint8
+
+
+#: of tensors in models of it; no site can be asked to have it
+_FLOAT64 = _float("float64", "float", 64, 1.7976931348623157e308)
+
+
+def tensor_dtype_named(name: str) -> DType:
+    """Return the dtype of a tensor by its name, of `dtype_named` or float64.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    return _FLOAT64 if name == _FLOAT64.name else dtype_named(name)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from qsdk.core.numerics.dtypes import DTYPES, dtype_named
+from qsdk.core.numerics.dtypes import DTYPES, tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision, Plan
 from qsdk.core.site import port_of
@@ -54,6 +54,5 @@ def _elements(decision: Decision) -> int:
 
 def _bytes(decision: Decision) -> float:
     spec = decision.spec
-    own = 64 if decision.tensor_type == "float64" else dtype_named(decision.tensor_type).bits
-    bits = own if spec is None else dtype_named(spec.dtype.container).bits
+    bits = tensor_dtype_named(decision.tensor_type if spec is None else spec.dtype.container).bits
     return _elements(decision) * bits / 8

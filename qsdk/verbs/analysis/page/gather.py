@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from onnx_backend.proto.sizes import sizes
 from qsdk.core.graph.graph import Graph
-from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Decision
 from qsdk.core.precision.advice import decibels
@@ -116,7 +116,7 @@ def _layers(found: Measured, coverage: Report) -> list[LayerFacts]:
 def _site(decision: Decision, row: Mapping[str, Any], why: str, encoding: Encoding | None) -> SiteFacts:
     stored = decision.kind in ("weight", "bias")
     sizes = [size for size in decision.shape or () if isinstance(size, int)]
-    dtype = dtype_named(row["dtype"])
+    dtype = tensor_dtype_named(row["dtype"])
     return SiteFacts(
         site=decision.site,
         kind=decision.kind,
@@ -126,7 +126,7 @@ def _site(decision: Decision, row: Mapping[str, Any], why: str, encoding: Encodi
         granularity=str(row["granularity"]),
         why=why,
         elements=math.prod(sizes) if stored else 0,
-        bits=dtype_named(dtype.container).bits,
+        bits=tensor_dtype_named(str(dtype.container)).bits,
         encoding=encoding,
         passes_through=decision.passes_through,
         fused=decision.spec is None and decision.reason.startswith("inside "),

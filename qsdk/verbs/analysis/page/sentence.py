@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.dtypes import tensor_dtype_named
 from qsdk.verbs.analysis.page.facts import LayerFacts, SiteFacts
 
 MOST = 0.8  # of the noise
@@ -57,7 +57,7 @@ def _bits(sites: Sequence[SiteFacts]) -> Counter[int]:
     """Return the bits of quantized sites, and what they count for: elements of weights, or one each."""
     found: Counter[int] = Counter()
     for site in sites:
-        dtype = dtype_named(site.dtype)
+        dtype = tensor_dtype_named(site.dtype)
         if dtype.is_quantized:
             found[dtype.bits] += max(site.elements, 1)
     return found

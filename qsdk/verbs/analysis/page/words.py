@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.dtypes import tensor_dtype_named
 
 _EXACT = 200.0  # dB, the most that is ever reported
 #: what stored bytes are of, and its colour in the style sheet, in the order in which they are drawn
@@ -20,7 +20,7 @@ GROUPS: Mapping[str, str] = {
 
 def group_of(dtype: str) -> str:
     """Return the group of a dtype in `GROUPS`."""
-    found = dtype_named(dtype)
+    found = tensor_dtype_named(dtype)
     if not found.is_quantized:
         return "float"
     return next(
