@@ -18,7 +18,7 @@ from torch_bridge.folding.trainable_batch_norm import TrainableBatchNorm, traina
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.source_lines import RecordedCall, lines_of_ambiguous_calls
 from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.decoder_step import as_step
+from torch_bridge.torch_values.decoder_step import as_step, require_whole_caches
 from torch_bridge.torch_values.module_state import (
     Attributes,
     attributes_of,
@@ -92,6 +92,7 @@ def prepare(
     given = as_example(example)
     if config.has_kv_cache and not given.has_cache:
         given = as_step(model, given)
+    require_whole_caches(given)
     given = replace(given, dynamic_shapes=plain_shapes(dynamic_shapes)).beside(model)
     own = model if in_place else _copy_model(model)
     modes = {module: module.training for module in own.modules()} if in_place else {}

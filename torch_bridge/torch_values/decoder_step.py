@@ -12,6 +12,7 @@ from torch_bridge.torch_values.batches import Example
 from torch_bridge.torch_values.caches import is_cache
 from torch_bridge.torch_values.pytree import input_names, leaves_of
 
+_DECODER_TOKENS = "decoder_input_ids"
 _TOKENS, _MASK, _POSITIONS, _CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
 
 
@@ -23,16 +24,22 @@ def as_step(model: nn.Module, example: Example) -> Example:
         example: with `input_ids`, positional or by name, and perhaps an `attention_mask`.
 
     Raises:
-        ConfigError: the model has no cache, or the example has no two tokens.
+        ConfigError: the model has no cache, or an encoder as well, or the example has no three tokens.
     """
     taken = inspect.signature(model.forward).parameters
     names = input_names(model.forward, example.args)
     given = {**dict(zip(names, example.args, strict=False)), **example.kwargs}
     tokens = given.get(_TOKENS)
-    if _CACHE not in taken or not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
+    if _DECODER_TOKENS in taken:
+        raise ConfigError(
+            f"kv_cache is chosen, and {type(model).__name__} has an encoder beside its decoder; give quantize an "
+            "example of one step, with encoder_outputs and past_key_values"
+        )
+    # a step of one token takes a path of its own, which would be the file's
+    if _CACHE not in taken or not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 3:
         raise ConfigError(
             f"kv_cache is chosen, and the example has no cache that {type(model).__name__} could go on from; give "
-            "quantize one of a step, with past_key_values, or input_ids of two tokens at least"
+            "quantize one of a step, with past_key_values, or input_ids of three tokens at least"
         )
     past = tokens.shape[1] // 2
     cache = _filled_cache(model, tokens[:, :past])
@@ -46,6 +53,20 @@ def as_step(model: nn.Module, example: Example) -> Example:
     step = {name: value for name, value in step.items() if name in taken}
     args = tuple(step.pop(name, value) for name, value in zip(names, example.args, strict=False))
     return replace(example, args=args, kwargs={**example.kwargs, **step})
+
+
+def require_whole_caches(example: Example) -> None:
+    """Refuse an example whose cache keeps a window of tokens alone: its file would be wrong for longer texts.
+
+    Raises:
+        ConfigError: names the remedy.
+    """
+    for value in (*example.args, *example.kwargs.values()):
+        if is_cache(value) and any(getattr(layer, "is_sliding", False) for layer in getattr(value, "layers", ())):
+            raise ConfigError(
+                "the cache of the example keeps a sliding window alone, and the exported file would count on how far "
+                f"it has slid; give a cache that keeps all tokens, {type(value).__name__}() without the model's config"
+            )
 
 
 def _filled_cache(model: nn.Module, tokens: Tensor) -> Any:

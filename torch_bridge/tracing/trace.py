@@ -75,6 +75,11 @@ def trace_marked(
     except ExportError as error:
         if not axes:
             raise
+        if example.has_cache:
+            raise ExportError(
+                f"{error}. The lengths of a step with a cache should be dynamic: give quantize an example of two new "
+                "tokens at least, or dynamic_shapes={} for a file of the example's lengths"
+            ) from error
         reason = f"the exported file takes only the example's length, because {error}"
     traced = _export(model, runtime, example, eager, leaves, {})
     return Trace(traced.model, traced.stored, {**traced.notes, "batch axis": reason})

@@ -55,8 +55,11 @@ def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> di
     Raises:
         ConfigError: there is no cache, or its shape is not that of heads.
     """
-    wanted = [context.config.kv_cache, *(rule.kv_cache for rule in context.config.rules if not rule.optional)]
+    rules = [rule for rule in context.config.rules if not rule.optional]
+    wanted = [context.config.kv_cache, *(rule.kv_cache for rule in rules)]
     if not any(wanted):
+        if context.config.kv_cache_scales or any(rule.kv_cache_scales for rule in rules):
+            raise ConfigError("kv_cache_scales is chosen without kv_cache; choose the dtype of keys and values as well")
         return {}
     joined = find_caches(context.graph, _movers(context))
     if not joined:
@@ -64,12 +67,23 @@ def _cached(context: PlanningContext, activations: Mapping[int, Decision]) -> di
             f"kv_cache={next(filter(None, wanted))}: the model takes and gives back no keys and values; give quantize "
             "an example of one step, with past_key_values"
         )
+    _require_kv_rules_apply(context, joined)
     result = {}
     for tensor, concat in joined.items():
         choice = context.result_choice(context.graph.ops[concat].outputs[0], concat)
         if tensor in activations and choice.wanted.kv_cache is not None and activations[tensor].site[0] != "(":
             result[tensor] = _cached_decision(context, activations[tensor], tensor, concat, choice)
     return result
+
+
+def _require_kv_rules_apply(context: PlanningContext, joined: Mapping[int, int]) -> None:
+    """Refuse a rule that chooses a dtype or scales of keys and values where none are kept."""
+    concats = {concat: context.graph.ops[concat].outputs[0] for concat in joined.values()}
+    applied = [rule for op, tensor in concats.items() for rule in context.result_choice(tensor, op).rules]
+    for rule in context.config.rules:
+        if (rule.kv_cache or rule.kv_cache_scales) and not rule.optional and rule not in applied:
+            places = ", ".join(context.graph.tensors[tensor].site or "?" for tensor in list(concats.values())[:3])
+            raise ConfigError(f"the rule {rule} matches no keys and values of a cache; they are joined at {places}")
 
 
 def _cached_decision(

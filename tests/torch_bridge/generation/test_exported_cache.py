@@ -8,8 +8,10 @@ import onnx
 import pytest
 import torch
 from tiny_decoders import DECODERS, decoder, generate, session_of, step_example, tokens
+from transformers.cache_utils import DynamicCache
 
 import qsdk
+from qsdk.core.errors import ConfigError, ExportError
 from torch_bridge.sim import QuantSim
 
 
@@ -74,3 +76,27 @@ def test_a_saved_sim_with_a_cache_opens_again(tmp_path: Path) -> None:
     ids = tokens(9)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(sim.model.generate(ids, **options), again.model.generate(ids, **options))
+
+
+def test_a_file_goes_on_past_a_sliding_window(tmp_path: Path) -> None:
+    sim = qsdk.quantize(DECODERS["mistral, sliding window"](), {"input_ids": tokens(0)}, qsdk.w8a8(kv_cache="int8"))
+    qsdk.calibrate(sim, [{"input_ids": tokens(1)}], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    ids = tokens(9)
+    wanted = sim.model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert np.array_equal(generate(session_of(str(tmp_path / "model.onnx")), ids.numpy(), 20), wanted.numpy())
+
+
+def test_a_cache_that_keeps_a_window_alone_is_refused() -> None:
+    model, ids = DECODERS["mistral, sliding window"](), tokens(0)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+    with pytest.raises(ConfigError, match=r"keeps a sliding window alone.*DynamicCache\(\) without the model's config"):
+        qsdk.quantize(model, {"input_ids": ids[:, 4:], "past_key_values": cache})
+
+
+def test_a_step_of_one_token_gives_no_file_of_one_length_without_a_word() -> None:
+    model = DECODERS["llama"]()
+    with pytest.raises(ExportError, match="give quantize an example of two new tokens at least"):
+        qsdk.quantize(model, step_example(model, batch=1, past=5, step=1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_decoders import DECODERS, generate, session_of, step_example, tokens
+from tiny_decoders import DECODERS, generate, session_of, step_example, t5, tokens
 from torch import nn
 from torch_models import ConvNet
 
@@ -81,3 +81,19 @@ def test_a_config_file_keeps_the_choice(tmp_path: Path) -> None:
     config = qsdk.w8a8(kv_cache="int4").override("layers.0.*", kv_cache_scales="head")
     config.save(tmp_path / "config.json")
     assert qsdk.load_config(tmp_path / "config.json") == config
+
+
+def test_a_rule_that_matches_no_keys_and_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'lm_head' -> kv_cache=int8 matches no keys and values .*self_attn/cat\.2"):
+        _sim(qsdk.w8a8().override("lm_head", kv_cache="int8"))
+
+
+def test_scales_without_a_dtype_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_scales is chosen without kv_cache"):
+        _sim(qsdk.w8a8().override("*", kv_cache_scales="head"))
+
+
+def test_an_encoder_needs_an_example_of_a_step() -> None:
+    pair = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, length=5)}
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration has an encoder beside its decoder"):
+        qsdk.quantize(t5(), pair, qsdk.w8a8(kv_cache="int8"))
