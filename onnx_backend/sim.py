@@ -61,18 +61,24 @@ class OnnxSim(StatefulSim):
 
     Attributes:
         graph: the neutral graph of the model.
-        plan: the decision for every site.
-        config: the user's config, or None for an opened Q/DQ file.
+        plan (Plan): the decision for every site.
+        config (QuantConfig | None): the user's config, or None for an opened Q/DQ file.
         notes: what opening changed in a float model.
-        given: the user's own float values of tensors that verbs have changed since.
-        in_memory: the most bytes of quantized weights kept in memory; beyond that they go to a temporary file.
         providers: ONNX Runtime's, on which it runs; see `run_on`.
-        weights_folder: the temporary folder of its weights, where they came from a saved sim and are large.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> path, layer = tempfile.mkdtemp() + "/float.onnx", torch.nn.Linear(4, 2).eval()
+        >>> _ = torch.onnx.export(layer, (torch.randn(8, 4),), path, verbose=False)
+        >>> qsdk.quantize(path)
+        OnnxSim(1 ops: 4 quantized, 0 tied, 0 float; 0 of 4 quantized sites ready)
     """
+
+    documented = (*StatefulSim.documented, "providers", "run_on", "placement", "qdq_model", "capture")
 
     def __init__(self, marked: ModelProto, graph: Graph, plan: Plan, config: QuantConfig | None = None) -> None:
         self.graph, self.plan, self.config = graph, plan, config
-        self.notes, self.in_memory = Notes(), 2**30
+        self.notes, self.in_memory = Notes(), 2**30  # bytes of quantized weights; beyond that, a temporary file
         self.providers = CPU_ONLY
         self._marked = marked
         self._own: dict[str, Encoding] = {}
@@ -81,12 +87,12 @@ class OnnxSim(StatefulSim):
         self._capturing: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._observing = SessionCache()
         self._weights = WeightEdits(marked)
-        self.given = self._weights.hold()
+        self.given = self._weights.hold()  # the user's float values, where verbs have changed them since
         self._norms: dict[str, FoldedNorm] = {}
         self.original_biases: OriginalBiases = {}
         self._changing = OwnLock()  # sessions are built from one state, and dropped with it
         self._spools: list[SharedFolder] = []  # of the simulation
-        self.weights_folder: SharedFolder | None = None
+        self.weights_folder: SharedFolder | None = None  # of large weights of a saved sim
 
     @classmethod
     def from_float(
@@ -112,8 +118,7 @@ class OnnxSim(StatefulSim):
         opened = open_qdq(at_opset(inline_functions(model)))
         graph = read_graph(opened.model, modules=True)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
-        sim._own = owned_encodings(sim.plan, with_flags(model, opened.encodings))
-        sim._lowered = model
+        sim._own, sim._lowered = owned_encodings(sim.plan, with_flags(model, opened.encodings)), model
         return sim
 
     @classmethod
@@ -265,12 +270,8 @@ class OnnxSim(StatefulSim):
 
     def ready(self) -> dict[str, bool]:
         """Return quantized site -> True if there is an encoding to quantize with."""
-        found = {}
-        for site, decision in self.plan.decisions.items():
-            if decision.quantized:
-                needed = decision.bias_of or (decision.encoding_site,)
-                found[site] = all(name in self._own for name in needed)
-        return found
+        needed = {s: d.bias_of or (d.encoding_site,) for s, d in self.plan.decisions.items() if d.quantized}
+        return {site: all(name in self._own for name in names) for site, names in needed.items()}
 
     def encodings_where_ready(self) -> dict[str, Encoding]:
         """Return site -> encoding, without the sites that have none yet."""
@@ -395,6 +396,5 @@ class OnnxSim(StatefulSim):
 
     def stored_floats(self, sites: Collection[str]) -> dict[str, Array]:
         """Return site -> float value of the stored tensors at these sites, as far as they are stored."""
-        wanted = set(sites)
-        stored = stored_tensors(self._marked, self.plan)
+        stored, wanted = stored_tensors(self._marked, self.plan), set(sites)
         return {site: stored[site] for site in stored if site in wanted}

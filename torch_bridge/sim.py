@@ -60,16 +60,20 @@ class QuantSim(StatefulSim):
     Attributes:
         model: the wrapped module.
         graph: the graph read from its trace.
-        config: the config in force.
-        plan: the decision for every site.
+        config (QuantConfig): the config in force.
+        plan (Plan): the decision for every site.
         example: the arguments it was quantized with.
-        dtype_when_quantized: the float dtype that most of the model's values had then.
-        quantized_with: the config that decided which BatchNorms were folded.
-        fold_batch_norm: whether any were folded.
         not_exercised: sites that exist only in the traced graph.
         notes: what the exported file will lack of the module, for coverage.
-        given: the float values that the user gave, where verbs have changed them since.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(8, 4))
+        QuantSim(Linear: 4 quantized, 0 tied, 0 float; 0 of 4 quantizers ready)
     """
+
+    documented = (*StatefulSim.documented, "model", "example", "not_exercised", "training", "parameter_groups")
+    documented = (*documented, "unwrap", "float_phase", "captured", "quantizers")
 
     def __init__(
         self,
@@ -86,15 +90,15 @@ class QuantSim(StatefulSim):
         self.model: nn.Module = prepared.model
         self.graph, self.config, self.plan = graph, config, plan
         self.example: Example = prepared.example
-        self.dtype_when_quantized = main_dtype(self.model)
-        self.quantized_with, self.fold_batch_norm = config, fold_batch_norm
+        self.dtype_when_quantized = main_dtype(self.model)  # of most of its values
+        self.quantized_with, self.fold_batch_norm = config, fold_batch_norm  # they decide what is folded on loading
         self.not_exercised = tuple(not_exercised)
         self.notes = {**prepared.notes, **traced.notes}
         self._dead = tuple(dead)
         self._folded = prepared.folded
         self._unfolded = dict(prepared.unfolded)
         self.original_biases: OriginalBiases = {}
-        self.given = GivenWeights(self.model)
+        self.given = GivenWeights(self.model)  # the user's float values, where verbs have changed them since
         attach(self.model, self.runtime, plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
@@ -195,12 +199,8 @@ class QuantSim(StatefulSim):
         held: Any = None
         if weights:
             with temporarily_folded(self.model):
-                held = (
-                    copy_tensors(self.model),
-                    dict(self.folded_norms),
-                    relu6_bounds(self.model),
-                    dict(self.original_biases),
-                )
+                norms, biases = dict(self.folded_norms), dict(self.original_biases)
+                held = copy_tensors(self.model), norms, relu6_bounds(self.model), biases
             held = *held, self.given.contents()
         return SimState(self.config, self.plan, own, held, self.methods)
 

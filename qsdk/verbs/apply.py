@@ -59,6 +59,16 @@ def apply_encodings(
         ModelError: the model is quantized already, or its opset cannot be converted.
         ConfigError: an opset or dialect that cannot be written.
         ExportError: the folder cannot be written.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, layer, x = tempfile.mkdtemp(), torch.nn.Linear(8, 4).eval(), torch.randn(64, 8)
+        >>> _ = torch.onnx.export(layer, (x,), folder + "/float.onnx", verbose=False)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(layer, x), [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")  # and model.encodings.json beside it
+        >>> files = [folder + name for name in ("/float.onnx", "/model.encodings.json", "/again.onnx")]
+        >>> qsdk.apply_encodings(*files).summary["applied"]
+        4
     """
     where = "the model with encodings" if isinstance(encodings, ModelProto) else os.fspath(encodings)
     sim, placed = sim_with_encodings(model_io.load(model), _matcher_for(encodings, where), where, strict=strict)

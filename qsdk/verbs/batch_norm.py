@@ -47,6 +47,13 @@ def reestimate_batch_norm(
     Raises:
         CalibrationError: the sim is not calibrated.
         DataError: no data, data that the model does not take, or NaN or inf; the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.ReLU()), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x), [x], progress=False)
+        >>> qsdk.reestimate_batch_norm(sim, [x], progress=False).rows[0]["site"]
+        '0'
     """
     door, start = door_of(sim), time.perf_counter()
     _ = sim.encodings  # a missing calibration is reported before the data is used up

@@ -75,9 +75,20 @@ def correct_bias(
         CalibrationError: the sim is not calibrated.
         ConfigError: another method, no data, or data with `analytic`; a checkpoint of another run.
         DataError: data that the model does not take. In every case the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.correct_bias(sim, [x], progress=False).rows[0]["site"]
+        'self:weight'
     """
     require_sim(sim)
     _require_consistent(method, data, forward)
+    return _correct(sim, data, WalkOptions(forward, progress, seed, max_memory, checkpoint))
+
+
+def _correct(sim: Sim, data: Iterable[Any] | None, run: WalkOptions) -> Report:
     _ = sim.encodings  # names the sites that have none
     remarks = sim.bias_remarks()
     with put_back_on_error(sim, weights=True) as before:
@@ -86,7 +97,7 @@ def correct_bias(
             with noting_shifts(sim):
                 report = _analytic(sim)
         else:
-            report = _empirical(sim, before, data, WalkOptions(forward, progress, seed, max_memory, checkpoint))
+            report = _empirical(sim, before, data, run)
         new = {site: remark for site, remark in sim.bias_remarks().items() if remarks.get(site) != remark}
         return with_notes(report, new)
 

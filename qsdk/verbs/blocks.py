@@ -19,6 +19,7 @@ from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.layers import WalkOptions
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
 from torch_bridge.torch_values.pytree import floats_of
@@ -63,12 +64,12 @@ def tune_blocks(
     Args:
         sim: of an nn.Module, calibrated. Sites that are float, frozen or shared with other modules stay as they are.
         data: batches as for `calibrate`, read once; a forward pass of each is held at the current block.
-        blocks: shell globs that name modules (`"layers.*"`), each tuned as one. None finds them: the repeated members
-            of lists and sequences, modules with branches, and single layers where there are none.
+        blocks: shell globs of modules (`"layers.*"`), each tuned as one. None finds them: repeated members of lists
+            and sequences, modules with branches, and single layers where there are none.
         iterations: optimizer steps per block.
         learn: `rounding` of weights (each moves by a step at most before it is rounded), `scales`, or both.
         batch_size: samples per step, as rows of the batches.
-        lr: how far the first steps move a weight, in steps of its scale; it falls linearly to 0.
+        lr: how far first steps move a weight, in steps of its scale; falls linearly to 0.
         drop: share of the elements of a block's input that is taken from the float model, at random (QDrop).
         forward: `(model, batch)`, to call the model yourself.
         progress: show a progress bar.
@@ -87,18 +88,31 @@ def tune_blocks(
         DataError: data that the model does not take. In every case the sim is unchanged.
 
     Source: Li et al. 2021, BRECQ; Cheng et al. 2024, SignRound, for the rounding; Esser et al. 2020, LSQ, for scales.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x := torch.randn(64, 8), "w4a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> qsdk.tune_blocks(sim, [x], iterations=5, progress=False).rows[0]["block"]
+        'self'
     """
     tuned = module_sim(sim, "tune_blocks", "use qsdk.adaround or qsdk.gptq here")
     options = _options(iterations, learn, batch_size, lr, drop)
-    module_blocks = find_blocks(tuned, None if blocks is None else [blocks] if isinstance(blocks, str) else blocks)
+    found = find_blocks(tuned, [blocks] if isinstance(blocks, str) else blocks)
+    return _tune_all(tuned, data, found, options, WalkOptions(forward, progress, seed, max_memory, checkpoint))
+
+
+def _tune_all(
+    sim: QuantSim, data: Iterable[Any], blocks: ModuleBlocks, options: BlockTuningOptions, run: WalkOptions
+) -> Report:
     start = time.perf_counter()
-    walked = walk_modules(tuned, data, list(module_blocks.modules), forward=forward, max_memory=max_memory)
-    with without_shifts(tuned), torch.inference_mode(False), walked as walk:
-        facts = {"verb": "tune_blocks", "seed": seed, **asdict(options), "blocks": " ".join(walk.order)}
-        store = None if checkpoint is None else Checkpoint(checkpoint, _LearnedSites(tuned), facts)
-        with progress_of("tune_blocks", len(walk.order), show=progress, unit="block") as bar:
-            rows = [_tune(tuned, walk, step, options, store, bar, seed=seed + at) for at, step in enumerate(walk)]
-        return _report(rows, module_blocks, walk, time.perf_counter() - start)
+    walked = walk_modules(sim, data, list(blocks.modules), forward=run.forward, max_memory=run.max_memory)
+    with without_shifts(sim), torch.inference_mode(False), walked as walk:
+        facts = {"verb": "tune_blocks", "seed": run.seed, **asdict(options), "blocks": " ".join(walk.order)}
+        store = None if run.checkpoint is None else Checkpoint(run.checkpoint, _LearnedSites(sim), facts)
+        with progress_of("tune_blocks", len(walk.order), show=run.progress, unit="block") as bar:
+            rows = [_tune(sim, walk, step, options, store, bar, seed=run.seed + at) for at, step in enumerate(walk)]
+        return _report(rows, blocks, walk, time.perf_counter() - start)
 
 
 def _tune(

@@ -29,6 +29,14 @@ class Distilled:
         outputs: of the student's forward pass, for a loss on labels.
         logits: the part of the loss from the outputs; None without it.
         sites: the part of the loss from each site, before `site_weight`.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x), [x], progress=False)
+        >>> found = qsdk.distill_loss(sim, model, x)
+        >>> found.outputs.shape, bool(found.loss == found.logits)
+        (torch.Size([8, 2]), True)
     """
 
     loss: Tensor

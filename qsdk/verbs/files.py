@@ -183,6 +183,14 @@ def convert_encodings(
         FileFormatError: the source cannot be read, does not fit the model, or needs one.
         ConfigError: an unknown version.
         ExportError: the folder cannot be written, or the version cannot express some sites: it lists them.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x), [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> qsdk.convert_encodings(folder + "/model.onnx", folder + "/aimet.json", version="1.0.0").summary["sites"]
+        4
     """
     chosen = require_version(version)
     stored, listed = read_with(source, model)
@@ -275,6 +283,13 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sim:
         FileFormatError: the file is missing, truncated, foreign or damaged.
         ConfigError: a module is missing, or there is one too many.
         ModelError: the module is another one.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, layer = tempfile.mkdtemp(), torch.nn.Linear(8, 4)
+        >>> qsdk.save(qsdk.quantize(layer, torch.randn(64, 8)), folder + "/sim.qsdk")
+        >>> qsdk.load(folder + "/sim.qsdk", layer)
+        QuantSim(Linear: 4 quantized, 0 tied, 0 float; 0 of 4 quantizers ready)
     """
     file, where = read_sim(path), os.fspath(path)
     if file.door == "onnx":

@@ -62,6 +62,13 @@ def seq_mse(
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist, or the checkpoint of another run.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.seq_mse(sim, [x], progress=False).rows[0]["site"]
+        'self:weight'
     """
     options: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
     return solve_each_layer(
@@ -102,11 +109,9 @@ def adaround(
             descent, hardened at the end: slower, for comparison with the paper.
         iterations: sweeps of coordinate descent (None: 5) or steps of gradient descent (None: 500), at most.
         starts: number of input orders that `fast` starts from; the best result is kept. 1 is the fastest.
-        damping: share of its mean that is added to the diagonal of the second moments; None for 0.03, and more where
-            data is scarce. Raise it where accuracy falls on data that the solver has not seen.
+        damping: as for `gptq`. Raise it where accuracy falls on data that the solver has not seen.
         shift_bias: whether biases absorb the mean error that their layer's rounding leaves. Off where biases must stay.
-        activation: with `relaxed`, whether to measure the error behind a layer's Relu, Clip or LeakyRelu, on samples
-            of its inputs. `fast` has no such option.
+        activation: with `relaxed` alone: measure errors behind a layer's Relu, Clip or LeakyRelu, on sampled inputs.
         relaxed: learning rate, penalty and warm start of `relaxed`; the defaults are tuned, so change them last.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
@@ -118,6 +123,13 @@ def adaround(
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.adaround(sim, [x], progress=False).rows[0]["site"]
+        'self:weight'
     """
     options: dict[str, Any] = {"method": method, "iterations": iterations, "starts": starts, "damping": damping}
     options |= {"shift_bias": shift_bias, "activation": activation}
@@ -171,15 +183,16 @@ def gptq(
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take; the sim is unchanged.
         ConfigError: an option that does not exist or is out of its range, or the checkpoint of another run.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.gptq(sim, [x], progress=False).rows[0]["site"]
+        'self:weight'
     """
-    options: dict[str, Any] = {
-        "act_order": act_order,
-        "block_size": block_size,
-        "damping": damping,
-        "scales": scales,
-        "sweeps": sweeps,
-        "shift_bias": shift_bias,
-    }
+    options: dict[str, Any] = {"act_order": act_order, "block_size": block_size, "damping": damping}
+    options |= {"scales": scales, "sweeps": sweeps, "shift_bias": shift_bias}
     return solve_each_layer(
         sim,
         data,

@@ -35,6 +35,15 @@ def load_pretrained(
         FileFormatError: the folder holds no sim, or it is damaged.
         ConfigError: transformers is not installed or lacks the class, or there are options beside a model.
         ModelError: the weights are not those that the sim was saved with, or the model is another one.
+
+    Examples:
+        >>> import tempfile, torch, qsdk, transformers
+        >>> config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        >>> model, ids = transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.arange(8)[None]}
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, ids), [ids], progress=False)
+        >>> sim.model.save_pretrained(folder := tempfile.mkdtemp())
+        >>> bool((qsdk.load_pretrained(folder).run(ids).logits == sim.run(ids).logits).all())
+        True
     """
     path = Path(folder) / SIM_FILE
     if not path.is_file():

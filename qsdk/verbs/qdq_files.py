@@ -27,6 +27,14 @@ def validate(model: OnnxSource, *, dialect: Dialect | None = None) -> Report:
     Raises:
         ConfigError: there is no such dialect.
         FileFormatError: the file cannot be read as ONNX.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x), [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> qsdk.validate(folder + "/model.onnx").summary
+        {'errors': 0, 'warnings': 0}
     """
     return validation.validate(model_io.load(model, whole=True), dialect=dialect)
 

@@ -355,20 +355,17 @@ def to_integer(
         IntegerError: lists every node that has no integer form, with its reason and remedy.
         ConfigError: an unknown option, suffix of `firmware` or shape.
         FileFormatError: the model is unreadable or invalid.
+
+    Examples:
+        >>> import tempfile, torch, qsdk
+        >>> folder, x = tempfile.mkdtemp(), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x), [x], progress=False)
+        >>> _ = qsdk.export(sim, folder + "/model.onnx")
+        >>> qsdk.to_integer(folder + "/model.onnx", folder + "/integer.onnx").summary["float_tensors"]
+        0
     """
     require_firmware_path(firmware, out)
-    return write_integer(
-        model_io.with_weights(opened_qdq(model)),
-        out,
-        target=target,
-        edges=edges,
-        rounding=rounding,
-        requantize=requantize,
-        weights=weights,
-        product_bits=product_bits,
-        tables=tables,
-        allow_float=allow_float,
-        shapes=shapes,
-        data=data,
-        firmware=firmware,
-    )
+    forms: dict[str, Any] = {"target": target, "edges": edges, "rounding": rounding, "requantize": requantize}
+    forms |= {"weights": weights, "product_bits": product_bits, "tables": tables, "allow_float": allow_float}
+    source = model_io.with_weights(opened_qdq(model))
+    return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware)

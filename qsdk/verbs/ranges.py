@@ -60,6 +60,13 @@ def tune_ranges(
         CalibrationError: the sim is not calibrated, or no range may be learned.
         DataError: no data, data the model does not take, or outputs that are not finite. In every case the sim stays
             as it was.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.tune_ranges(sim, [x], steps=5, progress=False).summary["steps"]
+        5
     """
     sim = module_sim(sim, "tune_ranges", "choose another method of calibrate here")
     if steps < 1 or not lr > 0:

@@ -58,19 +58,21 @@ def equalize(
         progress: show a progress bar.
 
     Returns:
-        Rows `group`, `spread_before` and `spread_after` (of the ranges of the producers' weights: the largest over the
-        geometric mean), `absorbed` (channels), `smallest_factor`, `largest_factor`, `reason` (why a group is
-        unchanged).
+        Rows `group`, `spread_before`, `spread_after` (of the ranges of the producers' weights: largest over geometric
+        mean), `absorbed` (channels), `smallest_factor`, `largest_factor`, `reason` (why a group is unchanged).
 
     Raises:
         ConfigError: an option that does not exist, or data that is missing.
         DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(layers, x := torch.randn(64, 8), "w4a8"), [x], progress=False)
+        >>> qsdk.equalize(sim, [x], progress=False).summary["scaled"]
+        1
     """
-    require_sim(sim)
-    if relu6 not in ("keep", "relu"):
-        raise ConfigError(f"relu6={relu6!r}; give 'keep' or 'relu'")
-    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
-        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
+    _require_equalizable(sim, data, relu6)
     started = time.perf_counter()
     with put_back_on_error(sim, weights=True), without_shifts(sim):
         graph, opened = _without_relu6(sim) if relu6 == "relu" else (door_of(sim).running_graph(), set())
@@ -86,6 +88,14 @@ def equalize(
         rows = [plans.row(scalings.regions[n], graph, scalings.factors[n], **columns[n]) for n in numbers]
         facts = {"iterations": taken, "relu6_as_relu": len(opened), "float_passes": passes}
         return _report("Equalization", rows, blocked, sim, started, facts)
+
+
+def _require_equalizable(sim: Sim, data: Iterable[Any] | None, relu6: str) -> None:
+    require_sim(sim)
+    if relu6 not in ("keep", "relu"):
+        raise ConfigError(f"relu6={relu6!r}; give 'keep' or 'relu'")
+    if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
+        raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
 
 
 def smooth_quant(
@@ -119,6 +129,13 @@ def smooth_quant(
     Raises:
         ConfigError: an alpha outside 0..1.
         DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x), [x], progress=False)
+        >>> qsdk.smooth_quant(sim, [x], alpha="auto", progress=False).summary["scaled"]
+        1
     """
     require_sim(sim)
     if alpha != "auto" and not 0 <= float(alpha) <= 1:
@@ -162,6 +179,13 @@ def awq(
     Raises:
         ConfigError: a grid without a value.
         DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model, x = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)), torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x, qsdk.weight_only("int4")), [x], progress=False)
+        >>> qsdk.awq(sim, [x], progress=False).summary["scaled"]
+        1
     """
     require_sim(sim)
     if grid < 1:

@@ -66,6 +66,14 @@ def observing(sim: QuantSim, *, momentum: float = MOMENTUM) -> Iterator[None]:
     Raises:
         ConfigError: no training block, or ranges are observed already.
         DataError: NaN or inf at a site.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(4, 2), x := torch.randn(8, 4))
+        >>> with sim.training() as model, qsdk.observing(sim):
+        ...     _ = model(x)
+        >>> len(sim.encodings)
+        4
     """
     require_sim(sim)
     _require_momentum(momentum)
@@ -100,6 +108,13 @@ def freeze_ranges(after: int, match: str = "*", *, until: int | None = None) -> 
 
     Raises:
         ConfigError: an empty span; when called, nothing matches, or no training block.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x := torch.randn(64, 8))
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> with sim.training(learn_scales=True, schedules=[qsdk.freeze_ranges(after=100)]) as model:
+        ...     _ = model(x)  # the loop of your training
     """
     if after < 0 or (until is not None and until <= after):
         raise ConfigError(f"freeze_ranges({after}, until={until}) holds nothing; give steps from 0, in order")
@@ -119,6 +134,13 @@ def anneal_bits(bits: Mapping[int, int], match: str = "weights") -> Schedule:
     Raises:
         ConfigError: no bits for step 0, or bits outside 2..16; when called, nothing with an integer grid matches, a
             site would not end on its own grid, or no training block.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> sim = qsdk.quantize(torch.nn.Linear(8, 4), x := torch.randn(64, 8), "w4a8")
+        >>> _ = qsdk.calibrate(sim, [x], progress=False)
+        >>> with sim.training(schedules=[qsdk.anneal_bits({0: 8, 500: 6, 1000: 4})]) as model:
+        ...     _ = model(x)  # the loop of your training
     """
     ordered = dict(sorted(bits.items()))
     if 0 not in ordered:

@@ -1,7 +1,10 @@
 """The face: what `help(qsdk)` begins with, and what it says to names that other tools have."""
 
+import doctest
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +62,42 @@ def test_the_reference_has_every_function_and_class():
     assert shown <= set(qsdk.__all__)
     dtypes = {name for name in qsdk.__all__ if isinstance(getattr(qsdk, name), qsdk.DType | qsdk.BlockFormat)}
     assert set(qsdk.__all__) - dtypes - {"demo"} == shown
+
+
+def functions_and_classes() -> list[str]:
+    """Return the names of the face that can have an example: all but dtypes, the demo and the errors."""
+    named = {name: getattr(qsdk, name) for name in qsdk.__all__}
+    made = {name: thing for name, thing in named.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
+    return [name for name, thing in made.items() if not (inspect.isclass(thing) and issubclass(thing, Exception))]
+
+
+@pytest.mark.parametrize("name", functions_and_classes())
+def test_a_name_of_the_face_has_an_example_that_runs(name: str, request: pytest.FixtureRequest):
+    thing = inspect.unwrap(getattr(qsdk, name))
+    found = doctest.DocTestParser().get_examples(thing.__doc__ or "")
+    assert found, f"help(qsdk.{name}) shows no example: give its docstring one"
+    assert not any(doctest.SKIP in one.options for one in found)
+    # pytest runs every example of the docstrings in these folders
+    assert request.config.getoption("doctestmodules")
+    folder = Path(inspect.getfile(thing)).relative_to(request.config.rootpath).parts[0]
+    assert folder in request.config.getini("testpaths")
+
+
+@pytest.mark.parametrize("cls", [qsdk.QuantSim, qsdk.OnnxSim])
+def test_the_reference_documents_what_users_may_rely_on_in_a_sim(cls: type[Any]):
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "sims.md").read_text()
+    entry = re.search(rf"^::: qsdk\.{cls.__name__}\n(.*?)(?=^:::|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert entry is not None
+    shown = set(re.findall(r"^ +- (\w+)$", entry[1], re.MULTILINE))
+    attributes = set(re.findall(r"^        (\w+)(?: \(.+\))?: ", cls.__doc__.partition("Attributes:")[2], re.MULTILINE))
+    assert shown | attributes == set(cls.documented)
+    for name in shown:
+        entry = inspect.getattr_static(cls, name)
+        assert (entry.fget if isinstance(entry, property) else entry).__doc__, f"{cls.__name__}.{name} says nothing"
+
+
+def test_completion_shows_what_users_may_rely_on():
+    sim = qsdk.quantize(torch.nn.Linear(4, 2), x := torch.randn(2, 4))
+    qsdk.calibrate(sim, [x], progress=False)
+    assert {name for name in dir(sim) if not name.startswith("_")} == set(qsdk.QuantSim.documented)
+    assert [name for name in dir(sim) if not hasattr(sim, name)] == []

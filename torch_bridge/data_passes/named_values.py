@@ -164,6 +164,7 @@ class _Run:
 
     def _hook(self, path: str) -> Any:
         def note(module: nn.Module, args: Any, result: Any) -> Any:
+            """Note the module's results by name; return them with given values in their place, or None."""
             call = self._calls[path]
             self._calls[path] += 1
             base, position = f"{path}@{call}" if call else path, 0

@@ -169,6 +169,7 @@ def _restore_function(module: nn.Module) -> Callable[[], None]:
     inner = dict(lists._modules) if lists is not None else {}
 
     def restore() -> None:
+        """Give the module its class and attributes again, in the same dictionaries."""
         module.__class__ = cls
         module.__dict__.clear()
         for key, (value, content) in before.items():

@@ -39,6 +39,7 @@ class _BroadcastFakeQuant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x (straight-through, 0 where clipped), scale and zero point (LSQ+)."""
         x, scale, zero_point = ctx.saved_tensors
         grid, gradient = ctx.grid, grads[0]
         ratio = x / scale
@@ -88,6 +89,7 @@ class _BiasFakeQuant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x (straight-through, 0 where clipped), scale and zero point (LSQ+)."""
         return grads[0], None, None, None
 
 
@@ -131,6 +133,7 @@ class _CastStraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x (straight-through, 0 where clipped), scale and zero point (LSQ+)."""
         return grads[0], None
 
 

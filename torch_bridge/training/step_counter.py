@@ -51,6 +51,7 @@ def counting_steps(model: nn.Module, schedules: Sequence[Schedule]) -> Iterator[
                 schedule(steps)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step of the first optimizer that steps the model, and tell the schedules."""
         counted = counted_optimizer[0]() if counted_optimizer else None
         if counted is None:
             own = {id(parameter) for parameter in model.parameters()}

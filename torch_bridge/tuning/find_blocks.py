@@ -89,6 +89,7 @@ def _find_by_structure(modules: Mapping[str, nn.Module], matrices: Sequence[str]
     repeated = {path for path in listed if counts[classes[path]] > 1}
 
     def visit(path: str) -> Iterator[str]:
+        """Yield the blocks at and below a path, the outermost that hold no repeated ones."""
         inside = [other for other in composite if other != path and _inside(other, path)]
         twice = Counter(classes[other] for other in inside).most_common(1)
         holds_blocks = any(other in repeated for other in inside)

@@ -27,6 +27,7 @@ def saving_with_sim(base: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Write the checkpoint by the class's own method, and the sim beside it."""
         given = inspect.signature(inner).bind(self, *args, **kwargs)
         plain, training = _plain(self, base), STEPS in self._buffers
         own = set() if training else encoding_keys(self)

@@ -340,6 +340,7 @@ def quantized_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
 
 def _quantized_property(name: str) -> property:
     def read(self: nn.Module) -> Any:
+        """Return the tensor: quantized while a sim runs the module, else as it is stored."""
         raw = self._parameters.get(name)
         if raw is None:
             raw = self._buffers.get(name)  # type: ignore[assignment]

@@ -77,6 +77,7 @@ def _narrowed(
         return node is not None and node.output[0] in kept and island_type(node) == dtype
 
     def fits(node: NodeProto) -> bool:
+        """Return whether all that a node reads and all that reads it is, or ends, in the same type."""
         dtype = island_type(node)
         for _, name in float_inputs(node, opset):
             maker = made_by.get(name)

@@ -76,6 +76,7 @@ def _lstm(
     input_forget: int = 0,
 ) -> tuple[Tensor, ...]:
     def cell_of(place: int) -> Cell:
+        """Return the step of one direction: new output and memory from an input and the old ones."""
         gate, candidate, out = (_ACTIVATIONS[name] for name in activations[3 * place : 3 * place + 3])
         size = wh.shape[2]
         looks = x.new_zeros(3 * size) if peepholes is None else peepholes[place]
@@ -109,6 +110,7 @@ def _gru(
     linear_before_reset: int = 0,
 ) -> tuple[Tensor, ...]:
     def cell_of(place: int) -> Cell:
+        """Return the step of one direction: the new state from an input and the old one."""
         gate, candidate = (_ACTIVATIONS[name] for name in activations[2 * place : 2 * place + 2])
         split = 2 * wh.shape[2]
 

@@ -84,6 +84,7 @@ def _top(count: int) -> ScoreFunction:
     """Return the share of samples whose label is among the `count` largest values of the first output."""
 
     def score(outputs: list[Array], labels: Array | None) -> float:
+        """Return the share; see `_top`."""
         values = outputs[0].reshape(len(outputs[0]), -1) if outputs[0].ndim > 1 else outputs[0]
         if labels is None or values.ndim != 2 or labels.ndim != 1:
             raise DataError(

@@ -40,6 +40,10 @@ def load_config(
     Raises:
         FileFormatError: the file cannot be read, or is no JSON.
         ConfigError: its content makes no sense, or no file and no built-in config has this name.
+
+    Examples:
+        >>> load_config("htp_v73").hardware
+        'v73'
     """
     preset = PRESETS.get(source) if isinstance(source, str) else None
     if preset is not None and base is None and not enforce_kernels:

@@ -76,6 +76,11 @@ class QuantConfig:
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
         notes: the report of `load_config` about a foreign file, which `print(config)` shows too; not part of the config
             itself.
+
+    Examples:
+        >>> print(QuantConfig(weight="int4", activation="uint16").override("head", weight="int8"))
+        config: weight=int4, activation=uint16
+        rule: 'head' -> weight=int8
     """
 
     weight: WeightType = int8
@@ -309,21 +314,36 @@ def w8a8(
 def w8a16(
     *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
 ) -> QuantConfig:
-    """Return the config for 8-bit weights and 16-bit activations."""
+    """Return the config for 8-bit weights and 16-bit activations.
+
+    Examples:
+        >>> print(w8a16())
+        config: weight=int8, activation=uint16
+    """
     return _preset(int8, uint16, block_size, symmetric_activations, kv_cache)
 
 
 def w4a8(
     *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
 ) -> QuantConfig:
-    """Return the config for 4-bit weights and 8-bit activations."""
+    """Return the config for 4-bit weights and 8-bit activations.
+
+    Examples:
+        >>> print(w4a8(block_size=32))
+        config: weight=int4, activation=uint8, block_size=32
+    """
     return _preset(int4, uint8, block_size, symmetric_activations, kv_cache)
 
 
 def w4a16(
     *, block_size: int | None = None, symmetric_activations: bool = False, kv_cache: DType | str | None = None
 ) -> QuantConfig:
-    """Return the config for 4-bit weights and 16-bit activations."""
+    """Return the config for 4-bit weights and 16-bit activations.
+
+    Examples:
+        >>> print(w4a16(symmetric_activations=True))
+        config: weight=int4, activation=uint16, symmetric_activations=True
+    """
     return _preset(int4, uint16, block_size, symmetric_activations, kv_cache)
 
 
@@ -338,6 +358,10 @@ def weight_only(
         weight: a dtype, a format of blocks such as `mxfp4`, or the name of one.
         block_size: one scale per so many input channels; None for one per output channel.
         kv_cache: dtype of the keys and values of a decoder's cache; None for float.
+
+    Examples:
+        >>> print(weight_only("int4", block_size=32))
+        config: weight=int4, activation=float32, block_size=32
     """
     cached = None if kv_cache is None else dtype_named(kv_cache)
     return QuantConfig(weight_type_named(weight), float32, block_size=block_size, kv_cache=cached)

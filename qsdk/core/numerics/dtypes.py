@@ -21,6 +21,11 @@ class DType:
         lo: smallest value of the grid.
         hi: largest value of the grid.
         container: the ONNX type that carries it; an odd width rides in the next standard one.
+
+    Examples:
+        >>> from qsdk import uint4
+        >>> uint4.lo, uint4.hi, uint4.bits
+        (0, 15, 4)
     """
 
     name: str
@@ -99,7 +104,12 @@ class BlockFormat:
         name: in configs.
         dtype: of the elements.
         block_size: input channels per scale.
-        scale_dtype: see `Spec.scale_dtype`.
+        scale_dtype: the type that holds the scales.
+
+    Examples:
+        >>> from qsdk import mxfp4, weight_only
+        >>> mxfp4.dtype, mxfp4.block_size, weight_only(mxfp4).weight
+        (float4e2m1, 32, mxfp4)
     """
 
     name: str

@@ -41,6 +41,12 @@ class Encoding:
     Raises:
         CalibrationError: a scale is not positive and finite, the shapes or zero points do not fit, or the dtype has no
             scale.
+
+    Examples:
+        >>> from qsdk import Encoding, uint8
+        >>> encoding = Encoding(uint8, scale=0.5, zero_point=128)
+        >>> float(encoding.low[0]), float(encoding.high[0])
+        (-64.0, 63.5)
     """
 
     dtype: DType

@@ -30,6 +30,8 @@ class StatefulSim(ABC):
     """A sim whose state can be taken and restored.
 
     Attributes:
+        documented: the names that users may rely on; the reference and `dir(sim)` list them, and all others belong to
+            qsdk's own code.
         plan: the decision for every site.
         graph: that it was planned from.
         methods: of the last calibration; the defaults before it.
@@ -37,6 +39,12 @@ class StatefulSim(ABC):
         frozen_values: sites of stored tensors that no verb changes.
         untied: paths of parameters that were shared in the module that was given, and are copies now (PyTorch side).
     """
+
+    documented: tuple[str, ...] = (
+        *("config", "graph", "notes", "plan"),
+        *("run", "coverage", "explain", "encodings", "ready"),
+        *("set_precision", "replan", "freeze", "unfreeze", "snapshot", "restore"),
+    )
 
     plan: Plan
     graph: Graph
@@ -56,6 +64,9 @@ class StatefulSim(ABC):
     @abstractmethod
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why."""
+
+    def __dir__(self) -> list[str]:
+        return [*(name for name in super().__dir__() if name.startswith("__")), *self.documented]
 
     def __repr__(self) -> str:
         counts, ready = self.coverage().summary, self.ready()

@@ -41,6 +41,13 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
     Raises:
         CalibrationError: the sim is not calibrated.
         DataError: data that the model does not take.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> x = torch.randn(64, 8)
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(torch.nn.Linear(8, 4), x, "w4a8"), [x], progress=False)
+        >>> qsdk.advise(sim, [x], progress=False).summary["ranking"][0]["kind"]
+        'weights'
     """
     samples, noise, ranking = _ranked(sim, data, forward, progress)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)

@@ -68,9 +68,22 @@ def rotate(
     Raises:
         ConfigError: a method that does not exist, or data that is missing.
         DataError: data that the model does not take. Whatever is raised, the sim is unchanged.
+
+    Examples:
+        >>> import torch, qsdk
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True).eval()
+        >>> _ = qsdk.calibrate(sim := qsdk.quantize(model, x := torch.randn(4, 5, 8)), [x], progress=False)
+        >>> qsdk.rotate(sim, [x], progress=False).summary["rotated"]
+        1
     """
     _require_options(sim, data, method)
-    started, batches = time.perf_counter(), [] if data is None else data
+    return _rotate(sim, [] if data is None else data, method, seed, forward=forward, progress=progress)
+
+
+def _rotate(
+    sim: Sim, batches: Iterable[Any], method: Method, seed: int, *, forward: Forward | None, progress: bool
+) -> Report:
+    started = time.perf_counter()
     names = _tied_names(sim)
     untied = door_of(sim).untied(names) if names else nullcontext(False)
     with untied as was_tied, put_back_on_error(sim, weights=True), without_shifts(sim):

@@ -37,6 +37,7 @@ def _movement(*, monotone: bool = False) -> Callable[[LoweringContext, NodeProto
     """Make the lowering of a movement; `monotone` ops compare values, so codes must be in the order of values."""
 
     def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
+        """Return the moved values: of a constant now, of codes by the same movement."""
         value = args[0]
         if isinstance(value, Constant):
             if all(arg is None or constant_integers(arg) is not None for arg in args[1:]):

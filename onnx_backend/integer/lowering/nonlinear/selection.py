@@ -154,6 +154,7 @@ def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Lowering
     """
 
     def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+        """Return the comparison as booleans: by a table beside a constant, else by ranks."""
         left, right = (_finite(arg, what) for arg, what in zip(args, ("first", "second"), strict=True))
         b, op = ctx.builder, node.op_type
         if isinstance(left, Constant) and isinstance(right, Constant):

@@ -23,6 +23,7 @@ def table(function: Callable[[Array, Mapping[str, float]], Array]) -> Lowering:
     """Make the lowering of an elementwise function: its values at every code of a uint8 tensor."""
 
     def lower(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:
+        """Return the function's values at every code, or at every element of a constant."""
         value = args[0]
         if isinstance(value, Lookup):
             with np.errstate(all="ignore"):
