@@ -8,12 +8,10 @@ from onnx import ModelProto
 from torch import nn
 
 from onnx_backend.dialects.dialect import Dialect
-from onnx_backend.export import without_uncalibrated, write_model
+from onnx_backend.export import without_uncalibrated
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
-from onnx_backend.opening.plan_of_qdq import merge_provenance
-from onnx_backend.opening.stored_encodings import float_facts
 from onnx_backend.other_runtimes.runner import RuntimeName
 from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.quantized_parts import has_narrow_sites
@@ -23,7 +21,6 @@ from onnx_backend.sim_from_qdq import open_with_config
 from qsdk.algorithms.ranks import all_gather
 from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.fixed_point import Rounding
 from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
@@ -35,6 +32,7 @@ from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.planned_sim import planned_sim
 from qsdk.verbs.doors.saving import save_beside
 from qsdk.verbs.doors.user_data import first_batches
+from qsdk.verbs.doors.writing import write_compressed, write_onnx
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
 from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
@@ -221,8 +219,13 @@ def export(
     external_data: bool | None = None,
     uncalibrated: Literal["error", "float"] = "error",
     shapes: Mapping[str, Sequence[int]] | None = None,
+    format: Literal["onnx", "compressed-tensors"] = "onnx",
+    max_shard_bytes: int | None = None,
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
+
+    With `format="compressed-tensors"`, write a folder for vLLM and transformers instead: codes and scales of linear
+    layers in safetensors, and a config.json that says what they are. What it has no field for is an error.
 
     Args:
         sim: of either side.
@@ -236,11 +239,13 @@ def export(
         uncalibrated: `float` leaves sites without an encoding float.
         shapes: input name -> all of its sizes, to fix axes that are open; None leaves them open, or, in dialect `qnn`,
             which needs them fixed, takes those of the example.
+        format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
+        max_shard_bytes: of a file of that folder; None for 5 GB.
 
     Raises:
         CalibrationError: sites without an encoding, with `uncalibrated="error"`.
-        ConfigError: an opset or dialect that cannot be written.
-        ExportError: the folder cannot be written, or torch cannot trace the model.
+        ConfigError: an opset, a dialect or options that cannot be written.
+        ExportError: the folder cannot be written, torch cannot trace the model, or the format has no field for a site.
 
     Examples:
         >>> import tempfile, torch, qsdk
@@ -250,26 +255,16 @@ def export(
         >>> qsdk.export(sim, folder + "/model.onnx").summary["bytes"] > 0
         True
     """
-    door = door_of(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
-    traced = door.traced()
-    provenance = provenance_of(sim.config, sim.graph)
-    report = write_model(
-        traced.model,
-        plan,
-        encodings,
-        path,
-        opset=opset,
-        dialect=dialect,
-        provenance=provenance if sim.config is not None else merge_provenance(provenance, traced.model),
-        tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
-        external_data=external_data,
-        weights=traced.weights,
-        in_use=door.files_read(),
-        shapes=shapes,
-    )
-    return with_notes(report, sim.bias_remarks())
+    onnx_only = {"opset": opset != 21, "dialect": dialect != "onnxruntime", "external_data": external_data is not None}
+    if format != "onnx":
+        not_for_it = [name for name, given in {**onnx_only, "shapes": shapes is not None}.items() if given]
+        return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
+    if max_shard_bytes is not None:
+        raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
+    options: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": external_data, "shapes": shapes}
+    return with_notes(write_onnx(sim, plan, encodings, path, options), sim.bias_remarks())
 
 
 def check_parity(

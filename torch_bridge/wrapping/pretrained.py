@@ -38,7 +38,7 @@ def saving_with_sim(base: type[nn.Module]) -> Callable[..., Any]:
             given.arguments["state_dict"] = kept
         beside = state_of(self).beside
         if beside is not None and not training and given.arguments.get("is_main_process", True):
-            _require_nothing_folded(self)
+            require_nothing_folded(self)
             beside.write(given.arguments["save_directory"])
         return inner(plain, *given.args[1:], **given.kwargs)
 
@@ -92,7 +92,7 @@ def _plain(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     return plain
 
 
-def _require_nothing_folded(model: nn.Module) -> None:
+def require_nothing_folded(model: nn.Module) -> None:
     """Refuse a model without some tensors of the float one: from its checkpoint another model would be read.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qsdk.core.atomic_files import write_text
-from qsdk.core.config.for_dialect import changed_choices, float_biases_of
+from qsdk.core.config.for_dialect import changed_choices, float_biases_of, only_linear_in
 from qsdk.core.config.json_form import read_object, to_json
 from qsdk.core.config.rules import (
     CHOICES,
@@ -71,6 +71,8 @@ class QuantConfig:
         supergroups: names of the supergroups to look for, chains of op types such as `Conv+Relu` among them; None for
             all that qsdk knows.
         hardware: name of the chip whose placement rules are applied as well, such as `v73`; None for none.
+        only_linear: quantizes the weights of linear layers and what these layers read, and nothing else, as servers of
+            language models compute. A table that an embedding shares with a linear layer stays float too.
         rules: in order.
         layers: class name -> the parameters of it that are read through quantizers.
         patterns: supergroups of one's own, preferred to those of qsdk; Python only, they do not go into a file.
@@ -105,6 +107,7 @@ class QuantConfig:
     dynamic_activations: bool = False
     two_level_scales: bool = False
     per_channel_activations: bool = False
+    only_linear: bool = False
     patterns: tuple[Pattern, ...] = ()
     notes: Report | None = field(default=None, compare=False, repr=False)
 
@@ -214,8 +217,11 @@ class QuantConfig:
         Activations of int8 become uint8 for `qnn` and `openvino`; those for `tensorrt` are int8 and symmetric, and
         biases stay float. Calibrate and train after it, so that the simulation is what the runtime computes.
 
+        `compressed-tensors`, the format of `qsdk.export`, quantizes linear layers alone (`only_linear`): weights, and
+        activations of int8 or float8e4m3fn without zero points; those of 16 bits stay float.
+
         Args:
-            dialect: of `qsdk.export`.
+            dialect: of `qsdk.export`, or `compressed-tensors`.
 
         Raises:
             ConfigError: an unknown dialect, or a choice for which it has nothing, such as float8 activations for `qnn`.
@@ -223,6 +229,7 @@ class QuantConfig:
         own = {name: getattr(self, name) for name in CHOICES if hasattr(self, name)}
         rules = tuple(replace(rule, **changed_choices(rule.choices(), dialect)) for rule in self.rules)
         changed = replace(self, **changed_choices(own, dialect), rules=rules)
+        changed = replace(changed, only_linear=changed.only_linear or only_linear_in(dialect))
         op_types, bias = float_biases_of(dialect)
         return changed.override("*", op_type=op_types, bias=bias, optional=True) if op_types else changed
 

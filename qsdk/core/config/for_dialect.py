@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qsdk.core.errors import ConfigError
-from qsdk.core.numerics.dtypes import DType, float32, int8, uint8, uint16
+from qsdk.core.numerics.dtypes import DType, float32, int4, int8, uint8, uint16
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Changes:
         blocks: True if block-wise scales of weights are read.
         symmetric: True if activations have no zero points.
         float_biases: globs over op types whose biases stay float.
+        only_linear: True if linear layers alone are quantized.
     """
 
     activations: Mapping[str, DType] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Changes:
     blocks: bool = True
     symmetric: bool = False
     float_biases: tuple[str, ...] = ()
+    only_linear: bool = False
 
 
 _FLOAT8 = frozenset({"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
@@ -59,6 +61,18 @@ CHANGES: Mapping[str, Changes] = {
         no_weights=frozenset({"uint2", "int2", "int16", "uint4"}),
         symmetric=True,
         float_biases=("*",),
+    ),
+    "compressed-tensors": Changes(
+        activations={"uint8": int8, "uint16": float32, "int16": float32},
+        no_activations=_FLOAT8 - {"float8e4m3fn"} | _NARROW | {"uint4", "int4"},
+        weights={"uint8": int8, "uint4": int4},
+        no_weights=_FLOAT8 - {"float8e4m3fn"}
+        | _NARROW
+        | _FORMATS
+        | {"int3", "int5", "int6", "int7", "int16", "uint16"},
+        symmetric=True,
+        float_biases=("*",),
+        only_linear=True,
     ),
 }
 
@@ -92,6 +106,11 @@ def changed_choices(choices: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     if changes.symmetric and choices.get("symmetric_activations") is False:
         found["symmetric_activations"] = True
     return found
+
+
+def only_linear_in(dialect: str) -> bool:
+    """Return whether linear layers alone are quantized in a dialect."""
+    return CHANGES[dialect].only_linear
 
 
 def float_biases_of(dialect: str) -> tuple[tuple[str, ...], DType]:

@@ -132,6 +132,7 @@ _RULE_TYPES = MappingProxyType(
 )
 _CONFIG_TYPES = MappingProxyType(
     {**_CHOICE_TYPES, _POWER_OF_TWO: _FLAG, "supergroups": _NAMES, "hardware": _TEXT, "layers": _LAYERS}
+    | {"only_linear": _FLAG}
 )
 
 

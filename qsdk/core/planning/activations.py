@@ -173,6 +173,8 @@ def _decide(context: PlanningContext, tensor: int, op: int | None, assembled: Ma
     if not dtype.is_quantized:
         by = "a rule" if rule != "default" else "the config"
         return replace(bare, spec=float_spec(dtype, facts.dtype), reason=f"kept {dtype} by {by}", rule=rule)
+    if context.config.only_linear and tensor not in context.linear_reads:
+        return replace(bare, reason="no quantized linear layer reads it, and the config quantizes nothing else")
     if steers is not None:
         return replace(bare, reason=steers, rule=BY_CALIBRATION if tensor in context.coarse else rule)
     if tensor in assembled:

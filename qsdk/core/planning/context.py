@@ -1,11 +1,13 @@
 """The facts that all steps of planning need: the graph, its supergroups and operands, the config at each place."""
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
 
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.config.rules import Place
 from qsdk.core.graph.graph import Graph
+from qsdk.core.numerics.dtypes import DType
 from qsdk.core.patterns.chains import find_chains, is_chain
 from qsdk.core.patterns.find import PATTERNS, match_supergroups
 from qsdk.core.patterns.supergroup import Supergroup
@@ -54,6 +56,28 @@ class PlanningContext:
             layer = any(o.role in ("weight", "embedding", "bias") for o in self.operands[index])
             if made.outputs and all(t in self.steers and not (layer and t in counted) for t in made.outputs):
                 self.operands[index] = []  # its stored operands stay float
+
+    @cached_property
+    def linear_weights(self) -> Mapping[int, int]:
+        """Return, by op id, the stored tensor that a linear layer multiplies with, where the config quantizes it.
+
+        A table that an embedding reads as well is not one of them.
+        """
+        shared = {o.root for operands in self.operands.values() for o in operands if o.role == "embedding"}
+        result = {}
+        for index, operands in self.operands.items():
+            op = self.graph.ops[index]
+            for one in operands if op.type in ("Gemm", "MatMul") else ():
+                weight = self.resolver.at(self.stored_place(index, one.root)).wanted.weight
+                wanted = not isinstance(weight, DType) or weight.is_quantized
+                if one.role == "weight" and one.tensor == op.inputs[1] and one.root not in shared and wanted:
+                    result[index] = one.root
+        return result
+
+    @cached_property
+    def linear_reads(self) -> frozenset[int | None]:
+        """Return the tensors that linear layers with a quantized weight read."""
+        return frozenset(self.graph.ops[op].inputs[0] for op in self.linear_weights)
 
     def result_choice(self, tensor: int, op: int | None) -> ResolvedConfig:
         """Return the config that applies to an op's result, or to a graph input (`op` is None)."""

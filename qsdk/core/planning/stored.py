@@ -83,6 +83,8 @@ def _stored(
         return _bias(context, op, replace(bare, rule=choice.decided_by("bias")), wanted, activations, decisions)
     bare = replace(bare, rule=choice.decided_by(*_WEIGHT_CHOICES))
     spec = _spec(operand, role, wanted, facts, named=choice.is_named("weight"))
+    if spec is not None and wanted.only_linear and operand.root not in context.linear_weights.values():
+        return replace(bare, reason="no weight of a linear layer alone, and the config quantizes nothing else")
     return _kept_float(bare, _dtype(wanted)) if spec is None else replace(bare, spec=spec, reason=role)
 
 

@@ -1,0 +1,71 @@
+"""The two ways to write a sim: an ONNX file, and a folder in the format compressed-tensors."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnx_backend.export import write_model
+from onnx_backend.opening.plan_of_qdq import merge_provenance
+from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.sim import OnnxSim
+from qsdk.core.encodings.provenance import provenance_of
+from qsdk.core.errors import ConfigError, ExportError
+from qsdk.core.numerics.encoding import Encoding
+from qsdk.core.planning.plan import Plan
+from qsdk.core.report import Report
+from qsdk.verbs.doors.choose import Sim, door_of
+from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
+
+
+def write_onnx(
+    sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], options: Mapping[str, Any]
+) -> Report:
+    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX."""
+    door = door_of(sim)
+    traced = door.traced()
+    provenance = provenance_of(sim.config, sim.graph)
+    return write_model(
+        traced.model,
+        plan,
+        encodings,
+        path,
+        provenance=provenance if sim.config is not None else merge_provenance(provenance, traced.model),
+        tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
+        weights=traced.weights,
+        in_use=door.files_read(),
+        **options,
+    )
+
+
+def write_compressed(
+    sim: Sim,
+    plan: Plan,
+    encodings: Mapping[str, Encoding],
+    path: str | os.PathLike[str],
+    format: str,
+    max_shard_bytes: int | None,
+    not_for_it: Sequence[str],
+) -> Report:
+    """Write a sim of an nn.Module as a folder in the format compressed-tensors.
+
+    Args:
+        sim: of the user.
+        plan: in force.
+        encodings: of its quantized sites.
+        path: of the folder.
+        format: what the user asked for.
+        max_shard_bytes: of a file; None for 5 GB.
+        not_for_it: options that the user gave, and that are for ONNX alone.
+
+    Raises:
+        ConfigError: another format, or options of ONNX.
+        ExportError: a sim of an ONNX model, or all that `write_folder` raises.
+    """
+    if format != "compressed-tensors":
+        raise ConfigError(f"format={format!r}; choose 'onnx' or 'compressed-tensors'")
+    if not_for_it:
+        raise ConfigError(f"{', '.join(not_for_it)}: for ONNX alone; leave it out with format='compressed-tensors'")
+    if isinstance(sim, OnnxSim):
+        raise ExportError("compressed-tensors holds modules of PyTorch, not ONNX models; quantize the nn.Module")
+    door_of(sim).traced()  # refuses a model that has changed since it was quantized
+    return write_folder(sim, plan, encodings, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
