@@ -50,8 +50,8 @@ def seq_mse(
         loss: `mse`, the squared error of the output; `sqnr`, relative to the energy of each channel, for channels that
             share a scale; `l1`, the absolute error on samples of the inputs, which weighs outliers less.
         refine: whether scales are then fitted to the codes that they lead to. Off for ranges on the candidates alone.
-        shift_bias: whether biases absorb the mean error that their layer's new range leaves. Off where biases must
-            stay.
+        shift_bias: whether biases absorb the mean error that their layer's new range leaves, behind its Relu, Clip or
+            LeakyRelu where it has one (as `correct_bias`). Off where biases must stay.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
         seed: of the patches that are sampled of convolutions' inputs.
@@ -77,7 +77,9 @@ def seq_mse(
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
         verb="seq_mse",
-        gathers=GatherOptions(samples=seq_mse_solver.SAMPLES if loss == "l1" else 0, rows=seq_mse_solver.ROWS),
+        gathers=GatherOptions(
+            samples=seq_mse_solver.SAMPLES if loss == "l1" or shift_bias else 0, rows=seq_mse_solver.ROWS
+        ),
         options=options,
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )

@@ -1,6 +1,5 @@
 """Bias correction: the shift of a layer's bias that restores the mean of its output in the float model."""
 
-import torch
 from torch import Tensor
 
 from qsdk.algorithms.solvers.on_torch import on_torch
@@ -41,9 +40,6 @@ def solve(problem: LayerProblem) -> Solution:
         error = outputs.relative(before)
         return Solution(problem.encoding, None, error, error, note=NO_BIAS)
     # without a function the mean over all data is known
-    shift: Tensor = problem.mean_error(quantized) if problem.activation is None else outputs.shift(given)
-    after = outputs.errors(given + shift[:, None])
-    falls = outputs.falls(before, after)
-    left = outputs.relative(torch.where(falls[:, None], after, before))
-    result = torch.where(falls, shift, 0)
-    return Solution(problem.encoding, None, outputs.relative(before), left, bias_shift=result)
+    shift: Tensor | None = problem.mean_error(quantized) if problem.activation is None else None
+    result, errors = outputs.corrected(given, shift)
+    return Solution(problem.encoding, None, outputs.relative(before), outputs.relative(errors), bias_shift=result)

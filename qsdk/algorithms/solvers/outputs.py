@@ -67,6 +67,18 @@ class SampledOutputs:
         """Return the shift that restores the float model's mean behind the function, [groups, outputs]."""
         return matching_shift(self.function, self.exact[:, self.learning], given[:, self.learning])
 
+    def corrected(self, given: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the shift of each output, 0 where the judging samples contradict it, and the errors with it.
+
+        Args:
+            given: W~ x~ + b, [groups, rows, outputs].
+            shift: [groups, outputs]; None for the one that restores the mean behind the function.
+        """
+        shift = self.shift(given) if shift is None else shift
+        before, after = self.errors(given), self.errors(given + shift[:, None])
+        falls = self.falls(before, after)
+        return torch.where(falls, shift, 0), torch.where(falls[:, None], after, before)
+
     def relative(self, errors: Tensor) -> float:
         """Return errors relative to the energy of the float model's outputs; 0 where these are all 0."""
         energy = float(self.function(self.exact).square().sum())

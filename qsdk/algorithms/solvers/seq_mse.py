@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qsdk.algorithms.solvers.layer_losses import AbsoluteLosses, Columns, Loss, Quadratic, SquaredLosses
 from qsdk.algorithms.solvers.on_torch import cells_of_weights, on_torch, scales_of_weights
+from qsdk.algorithms.solvers.outputs import SampledOutputs
 from qsdk.algorithms.solvers.range_search import Block, Grids, ScaleChoice, best_of, least_squares, on_grid
 from qsdk.core.errors import ConfigError
 from qsdk.core.layers.layer_problem import LayerProblem, Solution
@@ -20,7 +21,7 @@ LossName = Literal["mse", "l1", "sqnr"]
 LOSSES = ("mse", "l1", "sqnr")
 #: Upper bound of the weights of an embedding table that are searched, where all share one range.
 TABLE = 1 << 19
-#: Rows of inputs for the absolute error.
+#: Rows of inputs for the absolute error, and for means behind activation functions.
 SAMPLES = 1024
 #: Rows per input for the squared error: few are enough, since scales are far fewer than weights.
 ROWS = 2
@@ -49,10 +50,11 @@ def solve(
             where outputs share a scale; `l1`, the absolute error on samples of the inputs.
         refine: whether to replace each chosen scale by the best one for its codes, where the codes of that scale are
             better again.
-        shift_bias: whether the layer's bias, if there is one, absorbs the mean error.
+        shift_bias: whether the layer's bias, if there is one, absorbs the mean error: that behind the layer's
+            activation function, where it is known and the problem has samples.
 
     Returns:
-        The encoding, and relative errors; the weight stays.
+        The encoding, and relative errors (then behind the function as well); the weight stays.
 
     Raises:
         ConfigError: the dtype is not an integer, there are no candidates, or the loss is unknown or lacks samples.
@@ -66,21 +68,37 @@ def solve(
     if table and problem.weight.numel() > TABLE:
         return _of_large_table(problem, candidates=candidates, loss=loss, refine=refine)
     shifts = shift_bias and problem.has_bias and problem.mean is not None
-    judged = problem.centered() if shifts else problem
+    behind = shifts and problem.activation is not None and problem.samples is not None
+    judged = problem.centered() if shifts and not behind else problem
     old = fake_quantize(problem, problem.encoding)
     cells = cells_of_weights(problem, problem.encoding)
     blocks = column_blocks(cells)
     note = "its encoding is frozen" if problem.encoding.frozen else ACROSS_GROUPS if blocks is None else ""
     result = None if note else _search(judged, old, cells, blocks or [], candidates, loss, refine)
     errors = judged.errors(old) if result is None else result.errors_before
-    before = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if shifts else errors)
+    centered = judged is not problem
+    before = judged.relative(errors + problem.count * problem.mean_error(old) ** 2 if centered else errors)
     if result is None:
         return Solution(problem.encoding, None, before, before, note=note)
     better = _better(judged, cells, loss, (old, result.weight), (errors, result.errors))
-    after = judged.relative(torch.where(better, result.errors, errors))
-    shift = _shift(problem, torch.where(better[..., None], result.weight, old)) if shifts else None
     encoding = result.encoding if better.all() else _merge_encodings(problem.encoding, result.encoding, cells[~better])
-    return Solution(encoding, None, before, after, bias_shift=shift)
+    new = torch.where(better[..., None], result.weight, old)
+    if behind:
+        return _shifted_behind(problem, encoding, old, new)
+    after = judged.relative(torch.where(better, result.errors, errors))
+    return Solution(encoding, None, before, after, bias_shift=_shift(problem, new) if shifts else None)
+
+
+def _shifted_behind(problem: LayerProblem, encoding: Encoding, old: Tensor, new: Tensor) -> Solution:
+    """Return a new encoding with the shift of the bias that restores the mean behind the activation function.
+
+    To restore the mean in front of it would raise outputs that the function clips, and leave fewer of them above 0. The
+    errors are those behind the function, on samples.
+    """
+    outputs = SampledOutputs.of(problem)
+    before = outputs.relative(outputs.errors(outputs.given(old)))
+    shift, errors = outputs.corrected(outputs.given(new))
+    return Solution(encoding, None, before, outputs.relative(errors), bias_shift=shift)
 
 
 def _of_large_table(problem: LayerProblem, *, candidates: int, loss: LossName, refine: bool) -> Solution:

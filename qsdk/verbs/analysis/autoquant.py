@@ -65,19 +65,19 @@ class _Stopwatch:
     """A clock that stands still while the metric of a path is evaluated."""
 
     def __init__(self, path: "_Path") -> None:
-        self._path, self._started, self._paused = path, time.perf_counter(), 0.0
+        self._path, self._started, self._paused = path, time.process_time(), 0.0
 
     def metric(self, sim: Sim) -> float:
         """Return the metric of the path's sim."""
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             return self._path.measured()
         finally:
-            self._paused += time.perf_counter() - begun
+            self._paused += time.process_time() - begun
 
     def without_metric(self) -> float:
         """Return the seconds so far."""
-        return time.perf_counter() - self._started - self._paused
+        return time.process_time() - self._started - self._paused
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ class _Path:
 
     def try_step(self, step: Step) -> None:
         """Take a step, and undo it unless the metric is better."""
-        started, why_not = time.perf_counter(), step.why_not(self.sim)
+        started, why_not = time.process_time(), step.why_not(self.sim)
         if why_not:
             return
         before = self.held()
         try:
             step.run(self.sim, self.data, self.options)
-            spent = time.perf_counter() - started
+            spent = time.process_time() - started
             found = self.measured()
         except BaseException:
             self.go_back(before)
@@ -254,23 +254,23 @@ def _start(
     """Return the path at the preset, calibrated by min-max, with 4 bits in weights where the file is too large."""
     data = list(data) if isinstance(data, Iterator) else data
     sim = quantize(model, example, config or w8a8())
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in door_of(sim).outputs(data, options["forward"], in_float=True):
         pass
-    seconds = max(time.perf_counter() - started, 1e-9)
+    seconds = max(time.process_time() - started, 1e-9)
     path = _Path(sim, data, metric, 0.0, seconds, options, 0.0, 0)
-    started = time.perf_counter()
+    started = time.process_time()
     calibrate(sim, data, **options)
-    spent = time.perf_counter() - started
+    spent = time.process_time() - started
     with door_of(sim).quantizing_only(()):
         path.reference = path.measured()
     path.now, path.size = path.measured(), exported_bytes(sim)
     path.note("the preset, min_max", path.now, path.size, spent, True)
     path.code = [] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"]
     if max_bytes is not None and path.size > max_bytes:
-        started = time.perf_counter()
+        started = time.process_time()
         lowered, path.size = lower_weights(sim, data, path.size, max_bytes, options)
-        spent, path.now = time.perf_counter() - started, path.measured()
+        spent, path.now = time.process_time() - started, path.measured()
         path.note(f"int4 in {len(lowered)} weights", path.now, path.size, spent, True, "to fit into max_bytes")
         path.code += [f'config = config.override({site!r}, weight="int4")' for site in lowered]
     path.code += ["sim = qsdk.quantize(model, example, config)", f"qsdk.calibrate(sim, data{path.forwarded})"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _THIRDS = 3
-_FEWEST, _MOST = 4, 64  # rows of a batch: fewer would say too little, more hardly anything new
+_FEWEST, _MOST = 2, 32  # rows of a batch: fewer would say too little, more hardly anything new
 
 
 def every_third(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -20,7 +20,7 @@ def every_third(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any, thirds: int) -> Any:
-    """Return that many thirds of the rows of a batch, evenly spaced: four at least, and 64 at most.
+    """Return that many thirds of the rows of a batch, evenly spaced: two at least, and 32 at most.
 
     A batch whose arrays do not all have the same number of rows is returned as it is.
     """
