@@ -71,15 +71,14 @@ def seq_mse(
         'self:weight'
     """
     options: dict[str, Any] = {"candidates": candidates, "loss": loss, "refine": refine, "shift_bias": shift_bias}
+    samples = seq_mse_solver.SAMPLES if loss == "l1" or shift_bias else 0
     return solve_each_layer(
         sim,
         data,
         partial(seq_mse_solver.solve, **options),
         "SeqMSE",
         verb="seq_mse",
-        gathers=GatherOptions(
-            samples=seq_mse_solver.SAMPLES if loss == "l1" or shift_bias else 0, rows=seq_mse_solver.ROWS
-        ),
+        gathers=GatherOptions(samples=samples, rows=seq_mse_solver.ROWS),
         options=options,
         run=WalkOptions(forward, progress, seed, max_memory, checkpoint),
     )
