@@ -15,6 +15,8 @@ from onnx_backend.proto.graph_queries import declared_sizes, initializers, input
 from onnx_backend.runtime.feeds import as_feeds
 from onnx_backend.runtime.session import simulation_session
 from qsdk.core.errors import DataError, IntegerError
+from qsdk.core.numerics.dtypes import dtype_named
+from qsdk.core.numerics.encoding import Encoding
 
 Array = npt.NDArray[Any]
 _DYNAMIC = 2  # length of a dynamic axis in the measurement
@@ -116,6 +118,8 @@ def _note_accumulators(requantizations: Sequence[Requantization], tensors: Mappi
 def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any] | None) -> dict[str, Array]:
     """Return the first batch of `data` by input name, random inputs without data.
 
+    For an input that takes codes, floats are quantized first, by the scale and zero point that the model states.
+
     Raises:
         DataError: there is no batch, or the model does not take it.
     """
@@ -124,8 +128,21 @@ def measured_inputs(source: ModelProto, integer: ModelProto, data: Iterable[Any]
     batch = next(iter(data), None)
     if batch is None:
         raise DataError("data= holds no batch; give one, or leave it out to measure with random inputs")
-    wanted = set(input_names(integer.graph))
-    return as_feeds(batch, simulation_session(integer).get_inputs(), "batch 0 of data=") if wanted else {}
+    if not input_names(integer.graph):
+        return {}
+    feeds = as_feeds(batch, simulation_session(integer).get_inputs(), "batch 0 of data=")
+    known = {prop.key: prop.value for prop in integer.metadata_props}
+    return {info.name: _as_codes(feeds[info.name], info, known) for info in integer.graph.input if info.name in feeds}
+
+
+def _as_codes(x: Array, info: ValueInfoProto, known: Mapping[str, str]) -> Array:
+    """Return floats as the codes of an edge whose encoding the model's metadata has, anything else as it is."""
+    key = f"qsdk.input.{info.name}"
+    if f"{key}.scale" not in known or not np.issubdtype(x.dtype, np.floating):
+        return x
+    scale, zero_point = np.float32(known[f"{key}.scale"]), np.int32(known[f"{key}.zero_point"])
+    codes = Encoding(dtype_named(known[f"{key}.dtype"]), np.array([scale]), np.array([zero_point])).quantize(x)
+    return codes.astype(helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type))
 
 
 def random_inputs(model: ModelProto, source: ModelProto, generator: np.random.Generator) -> dict[str, Array]:

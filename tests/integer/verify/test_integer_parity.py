@@ -73,6 +73,19 @@ def test_the_report_and_the_certificate_carry_it(tmp_path):
     assert edged.summary["operations_max_lsb"] is None
 
 
+def test_floats_are_measured_as_codes_where_the_edges_are_integers(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(small_cnn(batch=2), path)
+    measured = {}
+    for edges in ("float", "integer"):
+        report = qsdk.to_integer(path, tmp_path / f"{edges}.onnx", edges=edges, data=[feeds()])
+        assert report.summary["reference_equal"]
+        certificate = json.loads((tmp_path / f"{edges}.onnx.certificate.json").read_text())
+        measured[edges] = [row.get("accumulator_measured") for row in certificate["requantizations"]]
+    assert measured["integer"] == measured["float"]
+    assert any(measured["float"])
+
+
 @pytest.mark.parametrize(("data", "message"), [([], "holds no batch"), ([{"y": np.zeros(1)}], "does not take y")])
 def test_data_that_cannot_be_measured_with_is_refused_and_nothing_is_written(tmp_path, data, message):
     with pytest.raises(DataError, match=message):
