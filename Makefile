@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-ci-slow test-slow check docs fmt bench
+.PHONY: help setup demo test test-gpu test-ci-slow test-slow check docs tutorials fmt bench
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ check: setup ## lint, format, types, import contracts, architecture
 
 docs: setup ## build the documentation site into build/site; warnings and broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+tutorials: setup ## make and run the notebooks of docs/tutorials from the sources beside them
+	@$(BIN)/python scripts/make_notebooks.py
 
 fmt: setup ## format and fix what can be fixed
 	@$(BIN)/ruff check -q --fix

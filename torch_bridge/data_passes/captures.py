@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.torch_values.batches import Forward, as_example, feed, progress_over
+from torch_bridge.torch_values.decoder_step import as_step
 from torch_bridge.torch_values.parameters import to_numpy
 from torch_bridge.torch_values.pytree import argument_leaves, name_leaves, tensors_of
 from torch_bridge.training.training import eval_mode
@@ -30,10 +31,20 @@ def captures(
     handle = sim.model.register_forward_pre_hook(note_inputs, with_kwargs=True)
     try:
         for number, batch in progress_over(data, "parity", progress, skip_empty=False):
-            seen.clear()
             with eval_mode(sim.model), sim.captured() as captured, torch.no_grad():
-                outputs = feed(sim.model, batch, sim.example, forward, f"batch {number}")
+                whole = batch if forward is not None else _with_cache(sim, batch)
+                seen.clear()
+                captured.clear()  # what filled the cache was a call of its own
+                outputs = feed(sim.model, whole, sim.example, forward, f"batch {number}")
             tensors = tensors_of(outputs, caches=sim.example.has_cache)
             yield {**seen, **captured}, [to_numpy(tensor) for tensor in tensors]
     finally:
         handle.remove()
+
+
+def _with_cache(sim: QuantSim, batch: Any) -> Any:
+    """Return a batch as the file takes it: tokens alone become a step with a cache, as `quantize` makes one."""
+    given = as_example(batch)
+    if not sim.example.has_cache or given.has_cache or given.args or "input_ids" not in given.kwargs:
+        return batch
+    return dict(as_step(sim.model, given).kwargs)

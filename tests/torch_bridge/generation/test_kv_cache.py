@@ -43,6 +43,17 @@ def test_the_file_generates_what_the_simulation_does(config: QuantConfig, granul
     assert report.summary["passed"], report
 
 
+def test_parity_takes_the_batches_that_calibration_took(tmp_path: Path) -> None:
+    sim = _sim(qsdk.w8a8(kv_cache="int8"))
+    qsdk.export(sim, tmp_path / "model.onnx")
+    report = qsdk.check_parity(sim, tmp_path / "model.onnx", [{"input_ids": tokens(5)}], progress=False)
+    assert report.summary["passed"], report
+    assert {row["site"] for row in report.rows} >= {_KEY, _VALUE, "past_key_values.0.key:input"}
+    short = [{"input_ids": tokens(5)[:, :2]}]
+    with pytest.raises(qsdk.ConfigError, match="three tokens at least"):
+        qsdk.check_parity(sim, tmp_path / "model.onnx", short, progress=False)
+
+
 def test_keys_and_values_are_quantized_once() -> None:
     sim = _sim(qsdk.w8a8(kv_cache="int8"))
     rows = {row["site"]: row for row in sim.coverage().rows}
