@@ -13,7 +13,7 @@ What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
     watch       callbacks
-    decide      sensitivity advise mixed_precision autoquant
+    decide      sensitivity advise mixed_precision autoquant perplexity next_token_agreement
     export      export validate
     prove       check_parity compare profile report
     integers    to_integer
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.rotation.rotate import rotate
     from qsdk.verbs.scaling import awq, equalize, smooth_quant
     from qsdk.verbs.schedules import anneal_bits, freeze_ranges, observe_ranges, observing
+    from qsdk.verbs.text.metrics import next_token_agreement, perplexity
 
 __version__ = "0.1.0"
 
@@ -141,6 +142,8 @@ _VERBS = {
     "sensitivity": "analysis.sensitivity",
     "autoquant": "analysis.autoquant",
     "compare": "analysis.compare",
+    "perplexity": "text.metrics",
+    "next_token_agreement": "text.metrics",
     "QuantSim": "doors.choose",
     "OnnxSim": "doors.choose",
 }
@@ -173,6 +176,8 @@ __all__ = [
     "report",
     "sensitivity",
     "autoquant",
+    "perplexity",
+    "next_token_agreement",
     "observe_ranges",
     "observing",
     "freeze_ranges",

@@ -2,11 +2,12 @@
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qsdk
@@ -40,8 +41,60 @@ def test_every_example_is_run():
         "generate_text",
         "hugging_face_trainer",
         "lightning_module",
+        "lm_eval_harness",
         "log_to_trackers",
     ]
+
+
+class Letters:
+    """A tokenizer of one id per character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(one + 32) for one in ids)
+
+
+def request(*args: Any) -> SimpleNamespace:
+    """What the harness hands over: an `Instance` with `args`."""
+    return SimpleNamespace(args=args)
+
+
+def test_the_harness_reads_a_sim(tmp_path: Path):
+    """The three methods of the harness's interface, against logits read here; the harness itself is not installed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(96, 16), nn.Linear(16, 96)).eval()  # logits of the last token alone
+    sim = qsdk.quantize(model, torch.arange(8)[None], qsdk.w8a8())
+    qsdk.calibrate(sim, [torch.arange(96)[None]], progress=False)
+    letters, start = Letters(), 3
+    adapter = example("lm_eval_harness").Adapter(sim, letters.encode, letters.decode, start=start, longest=8)
+    table = sim(torch.arange(96)[None])[0].log_softmax(-1)
+
+    def by_hand(before: int, ids: list[int]) -> float:
+        return float(sum(table[a, b] for a, b in zip([before, *ids[:-1]], ids, strict=True)))
+
+    ids = letters.encode(" world")
+    [(known, greedy), (empty, _), (spaced, _)] = adapter.loglikelihood(
+        [request("hello", " world"), request("", "hello"), request("hello ", "world")]
+    )
+    assert known == spaced == pytest.approx(by_hand(letters.encode("o")[0], ids), rel=1e-5)
+    assert empty == pytest.approx(by_hand(start, letters.encode("hello")), rel=1e-5)
+    assert not greedy
+    text = "a text that is longer than what the model reads at once"
+    assert adapter.loglikelihood_rolling([request(text)]) == pytest.approx(
+        [by_hand(start, letters.encode(text))], rel=1e-5
+    )
+    [told] = adapter.generate_until([request("hello", {"until": [], "max_gen_toks": 5})])
+    steps, last = [], letters.encode("o")[0]
+    for _ in range(5):
+        last = int(table[last].argmax())
+        steps.append(last)
+    assert told == letters.decode(steps)
+    [(_, chosen)] = adapter.loglikelihood([request("hello", told)]) if not told[0].isspace() else [(0.0, True)]
+    assert chosen
+    [cut] = adapter.generate_until([request("hello", {"until": [told[2]], "max_gen_toks": 5})])
+    assert cut == told[: told.index(told[2])]
 
 
 def test_an_exported_decoder_generates_text_without_qsdk(tmp_path: Path):
