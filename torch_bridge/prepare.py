@@ -264,7 +264,7 @@ def run_example(model: nn.Module, example: Example) -> Any:
         shapes = [tuple(v.shape) for v in (*example.args, *example.kwargs.values()) if isinstance(v, Tensor)]
         raise ModelError(
             f"the model does not run on the example (tensors of shape {shapes}): {error}; give an example the float "
-            "model accepts"
+            "model accepts" + (" (the inputs alone, without labels: batch[0])" if len(example.args) > 1 else "")
         ) from error
 
 

@@ -1,5 +1,6 @@
 """What the names of other quantization tools are called in qsdk, for whoever types one of them."""
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -55,6 +56,7 @@ _AIMET = {
     "prepare_model": _PREPARED,
     "ModelPreparer": _PREPARED,
     "ModelValidator": _PREPARED,
+    "save_checkpoint": "qsdk.save(sim, path)",
     "AutoQuant": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
 }
 
@@ -112,5 +114,35 @@ def missing_name(name: str, known: Iterable[str]) -> str:
     """Return the text of the AttributeError for a name that qsdk does not have."""
     if name in COUNTERPARTS:
         return f"qsdk has no {name}; its counterpart: {COUNTERPARTS[name]}"
+    if other_widths(name):
+        return f"qsdk has no preset {name}; {other_widths(name)}"
     same = [candidate for candidate in known if candidate.replace("_", "").lower() == name.replace("_", "").lower()]
     return f"module 'qsdk' has no attribute {name!r}" + (f"; did you mean qsdk.{same[0]}?" if same else "")
+
+
+def other_widths(name: str) -> str:
+    """Return how to write a config of widths that no preset has, such as `w4a4`; "" for a name of another kind."""
+    widths = re.fullmatch(r"w([2-9]|1[0-6])a([2-9]|1[0-6])", name)
+    if widths is None:
+        return ""
+    return f'write it as qsdk.w8a8().override("*", weight="int{widths[1]}", activation="uint{widths[2]}")'
+
+
+def missing_in_sim(name: str, cls: str, model: object) -> str:
+    """Return the text of the AttributeError for a name that a sim does not have.
+
+    Args:
+        name: that was asked for.
+        cls: name of the sim's class.
+        model: the wrapped module, None for a sim of an ONNX model.
+    """
+    text = f"{cls!r} object has no attribute {name!r}"
+    if name in ("export", "save", "load_encodings", "calibrate"):
+        return f"{text}; it is a function: qsdk.{name}(sim, ...)"
+    if name in COUNTERPARTS:
+        return f"{text}; its counterpart: {COUNTERPARTS[name]}"
+    if name == "train" and model is not None:
+        return f"{text}; train inside `with sim.training() as model:`"
+    if not name.startswith("_") and model is not None and hasattr(type(model), name):
+        return f"{text}; the module has it: sim.model.{name}"
+    return text

@@ -282,6 +282,13 @@ def test_evaluate_refuses(at: Path, capsys, options: tuple[str, ...], code: int,
     assert message in err
 
 
+def test_folder_names_need_a_folder_per_class(at: Path, capsys):
+    command = ("evaluate", "float.onnx", "--data", "pictures/a", *PLAIN, "--labels", "folder-names")
+    returned, out, err = said(capsys, *command)
+    assert (returned, out) == (2, "")
+    assert "--labels folder-names needs a folder per class, and all files lie in pictures/a;" in err
+
+
 def test_errors_of_a_users_function_name_it_and_the_file(at: Path, capsys):
     code, _, err = said(
         capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "raw", "--preprocess", "mine.py:fail"

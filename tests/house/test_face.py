@@ -101,3 +101,35 @@ def test_completion_shows_what_users_may_rely_on():
     qsdk.calibrate(sim, [x], progress=False)
     assert {name for name in dir(sim) if not name.startswith("_")} == set(qsdk.QuantSim.documented)
     assert [name for name in dir(sim) if not hasattr(sim, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("train", "train inside `with sim.training() as model:`"),
+        ("state_dict", "the module has it: sim.model.state_dict"),
+        ("export", "it is a function: qsdk.export(sim, ...)"),
+        ("compute_encodings", "its counterpart: qsdk.calibrate(sim, batches)"),
+    ],
+)
+def test_a_name_that_a_sim_lacks_is_answered_with_where_it_is(name: str, remedy: str):
+    sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(2, 4))
+    with pytest.raises(AttributeError, match=f"'QuantSim' object has no attribute '{name}'; {re.escape(remedy)}$"):
+        getattr(sim, name)
+    with pytest.raises(AttributeError, match=r"^'QuantSim' object has no attribute 'nothing'$"):
+        _ = sim.nothing
+
+
+def test_an_error_in_a_property_of_a_sim_is_its_own():
+    sim = qsdk.quantize(torch.nn.Linear(4, 2), torch.randn(2, 4))
+    del sim.__dict__["model"]
+    with pytest.raises(AttributeError, match="'QuantSim' object has no attribute 'model'"):
+        _ = sim.runtime
+
+
+def test_widths_that_no_preset_has_are_answered_with_the_config():
+    with pytest.raises(AttributeError, match=r'no preset w4a4; write it as .*weight="int4", activation="uint4"'):
+        _ = qsdk.w4a4
+    assert "\nrule: '*' -> weight=int4, activation=uint4" in str(
+        qsdk.w8a8().override(weight="int4", activation="uint4")
+    )

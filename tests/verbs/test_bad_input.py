@@ -179,6 +179,16 @@ def test_a_config_by_name():
     assert quantize(ConvNet(), X, "w4a8").config == qsdk.w4a8()
     match = r"config='htp_v81' is none of the presets w8a8, .* give config=qsdk\.load_config\('htp_v81'\) for"
     refused(ConvNet(), X, match, ConfigError, config="htp_v81")
+    match = r'config=\'w4a4\' is none of .*; write it as .*\.override\(.*weight="int4", activation="uint4"\)'
+    refused(ConvNet(), X, match, ConfigError, config="w4a4")
+    with pytest.raises(ConfigError, match=r"there is no preset w2a8; .* --override '\*' weight=\.\.\."):
+        qsdk.load_config("w2a8")
+
+
+def test_an_example_with_labels_or_a_whole_loader():
+    refused(ConvNet(), (X, torch.zeros(len(X))), r"\(the inputs alone, without labels: batch\[0\]\)", ModelError)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X))
+    refused(ConvNet(), loader, r"a mapping, got DataLoader; give one of its batches", DataError)
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_owners():

@@ -74,7 +74,9 @@ def as_example(value: Any) -> Example:
         return Example(tuple(value), {})
     if isinstance(value, Mapping):
         return Example((), dict(value))
-    raise DataError(f"expected a tensor, a tuple or a mapping, got {type(value).__name__}; convert it to tensors first")
+    batches = isinstance(value, Iterable) and not hasattr(value, "dtype")
+    remedy = "give one of its batches" if batches else "convert it to tensors first"
+    raise DataError(f"expected a tensor, a tuple or a mapping, got {type(value).__name__}; {remedy}")
 
 
 def only_device(model: nn.Module) -> torch.device | None:
@@ -116,7 +118,7 @@ def feed(model: nn.Module, batch: Any, example: Example, forward: Forward | None
     if given.args and surplus > 0:
         raise DataError(
             f"{where} has {len(given.args)} elements, the model was quantized with {len(example.args)}; if the rest "
-            "are labels, pass forward=lambda m, b: m(b[0])"
+            "are labels, give qsdk.inputs_only(loader) as the data, or pass forward=lambda m, b: m(b[0])"
         )
     args, kwargs = move_arguments(model, given.args, given.kwargs, example)
     args, kwargs = map_leaves((args, kwargs), lambda _, leaf: leaf)  # a model writes into a cache, which is the user's

@@ -49,6 +49,11 @@ def _folder_names(paths: Sequence[Path], samples: int) -> Array:
     if len(paths) < samples:
         raise ConfigError(f"--labels {FOLDERS} needs one file per sample, in a folder per class; give a file of labels")
     classes = {name: place for place, name in enumerate(sorted({path.parent.name for path in paths}))}
+    if len(classes) == 1:
+        raise ConfigError(
+            f"--labels {FOLDERS} needs a folder per class, and all files lie in {paths[0].parent}; sort them into "
+            "folders, or give a file of labels (.csv: a file's name and its label on each line)"
+        )
     return np.array([classes[path.parent.name] for path in paths[:samples]])
 
 

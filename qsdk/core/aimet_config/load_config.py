@@ -10,6 +10,7 @@ from typing import Any
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
 from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.counterparts import other_widths
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.read_files import read_text
 
@@ -67,9 +68,9 @@ def config_or_preset(config: QuantConfig | str | None) -> QuantConfig | None:
     if not isinstance(config, str):
         raise ConfigError(f"expected a QuantConfig such as qsdk.w8a8(), got {type(config).__name__}")
     if config not in PRESETS:
+        remedy = f"give config=qsdk.load_config({config!r}) for a file or for one of AIMET's configs"
         raise ConfigError(
-            f"config={config!r} is none of the presets {', '.join(PRESETS)}; "
-            f"give config=qsdk.load_config({config!r}) for a file or for one of AIMET's configs"
+            f"config={config!r} is none of the presets {', '.join(PRESETS)}; {other_widths(config) or remedy}"
         )
     return PRESETS[config]()
 
@@ -80,6 +81,11 @@ def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:
         known = aimet_alias(name)
         if known is not None:
             return known, name
+        if other_widths(name):
+            raise ConfigError(
+                f"there is no preset {name}; {other_widths(name)}, and in the shell as "
+                "--override '*' weight=...,activation=..."
+            )
         names = ", ".join((*PRESETS, *aimet_aliases()))
         raise ConfigError(f"there is no file {name}, and no built-in config of that name; the names are {names}")
     try:

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.counterparts import missing_in_sim
 from qsdk.core.errors import CalibrationError, ConfigError, ModelError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
@@ -64,6 +65,13 @@ class StatefulSim(ABC):
     @abstractmethod
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property of that name has failed: its own error counts
+                object.__getattribute__(self, name)
+            raise AttributeError(missing_in_sim(name, type(self).__name__, vars(self).get("model")))
 
     def __dir__(self) -> list[str]:
         return [*(name for name in super().__dir__() if name.startswith("__")), *self.documented]
