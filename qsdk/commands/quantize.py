@@ -74,7 +74,7 @@ def run(options: Namespace) -> int:
     Raises:
         ConfigError: the output path is the float model, or cannot be written; options that do not go together.
     """
-    require_output(options.out)
+    _require_out(options)
     verbs = _verbs(options.verbs)
     if options.mixed_precision and not (options.metric or options.labels):
         raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
@@ -93,19 +93,46 @@ def run(options: Namespace) -> int:
     facts |= {"verbs": ", ".join(verbs)} if verbs else {}
     if options.mixed_precision:
         facts |= _raise_precision(opened, metric_files, options, progress)
-    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
-    exported = export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
+    exported = _exported(sim, options)
     coverage = sim.coverage()
-    facts["bytes"] = Path(options.out).stat().st_size
+    facts["bytes"] = exported.summary["bytes"] if _writes_folder(options) else Path(options.out).stat().st_size
     if options.providers and isinstance(sim, OnnxSim):
         facts |= sim.placement().summary
     show(Report("Quantized", coverage.rows, {**coverage.summary, **facts, **exported.summary}), as_json=options.json)
     return 0 if facts.get("met", True) else 1
 
 
+def _writes_folder(options: Namespace) -> bool:
+    return bool(options.format == "compressed-tensors")
+
+
+def _require_out(options: Namespace) -> None:
+    """Refuse an output that cannot be written, before the work.
+
+    Raises:
+        ConfigError: names it, or the options that do not go together.
+    """
+    if not _writes_folder(options):
+        require_output(options.out)
+    elif not names_function(options.model):
+        raise ConfigError(
+            "--format compressed-tensors is for a PyTorch module, FILE.py:function; an ONNX file has none"
+        )
+    elif Path(options.out).is_file():
+        raise ConfigError(f"cannot write: {options.out} is a file, and --format compressed-tensors writes a folder")
+
+
+def _exported(sim: Sim, options: Namespace) -> Report:
+    if _writes_folder(options):
+        return export(sim, options.out, format="compressed-tensors")
+    shapes = dict(options.shape) if options.dialect == "qnn" and options.shape else None
+    return export(sim, options.out, opset=options.opset, dialect=options.dialect, shapes=shapes)
+
+
 def _opened(options: Namespace) -> _Opened:
     """Open the float model, of either side, with its data."""
-    config = config_of(options.config, options.override, options.skip).for_dialect(options.dialect)
+    dialect = options.format if _writes_folder(options) else options.dialect
+    config = config_of(options.config, options.override, options.skip).for_dialect(dialect)
     fixed = {name: _value(name, text) for name, text in options.input}
     more: dict[str, Any] = {"inputs": fixed, "providers": options.providers}
     if not names_function(options.model):

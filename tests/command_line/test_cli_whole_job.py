@@ -391,3 +391,19 @@ def test_the_help_lists_the_choices(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for words in ("tf_enhanced", "seq_mse, adaround", "nchw,nhwc", "w4a16", "FILE.py:function", "default: ImageNet's"):
         assert words in text
+
+
+def test_a_folder_for_servers_of_language_models(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = f"{home / 'mine.py'}:make_with_example"
+    common = ["--format", "compressed-tensors", "--config", "w8a8", "--random", "4", "--json"]
+    assert main(["quantize", model, str(tmp_path / "out"), *common]) == 0
+    facts = json.loads(capsys.readouterr().out)["summary"]
+    assert (facts["format"], facts["layers"]) == ("int-quantized", 1)
+    assert facts["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["config_groups"]["group_0"]["input_activations"]["symmetric"]
+    assert main(["quantize", str(home / "float.onnx"), str(tmp_path / "other"), *common]) == 2
+    assert "--format compressed-tensors is for a PyTorch module" in capsys.readouterr().err
+    (tmp_path / "file").write_text("mine")
+    assert main(["quantize", model, str(tmp_path / "file"), *common]) == 2
+    assert "is a file, and --format compressed-tensors writes a folder" in capsys.readouterr().err

@@ -21,6 +21,12 @@ def add_quantize(commands: Any) -> None:
         help="a float ONNX file, or FILE.py:function, which returns a PyTorch module, or (module, example)",
     )
     quantize.add_argument("out", help="the Q/DQ file to write; its encodings stand beside it")
+    quantize.add_argument(
+        "--format",
+        choices=("onnx", "compressed-tensors"),
+        default="onnx",
+        help="compressed-tensors: a folder for vLLM and transformers, of the linear layers of a PyTorch module",
+    )
     add_data(quantize)
     quantize.add_argument("--config", default="w8a8", help=f"{CONFIGS} (default: w8a8)")
     add_rules(quantize)
