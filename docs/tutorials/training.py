@@ -127,8 +127,9 @@ axis.set(ylim=(0.8, 0.97), ylabel="accuracy (the axis begins at 0.8)", title="we
 plt.show()
 
 # %% [markdown]
-# With 2,000 pictures an accuracy is known to about 0.6 points. This run had 48 steps. A longer one comes closer to the float network:
-# [the recipes](../guides/qat.md#recipes-by-bit-width) have 1,000 steps and say what each bit width needs.
+# Be careful with small differences: with 2,000 pictures an accuracy is known to about 0.6 points. Most of the way was the better
+# start. The 48 steps of training, a minute, added little to it. A real training has 1,000 steps and more, and loses
+# less than a point to the float network: [the recipes](../guides/qat.md#recipes-by-bit-width) say what each bit width needs.
 #
 # ## A checkpoint
 #

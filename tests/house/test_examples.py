@@ -40,9 +40,11 @@ def test_every_example_is_run():
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == [
         "generate_text",
         "hugging_face_trainer",
+        "image_classifier",
         "lightning_module",
         "lm_eval_harness",
         "log_to_trackers",
+        "onnx_detector",
     ]
 
 
