@@ -2,12 +2,15 @@
 
     pip install "qsdk[examples]"
     python examples/hugging_face_trainer.py
+    python examples/hugging_face_trainer.py --bf16 --folder run              # checkpoints in run/
+    python examples/hugging_face_trainer.py --bf16 --folder run --resume     # goes on from the last of them
 
 The Trainer is given `sim.model` and an optimizer whose parameter groups know the learned scales; all else is as on the
 float model. The labels, which the example of `qsdk.quantize` does not have, and the loss that the model makes of them
 stay float. The task: does a sequence hold more tokens of the first half of the vocabulary than of the second?
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -44,22 +47,24 @@ def float_model() -> nn.Module:
     return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
 
 
-def train(model: nn.Module, groups: Any, folder: str, epochs: int) -> None:
-    """An ordinary training: the same for the float model and for the quantized one."""
+def train(model: nn.Module, groups: Any, folder: Path, epochs: int, *, bf16: bool, resume: bool) -> None:
+    """An ordinary training, with a checkpoint after each epoch: the same for the float model and the quantized one."""
     options = TrainingArguments(
-        folder,
+        str(folder),
         num_train_epochs=epochs,
         per_device_train_batch_size=32,
         lr_scheduler_type="constant",
-        save_strategy="no",
+        bf16=bf16,  # autocast; quantizers compute in float32
+        save_strategy="epoch",
+        save_total_limit=1,
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
     )
     optimizer = torch.optim.AdamW(groups)
-    data = Majority(512, seed=0)
-    Trainer(model, options, train_dataset=data, optimizers=(optimizer, None)).train()
+    trainer = Trainer(model, options, train_dataset=Majority(512, seed=0), optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
 
 
 @torch.no_grad()
@@ -69,11 +74,23 @@ def accuracy(model: nn.Module) -> float:
     return float((model.eval()(input_ids=test.ids).logits.argmax(-1) == test.labels).float().mean())
 
 
-def main(out: str = "bert.onnx") -> dict[str, float]:
-    """Train in float, quantize, train again, export; gives the accuracies."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = float_model()
-        train(model, [{"params": list(model.parameters()), "lr": 3e-3}], folder, epochs=6)
+def main(
+    out: str = "bert.onnx", folder: str = "", *, epochs: int = 3, bf16: bool = False, resume: bool = False
+) -> dict[str, float]:
+    """Train in float, quantize, train again, export; gives the accuracies.
+
+    The float weights are kept beside the checkpoints: a run that goes on quantizes the same model.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        model, weights = float_model(), place / "float.pt"
+        if resume and weights.exists():
+            model.load_state_dict(torch.load(weights))
+        else:
+            groups = [{"params": list(model.parameters()), "lr": 3e-3}]
+            train(model, groups, place / "float", epochs=6, bf16=bf16, resume=resume)
+            torch.save(model.state_dict(), weights)
         found = {"float": accuracy(model)}
 
         batches = [{"input_ids": Majority(128, seed=2).ids}]
@@ -82,7 +99,8 @@ def main(out: str = "bert.onnx") -> dict[str, float]:
         found["quantized"] = accuracy(sim.model)
 
         with sim.training(learn_scales=True) as trained:
-            train(trained, sim.parameter_groups(lr=1e-3, scale_lr=1e-2), folder, epochs=3)
+            groups = sim.parameter_groups(lr=1e-3, scale_lr=1e-2)
+            train(trained, groups, place / "quantized", epochs=epochs, bf16=bf16, resume=resume)
         found["trained"] = accuracy(sim.model)
 
     qsdk.export(sim, out)
@@ -91,4 +109,10 @@ def main(out: str = "bert.onnx") -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    parser = argparse.ArgumentParser(description="quantization-aware training with the Trainer of Hugging Face")
+    parser.add_argument("--out", default="bert.onnx", help="the file to write (bert.onnx)")
+    parser.add_argument("--folder", default="", help="for checkpoints; without it they are thrown away")
+    parser.add_argument("--epochs", type=int, default=3, help="of training the quantized model (3)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where autocast does")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    print(main(**vars(parser.parse_args())))

@@ -36,6 +36,21 @@ def test_an_example_trains_a_quantized_model_and_exports_it(name: str, tmp_path:
     assert found["trained"] > found["quantized"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.")
+def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In bf16: three epochs in one piece, and two and then the third, end with the same accuracies."""
+    module = example("hugging_face_trainer")
+    whole = module.main(str(tmp_path / "whole.onnx"), str(tmp_path / "whole"), bf16=True)
+    module.main(str(tmp_path / "parts.onnx"), str(tmp_path / "parts"), bf16=True, epochs=2)
+    steps, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (steps.append(1), step(self, *args))[1])
+    parts = module.main(str(tmp_path / "parts.onnx"), str(tmp_path / "parts"), bf16=True, resume=True)
+    assert len(steps) == 16  # the last of three epochs, and nothing of the float training
+    assert parts == whole
+    assert whole["trained"] > whole["quantized"]
+
+
 def test_every_example_is_run():
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == [
         "generate_text",
