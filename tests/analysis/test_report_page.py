@@ -358,3 +358,17 @@ def test_a_model_in_float64_has_a_page(tmp_path):
     qsdk.calibrate(sim, [x], progress=False)
     qsdk.report(sim, tmp_path / "page.html", data=[x], progress=False)
     assert "float64" in Page(tmp_path / "page.html").words
+
+
+def test_a_page_after_adaround_says_what_its_noise_leaves_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    batches = [torch.randn(64, 16)]
+    sim = qsdk.quantize(model, batches[0], "w4a8")
+    qsdk.calibrate(sim, batches, progress=False)
+    before = qsdk.report(sim, tmp_path / "before.html", data=batches, progress=False)
+    assert "above their quantization noise" in before.summary["sentence"]
+    qsdk.adaround(sim, batches, progress=False)
+    after = qsdk.report(sim, tmp_path / "after.html", data=batches, progress=False)
+    assert "above the noise of all but 2 weights that are rounded for good" in after.summary["sentence"]
+    assert "compare the outputs with those of the model that you began with" in (tmp_path / "after.html").read_text()

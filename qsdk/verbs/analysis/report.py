@@ -210,7 +210,23 @@ def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None,
     if data is None or not layers_of(sim.plan):
         return found
     rows = sensitivity(sim, data, forward=forward, progress=progress)
-    return replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"])
+    found = replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"])
+    count = _rounded_for_good(sim)
+    if not count:
+        return found
+    remark = (
+        f"{count} weights hold the values that they were rounded to, by adaround or the like, so no number here "
+        "says what that cost: compare the outputs with those of the model that you began with."
+    )
+    return replace(found, remarks=(remark,), noise=f"the noise of all but {count} weights that are rounded for good")
+
+
+def _rounded_for_good(sim: Sim) -> int:
+    """Return how many weights lie on their grid already: what their rounding cost cannot be seen in the sim."""
+    encodings = sim.encodings
+    weights = [d.site for d in sim.plan.decisions.values() if d.kind == "weight" and d.site in encodings]
+    held = sim.stored_floats(weights)
+    return sum(np.array_equal(encodings[site].fake_quantize(x), x) for site, x in held.items())
 
 
 def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:
