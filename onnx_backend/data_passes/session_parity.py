@@ -9,6 +9,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
@@ -161,7 +162,7 @@ def _report(
         for site, found in sites.items()
     ]
     worst = max((found.largest for found in sites.values()), default=0.0)
-    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off"]
+    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off{_why_off()}"]
     if any(found.invented for found, _ in gates):
         reasons.append("an output is NaN or infinite where it should be finite")
     reasons += [
@@ -177,6 +178,16 @@ def _report(
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
     ends = {"sqnr_db": outputs.decibels(), "outputs_max_difference": outputs.largest, "passed": passed, **reason}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
+
+
+def _why_off() -> str:
+    """Return the likely cause and its remedies on a processor whose 8-bit kernels overflow, else ""."""
+    if not products_saturate():
+        return ""
+    return (
+        " (this processor has no VNNI, and the runtime's 8-bit kernels overflow on it: quantize with weights of 7 "
+        "bits, --override '*' weight=int7, or convert with to-integer --weights unsigned)"
+    )
 
 
 def _compare_codes(
