@@ -25,8 +25,10 @@ from onnx_backend.proto.inputs import open_inputs
 from qsdk.core.atomic_files import write_with_companions
 from qsdk.core.errors import IntegerError, QsdkError
 from qsdk.core.report import Report
+from qsdk.progress import Progress, progress_of
 
 Path = str | os.PathLike[str]
+_PARTS = 4  # of the work
 
 
 def write_integer(
@@ -37,6 +39,7 @@ def write_integer(
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
     firmware: Path | None = None,
+    progress: bool = True,
     **options: Any,
 ) -> Report:
     """Convert a Q/DQ model, measure the result and write it with its certificate; `options` are those of `convert`.
@@ -48,11 +51,14 @@ def write_integer(
         ConfigError: an option or shapes that do not exist.
     """
     batches, model = None if data is None else _first(data), in_float32(model)
-    opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
-    inputs = measured_inputs(opened, result.model, batches)
-    portable = options.get("target") == "portable"
-    standard = convert(opened, **{**options, "target": "standard"}).model if portable else None
-    return _measured(opened, result, standard, inputs, out, firmware, fixed)
+    with progress_of("to_integer", _PARTS, show=progress, unit="part") as bar:
+        bar.now("convert")
+        opened, result, fixed = _converted(model, batches, allow_float, shapes, options)
+        inputs = measured_inputs(opened, result.model, batches)
+        portable = options.get("target") == "portable"
+        standard = convert(opened, **{**options, "target": "standard"}).model if portable else None
+        bar.done()
+        return _measured(opened, result, standard, inputs, out, firmware, fixed, bar)
 
 
 def _first(data: Iterable[Any]) -> list[Any]:
@@ -119,18 +125,25 @@ def _measured(
     out: Path,
     firmware: Path | None,
     fixed: Mapping[str, Any],
+    bar: Progress,
 ) -> Report:
     """Measure an integer-only model and write it with its companions."""
     edges, recorded = result.certificate["edges"], result.operations
+    bar.now("run both models")
     measured = measure(opened, result.model, inputs, edges=edges, reference=result.integers, operations=recorded)
+    bar.done()
+    bar.now("compare each operation")
     parity = run_teacher_forced(opened, result.model, result.sites, inputs) if edges == "float" else []
     measured |= operations(parity)
+    bar.done()
+    bar.now("write")
     certificate = {**result.certificate, **fixed, "measured": measured, "parity": parity}
     certificate["runtimes"] = _runtimes(result, standard, inputs)
     companions: dict[Any, Any] = {f"{os.fspath(out)}.certificate.json": json.dumps(certificate, indent=1) + "\n"}
     if firmware is not None:
         companions[firmware] = firmware_file(result, firmware)
     write_with_companions(out, model_io.serialize(result.model), companions)
+    bar.done()
     summary = {**result.report.summary, **measured, **fixed}
     if standard is not None:
         summary["same_integers_on"] = _in_words(certificate["runtimes"])

@@ -322,6 +322,7 @@ def to_integer(
     shapes: Mapping[str, Sequence[int]] | None = None,
     data: Iterable[Any] | None = None,
     firmware: str | os.PathLike[str] | None = None,
+    progress: bool = True,
 ) -> Report:
     """Convert a Q/DQ model to an integer-only one. Writes `out` and `<out>.certificate.json`.
 
@@ -345,6 +346,7 @@ def to_integer(
         shapes: input name -> all of its sizes, for dynamic axes that an operation needs fixed (a mean, an LSTM).
         data: batches, the first for measuring and needed sizes; None for random ones, sized as quantize's example.
         firmware: a file that holds the network without ONNX: `.npz` (arrays and operations) or `.h` (C, batch of 1).
+        progress: show a progress bar.
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
@@ -363,4 +365,4 @@ def to_integer(
     forms: dict[str, Any] = {"target": target, "edges": edges, "rounding": rounding, "requantize": requantize}
     forms |= {"weights": weights, "product_bits": product_bits, "tables": tables, "allow_float": allow_float}
     source = model_io.with_weights(opened_qdq(model))
-    return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware)
+    return write_integer(source, out, **forms, shapes=shapes, data=data, firmware=firmware, progress=progress)

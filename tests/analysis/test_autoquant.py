@@ -1,6 +1,7 @@
 """`qsdk.autoquant`: budgets that hold, a path that can be repeated, and a result never worse than the preset."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -188,6 +189,23 @@ def test_the_users_model_is_left_alone(model, sqnr):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run(model, sqnr, data=[*BATCHES], max_drop=104.0, config=qsdk.w4a8())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_passes_count_the_processors_time_and_not_waiting(model, sqnr):
+    class Slow(list):
+        """The second float pass is slow to read, and every pass after it."""
+
+        passes = 0
+
+        def __iter__(self):
+            Slow.passes += 1
+            for batch in super().__iter__():
+                time.sleep(0.5 if Slow.passes > 2 else 0.0)
+                yield batch
+
+    report = run(model, sqnr, data=Slow(BATCHES), max_drop=1000.0)  # the preset alone
+    assert Slow.passes == 3
+    assert report.summary["passes"] * 0.002 < 1.0  # 2 s of waiting would be 1000 float passes of 2 ms
 
 
 def test_data_that_can_be_read_once_is_kept(model, sqnr):

@@ -65,7 +65,7 @@ def test_the_estimate_ranks_layers_as_measuring_each_does(demo):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [3]), ([300], [64])]
+    ("sizes", "used"), [([16] * 4, [16, 6]), ([16, 16], [11]), ([48], [16]), ([3], [2]), ([2], [2]), ([300], [32])]
 )
 def test_the_estimate_reads_the_data_once_and_a_third_of_its_rows(demo, sizes, used):
     sim, calls = demo[0], []

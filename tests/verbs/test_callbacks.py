@@ -90,8 +90,9 @@ def test_autoquant_logs_the_metric_of_each_step_and_what_its_verbs_log():
         return 1.0 if len(sim_of_metric) == 1 else 0.0  # the float model; nothing else reaches it
 
     with qsdk.callbacks(log := Log()):
-        qsdk.autoquant(model, DATA[0], DATA, metric, max_drop=0.5, config=qsdk.w4a8(), progress=False)
+        report = qsdk.autoquant(model, DATA[0], DATA, metric, max_drop=0.5, config=qsdk.w4a8(), progress=False)
     assert log.values("metric")[0] == 1.0
+    assert log.values("autoquant/metric") == [row["metric"] for row in report.rows if row["bytes"] is not None]
     assert len(log.values("metric")) >= len(sim_of_metric) > 5  # it is shown again where a search begins and ends
     assert {"calibrate/moved_ranges", "seq_mse/error_after", "adaround/error_after"} <= {name for name, *_ in log}
 
@@ -102,6 +103,9 @@ def test_tuning_logs_errors_by_block_and_by_step():
         qsdk.tune_ranges(calibrated(), DATA, steps=4, progress=False)
     assert log.values("tune_blocks/error_before") == [row["error_before"] for row in blocks.rows]
     assert log.values("tune_blocks/error_after") == [row["error_after"] for row in blocks.rows]
+    losses = log.values("tune_blocks/loss")
+    assert len(losses) == 3 * len(blocks.rows)
+    assert all(0.0 < loss < 1.0 for loss in losses)
     assert len(log.values("tune_ranges/error")) == 4
 
 

@@ -55,6 +55,35 @@ def test_the_bar_of_a_search_shows_the_metric(capsys: pytest.CaptureFixture[str]
     assert "mixed_precision: metric 0.75" in capsys.readouterr().err
 
 
+def test_the_bar_of_autoquant_names_its_step_and_counts_them(capsys: pytest.CaptureFixture[str]):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    calls: list[object] = []
+
+    def metric(sim: object) -> float:
+        calls.append(sim)
+        return 1.0 if len(calls) == 1 else len(calls) / 1000  # that of float, and a little more with every step
+
+    report = qsdk.autoquant(model, DATA[0], DATA, metric, max_drop=0.5, config=qsdk.w4a8())
+    shown = capsys.readouterr().err
+    assert "autoquant: the preset, min_max:   0%|" in shown
+    assert "autoquant: seq_mse:  67%|" in shown  # 8 of 12: the preset, seven steps, of which some do not apply
+    assert "autoquant: mixed_precision:  92%|" in shown
+    assert f"metric={report.rows[0]['metric']:.3g}" in shown
+    qsdk.autoquant(model, DATA[0], DATA, metric, max_drop=0.5, config=qsdk.w4a8(), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_of_to_integer_says_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    qsdk.export(calibrated(), tmp_path / "model.onnx")
+    capsys.readouterr()
+    qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx")
+    shown = capsys.readouterr().err
+    for number, part in enumerate(("convert", "run both models", "compare each operation", "write")):
+        assert f"to_integer: {part}:{25 * number:4}%|" in shown
+    qsdk.to_integer(tmp_path / "model.onnx", tmp_path / "integer.onnx", progress=False)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("side", ["PyTorch", "ONNX"])
 def test_data_without_a_length_show_the_time_that_the_first_batches_take(
     side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qsdk.core.callbacks import log
 from qsdk.core.errors import ModelError
 from qsdk.core.numerics import affine
 from qsdk.core.numerics.encoding import Encoding
@@ -254,7 +255,8 @@ def _descend(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.iterations)
     batches = _batches(pieces, options.batch_size, generator)
     for _ in range(options.iterations):
-        gradients = _gradients(run, next(batches), parameters, options, generator)
+        loss, gradients = _gradients(run, next(batches), parameters, options, generator)
+        log("tune_blocks/loss", loss)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -270,21 +272,23 @@ def _gradients(
     parameters: Sequence[Tensor],
     options: BlockTuningOptions,
     generator: torch.Generator,
-) -> list[Tensor]:
-    """Return the gradients of the relative error on a batch; one piece is in memory at a time."""
+) -> tuple[float, list[Tensor]]:
+    """Return the relative error on a batch and its gradients; one piece is in memory at a time."""
     wanted = [piece.outputs() for piece in batch]
     energy = sum(float(y.float().square().sum()) for outputs in wanted for y in outputs) or 1.0
-    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    sums, loss = [torch.zeros_like(parameter) for parameter in parameters], 0.0
     for piece, outputs in zip(batch, wanted, strict=True):
         with torch.enable_grad():
             simulated = run.run_quantized(piece.quantized_arguments(drop=options.drop, generator=generator))
             squared_error = [(y.float() - t.float()).square().sum() for y, t in zip(simulated, outputs, strict=True)]
+            error = torch.stack(squared_error).sum() / energy
             # not backward(), which would write the gradients of the caller's parameters
-            parts = torch.autograd.grad(torch.stack(squared_error).sum() / energy, parameters, allow_unused=True)
+            parts = torch.autograd.grad(error, parameters, allow_unused=True)
+        loss += float(error.detach())
         for total, part in zip(sums, parts, strict=True):
             if part is not None:
                 total += part
-    return sums
+    return loss, sums
 
 
 def _shuffled(count: int, generator: torch.Generator) -> list[int]:

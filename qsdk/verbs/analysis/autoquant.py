@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qsdk.core.config.config import QuantConfig, w8a8
-from qsdk.core.precision.metrics import metric_value
 from qsdk.core.precision.mixed import require_budget
 from qsdk.core.precision.no_gain import where_bits_buy_nothing
 from qsdk.core.report import Report
-from qsdk.core.sims.state import SimState
+from qsdk.progress import Progress, progress_of
+from qsdk.verbs.analysis.autoquant_path import Path, Stopwatch
 from qsdk.verbs.analysis.autoquant_size import exported_bytes, lower_weights, lowerable_weights
 from qsdk.verbs.analysis.autoquant_steps import Step, steps_to_try
 from qsdk.verbs.analysis.precision import mixed_precision
@@ -23,6 +23,7 @@ from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.layers import seq_mse
 from qsdk.verbs.quantize import calibrate, quantize
 
+_PRESET = "the preset, min_max"
 _EVALUATIONS = 12  # of the metric, in the search for mixed precision
 _SLACK = 1.05  # of a measured time, as in `mixed_precision`
 _BACK = ({"weight": "int8"},)  # for weights that were lowered to 4 bits
@@ -59,115 +60,6 @@ class _Budgets:
     def of_time(self) -> dict[str, Any]:
         """Return the arguments of `mixed_precision` for the budget of time."""
         return {} if self.max_ms is None else {"max_ms": self.max_ms, "runtime": self.runtime}
-
-
-class _Stopwatch:
-    """A clock that stands still while the metric of a path is evaluated."""
-
-    def __init__(self, path: "_Path") -> None:
-        self._path, self._started, self._paused = path, time.process_time(), 0.0
-
-    def metric(self, sim: Sim) -> float:
-        """Return the metric of the path's sim."""
-        begun = time.process_time()
-        try:
-            return self._path.measured()
-        finally:
-            self._paused += time.process_time() - begun
-
-    def without_metric(self) -> float:
-        """Return the seconds so far."""
-        return time.process_time() - self._started - self._paused
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A place on the path, to go back to: the state of the sim, its metric, its bytes and the code so far."""
-
-    state: SimState
-    now: float
-    size: int
-    code: tuple[str, ...]
-
-
-@dataclass
-class _Path:
-    """A sim on its way, the metric now, and the steps so far.
-
-    Attributes:
-        sim: with the steps that were kept.
-        data: batches, re-iterable.
-        metric: called with the sim.
-        reference: the metric of the float model.
-        seconds: that one float pass over the data takes.
-        options: `forward` and `progress` of every verb.
-        now: the metric of the sim.
-        size: bytes of its file.
-        rows: one for each step tried.
-        code: the lines that repeat the kept ones.
-        unrounded: the place before weights were rounded for good; None where none was.
-        evaluations: calls of the metric.
-    """
-
-    sim: Sim
-    data: Iterable[Any]
-    metric: Callable[[Any], float]
-    reference: float
-    seconds: float
-    options: Mapping[str, Any]
-    now: float
-    size: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    code: list[str] = field(default_factory=list)
-    unrounded: _Place | None = None
-    evaluations: int = 0
-
-    @property
-    def forwarded(self) -> str:
-        """Return the argument `forward` of a line of code, where there is one."""
-        return ", forward=forward" if self.options["forward"] else ""
-
-    def held(self) -> _Place:
-        """Return the place where the path is."""
-        return _Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code))
-
-    def go_back(self, place: _Place) -> None:
-        """Return to a place, with the sim."""
-        self.sim.restore(place.state)
-        self.now, self.size, self.code = place.now, place.size, list(place.code)
-
-    def measured(self) -> float:
-        """Return the metric of the sim, and count the call."""
-        self.evaluations += 1
-        return metric_value(self.metric(self.sim))
-
-    def note(self, step: str, metric: float, size: int, seconds: float, kept: bool, note: str = "") -> None:
-        """Add the row of a step."""
-        row = {"step": step, "metric": metric, "drop": self.reference - metric, "bytes": size}
-        self.rows.append({**row, "passes": seconds / self.seconds, "kept": kept, "note": note})
-
-    def try_step(self, step: Step) -> None:
-        """Take a step, and undo it unless the metric is better."""
-        started, why_not = time.process_time(), step.why_not(self.sim)
-        if why_not:
-            return
-        before = self.held()
-        try:
-            step.run(self.sim, self.data, self.options)
-            spent = time.process_time() - started
-            found = self.measured()
-        except BaseException:
-            self.go_back(before)
-            raise
-        kept = found > self.now
-        self.note(step.name, found, self.size, spent, kept)
-        if not kept:
-            self.go_back(before)
-            return
-        self.now = found
-        self.code.append(step.code(self.forwarded))
-        if step.rounds and self.unrounded is None:
-            self.unrounded = before
 
 
 def autoquant(
@@ -210,8 +102,9 @@ def autoquant(
 
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
-        `passes` (its time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`, `missed`
-        (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
+        `passes` (its processor time, without the metric, over that of a float pass over the data), `kept`, `note`.
+        Summary: `met`, `missed` (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`,
+        `ms`, `no_gain`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -225,21 +118,26 @@ def autoquant(
         True
     """
     require_budget(metric, max_drop)
-    path = _start(model, example, data, metric, config, max_bytes, {"forward": forward, "progress": progress})
-    _walk(path, steps_to_try(seed), budgets := _Budgets(max_drop, max_bytes, max_ms, runtime))
-    if smaller:
-        _shrink(path, budgets, seed)
-    return _finish(path, budgets)
+    options, steps = {"forward": forward, "progress": progress}, steps_to_try(seed)
+    total = 2 + (max_bytes is not None) + len(steps) + smaller  # the preset before the steps, mixed_precision behind
+    with progress_of("autoquant", total, show=progress, unit="step") as bar:
+        path = _start(model, example, data, metric, config, max_bytes, options, bar)
+        _walk(path, steps, budgets := _Budgets(max_drop, max_bytes, max_ms, runtime))
+        if smaller:
+            _shrink(path, budgets, seed)
+        return _finish(path, budgets)
 
 
-def _walk(path: _Path, steps: Sequence[Step], budgets: _Budgets) -> None:
+def _walk(path: Path, steps: Sequence[Step], budgets: _Budgets) -> None:
     """Take the steps until the metric is within its budget, and raise sites if it is not then."""
     for step in steps:
         if path.reference - path.now <= budgets.max_drop:
             return
         path.try_step(step)
+        path.bar.done()
     if path.reference - path.now > budgets.max_drop:
         _mix(path, [step for step in steps if step.rounds], budgets)
+        path.bar.done()
 
 
 def _start(
@@ -250,24 +148,25 @@ def _start(
     config: QuantConfig | str | None,
     max_bytes: int | None,
     options: Mapping[str, Any],
-) -> _Path:
+    bar: Progress,
+) -> Path:
     """Return the path at the preset, calibrated by min-max, with 4 bits in weights where the file is too large."""
     data = list(data) if isinstance(data, Iterator) else data
+    bar.now(_PRESET)
     sim = quantize(model, example, config or w8a8())
-    started = time.process_time()
-    for _ in door_of(sim).outputs(data, options["forward"], in_float=True):
-        pass
-    seconds = max(time.process_time() - started, 1e-9)
-    path = _Path(sim, data, metric, 0.0, seconds, options, 0.0, 0)
+    seconds = min(_of_a_float_pass(sim, data, options["forward"]) for _ in range(2))  # the first one may warm up
+    path = Path(sim, data, metric, 0.0, seconds, options, bar)
     started = time.process_time()
     calibrate(sim, data, **options)
     spent = time.process_time() - started
     with door_of(sim).quantizing_only(()):
         path.reference = path.measured()
     path.now, path.size = path.measured(), exported_bytes(sim)
-    path.note("the preset, min_max", path.now, path.size, spent, True)
+    path.note(_PRESET, path.now, path.size, spent, True)
     path.code = [] if isinstance(config, QuantConfig) else [f"config = qsdk.{config or 'w8a8'}()"]
+    bar.done(1 if max_bytes is None else 2)
     if max_bytes is not None and path.size > max_bytes:
+        bar.now("int4 in weights")
         started = time.process_time()
         lowered, path.size = lower_weights(sim, data, path.size, max_bytes, options)
         spent, path.now = time.process_time() - started, path.measured()
@@ -277,16 +176,25 @@ def _start(
     return path
 
 
-def _mix(path: _Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
+def _of_a_float_pass(sim: Sim, data: Iterable[Any], forward: Forward | None) -> float:
+    """Return the seconds of processor time that the float model takes for the data."""
+    started = time.process_time()
+    for _ in door_of(sim).outputs(data, forward, in_float=True):
+        pass
+    return max(time.process_time() - started, 1e-9)
+
+
+def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
     """Raise what must be wider, from before weights were rounded for good, and round what is left as it was.
 
     If that ends no better than where the path is, it goes back.
     """
     here = path.held()
+    path.bar.now("mixed_precision")
     path.go_back(path.unrounded or here)
     steps: Sequence[Mapping[str, Any]] = ({}, {"levels": _ACTIVATIONS_ALONE})
     for number, levels in enumerate(steps if budgets.max_bytes is not None else steps[:1]):
-        before, seconds = path.held(), _Stopwatch(path)
+        before, seconds = path.held(), Stopwatch(path)
         given = {**levels, **budgets.of_time, "max_drop": budgets.max_drop, "max_evaluations": _EVALUATIONS}
         try:
             found = mixed_precision(path.sim, path.data, seconds.metric, **given, **path.options)
@@ -312,7 +220,7 @@ def _mix(path: _Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
         path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
 
 
-def _shrink(path: _Path, budgets: _Budgets, seed: int) -> None:
+def _shrink(path: Path, budgets: _Budgets, seed: int) -> None:
     """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
 
     This is done only where it was asked for: a drop that is allowed is no wish for it.
@@ -320,7 +228,8 @@ def _shrink(path: _Path, budgets: _Budgets, seed: int) -> None:
     sites = [] if path.sim.config is None else lowerable_weights(path.sim)
     if not sites or path.reference - path.now > budgets.max_drop:
         return
-    before, seconds = path.held(), _Stopwatch(path)
+    path.bar.now("int4 and back")
+    before, seconds = path.held(), Stopwatch(path)
     given = {"max_drop": budgets.max_drop, "levels": _BACK, "max_evaluations": _EVALUATIONS, **budgets.of_time}
     try:
         for site in sites:
@@ -349,7 +258,7 @@ def _line_of_mixed_precision(given: Mapping[str, Any], forwarded: str) -> str:
     return f"qsdk.mixed_precision(sim, data, metric{shown}{forwarded})"
 
 
-def _finish(path: _Path, budgets: _Budgets) -> AutoquantReport:
+def _finish(path: Path, budgets: _Budgets) -> AutoquantReport:
     drop = path.reference - path.now
     missed = [f"the metric is {drop:.4g} below float"] if drop > budgets.max_drop else []
     if budgets.max_bytes is not None and path.size > budgets.max_bytes:

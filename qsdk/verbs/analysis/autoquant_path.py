@@ -1,0 +1,125 @@
+"""The path of `autoquant`: a sim on its way, its metric and size, the steps so far, and the places to go back to."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qsdk.core.precision.metrics import metric_value
+from qsdk.core.sims.state import SimState
+from qsdk.progress import Progress
+from qsdk.verbs.analysis.autoquant_steps import Step
+from qsdk.verbs.doors.choose import Sim
+
+
+class Stopwatch:
+    """A clock that stands still while the metric of a path is evaluated."""
+
+    def __init__(self, path: "Path") -> None:
+        self._path, self._started, self._paused = path, time.process_time(), 0.0
+
+    def metric(self, sim: Sim) -> float:
+        """Return the metric of the path's sim."""
+        begun = time.process_time()
+        try:
+            return self._path.measured()
+        finally:
+            self._paused += time.process_time() - begun
+
+    def without_metric(self) -> float:
+        """Return the seconds so far."""
+        return time.process_time() - self._started - self._paused
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place on the path, to go back to: the state of the sim, its metric, its bytes and the code so far."""
+
+    state: SimState
+    now: float
+    size: int
+    code: tuple[str, ...]
+
+
+@dataclass
+class Path:
+    """A sim on its way, the metric now, and the steps so far.
+
+    Attributes:
+        sim: with the steps that were kept.
+        data: batches, re-iterable.
+        metric: called with the sim.
+        reference: the metric of the float model.
+        seconds: of processor time that one float pass over the data takes.
+        options: `forward` and `progress` of every verb.
+        bar: of the steps.
+        now: the metric of the sim.
+        size: bytes of its file.
+        rows: one for each step tried.
+        code: the lines that repeat the kept ones.
+        unrounded: the place before weights were rounded for good; None where none was.
+        evaluations: calls of the metric.
+    """
+
+    sim: Sim
+    data: Iterable[Any]
+    metric: Callable[[Any], float]
+    reference: float
+    seconds: float
+    options: Mapping[str, Any]
+    bar: Progress
+    now: float = 0.0
+    size: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+    unrounded: Place | None = None
+    evaluations: int = 0
+
+    @property
+    def forwarded(self) -> str:
+        """Return the argument `forward` of a line of code, where there is one."""
+        return ", forward=forward" if self.options["forward"] else ""
+
+    def held(self) -> Place:
+        """Return the place where the path is."""
+        return Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code))
+
+    def go_back(self, place: Place) -> None:
+        """Return to a place, with the sim."""
+        self.sim.restore(place.state)
+        self.now, self.size, self.code = place.now, place.size, list(place.code)
+
+    def measured(self) -> float:
+        """Return the metric of the sim, and count the call."""
+        self.evaluations += 1
+        return metric_value(self.metric(self.sim))
+
+    def note(self, step: str, metric: float, size: int, seconds: float, kept: bool, note: str = "") -> None:
+        """Add the row of a step."""
+        row = {"step": step, "metric": metric, "drop": self.reference - metric, "bytes": size}
+        self.rows.append({**row, "passes": seconds / self.seconds, "kept": kept, "note": note})
+        self.bar.log(metric=metric)
+
+    def try_step(self, step: Step) -> None:
+        """Take a step, and undo it unless the metric is better."""
+        started, why_not = time.process_time(), step.why_not(self.sim)
+        if why_not:
+            return
+        self.bar.now(step.name)
+        before = self.held()
+        try:
+            step.run(self.sim, self.data, self.options)
+            spent = time.process_time() - started
+            found = self.measured()
+        except BaseException:
+            self.go_back(before)
+            raise
+        kept = found > self.now
+        self.note(step.name, found, self.size, spent, kept)
+        if not kept:
+            self.go_back(before)
+            return
+        self.now = found
+        self.code.append(step.code(self.forwarded))
+        if step.rounds and self.unrounded is None:
+            self.unrounded = before
