@@ -1,9 +1,10 @@
 """Configs as JSON: one table of fields for the schema, the writing and the typed reading."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -87,6 +88,11 @@ _NAMES = JsonType(_STRINGS, "a list of strings", _is_names, tuple, list)
 _RANGE = JsonType(
     {"anyOf": [_PAIR, {"const": "observed"}]}, '[low, high] or "observed"', _is_range, as_fixed_range, _as_list
 )
+_PATTERNS = JsonType(
+    {"anyOf": [{"type": "string"}, {**_STRINGS, "minItems": 1}]},
+    "a string, or a list of strings",
+    lambda value: isinstance(value, str) or (_is_names(value) and bool(value)),
+)
 _SHAPE = JsonType(
     {"type": "array", "items": {"type": ["integer", "string", "null"]}},
     "a list of dimensions, null for any",
@@ -127,7 +133,7 @@ _CHOICE_TYPES = MappingProxyType(
     }
 )
 _RULE_TYPES = MappingProxyType(
-    {"pattern": _TEXT, "op_type": _NAMES, "shape": _SHAPE, "tensor_dtype": _TENSOR_DTYPE, "optional": _FLAG}
+    {"pattern": _PATTERNS, "op_type": _NAMES, "shape": _SHAPE, "tensor_dtype": _TENSOR_DTYPE, "optional": _FLAG}
     | {name: _CHOICE_TYPES[name] for name in CHOICES}
 )
 _CONFIG_TYPES = MappingProxyType(
@@ -164,7 +170,16 @@ def to_json(config: Any) -> dict[str, Any]:
     """Return a config's fields, and its rules, as values for JSON; fields that are None are left out."""
     result = {"format": FORMAT, "version": VERSION, **_fields_to_json(config, _CONFIG_TYPES)}
     rules = [_fields_to_json(rule, _RULE_TYPES) for rule in config.rules]
-    return {**result, "rules": [{n: v for n, v in rule.items() if (n, v) != ("optional", False)} for rule in rules]}
+    return {**result, "rules": _joined({n: v for n, v in r.items() if (n, v) != ("optional", False)} for r in rules)}
+
+
+def _joined(rules: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rules with those that follow one another and differ in their patterns alone as one, with a list."""
+    joined: list[dict[str, Any]] = []
+    for choices, run in groupby(rules, lambda rule: {name: value for name, value in rule.items() if name != "pattern"}):
+        patterns = [rule["pattern"] for rule in run]
+        joined.append({"pattern": patterns[0] if len(patterns) == 1 else patterns, **choices})
+    return joined
 
 
 def read_object(data: Any, where: str) -> dict[str, Any]:
@@ -188,17 +203,23 @@ def read_object(data: Any, where: str) -> dict[str, Any]:
     if result.pop(_POWER_OF_TWO, False):
         result.setdefault("scale_bits", 1)
     require_bias(result.get("bias"), where)
-    return {**result, "rules": tuple(_rule(rule, f"{where}.rules[{index}]") for index, rule in enumerate(rules))}
+    found = [rule for index, given in enumerate(rules) for rule in _rules(given, f"{where}.rules[{index}]")]
+    return {**result, "rules": tuple(found)}
 
 
-def _rule(data: Any, where: str) -> Any:
+def _rules(data: Any, where: str) -> list[Any]:
+    """Return the rules of an entry: one for each of its patterns."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is an object, not {_describe(data)}")
     result = _read(data, _RULE_TYPES, where)
     if "pattern" not in result:
         raise ConfigError(f'{where} has no "pattern"; give a glob, "*" for every owner')
+    patterns, optional = result.pop("pattern"), result.pop("optional", False)
     try:
-        return make_rule(result.pop("pattern"), result, optional=result.pop("optional", False))
+        return [
+            make_rule(pattern, result, optional=optional)
+            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+        ]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

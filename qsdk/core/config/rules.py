@@ -141,10 +141,37 @@ class Rule:
         wanted = [name for given in self.op_type for name in (given, *_OF_TORCH.get(given, ()))]
         return any(fnmatchcase(result, name) for result in op_types for name in wanted)
 
+    def replaces(self, earlier: "Rule") -> bool:
+        """Return whether this rule decides all that an earlier one does, wherever that one applies.
+
+        A pattern reaches what the same pattern does, and the name of an owner or a site that it matches. A bare `*`
+        replaces no rule for a named place, since a dtype that was named there counts for more in a few decisions.
+        """
+        mine, theirs = self.pattern, earlier.pattern
+        literal = not set("*?[").intersection(theirs) and (":" in mine) == (":" in theirs)
+        reached = mine == theirs or (literal and fnmatchcase(theirs, mine))
+        met = all(getattr(self, name) in (None, getattr(earlier, name)) for name in CONDITIONS)
+        chosen = {name for name in _REPLACEABLE if getattr(self, name) is not None}
+        chosen |= {"input", "output"} if "activation" in chosen else set()
+        specific = self.is_specific or not earlier.is_specific
+        return (
+            reached
+            and met
+            and specific
+            and not (self.optional or earlier.optional)
+            and chosen >= set(earlier.choices())
+        )
+
 
 CONDITIONS = ("op_type", "shape", "tensor_dtype")
 CHOICES = tuple(field.name for field in fields(Rule) if field.name not in ("pattern", *CONDITIONS, "optional"))
+_REPLACEABLE = ("weight", "activation", "bias", "input", "output")
 DTYPE_CHOICES = ("activation", "bias", "input", "output", "kv_cache")
+
+
+def with_rule(rules: Iterable[Rule], last: Rule) -> tuple[Rule, ...]:
+    """Return the rules with one more at the end, and without those before it that decide nothing any more."""
+    return (*(rule for rule in rules if not last.replaces(rule)), last)
 
 
 def make_rule(pattern: str, options: Mapping[str, Any], *, optional: bool = False) -> Rule:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import with_rule
 from qsdk.core.errors import ConfigError
 from qsdk.core.numerics.dtypes import DType, dtype_named, float32
 from qsdk.core.numerics.encoding import Encoding
@@ -251,6 +252,7 @@ def _config_of(
         for site in candidate.sites if level else ():
             wanted: dict[str, Any] = {candidate.choice: dtypes[level - 1][candidate.choice]}
             config = config.override(site, **wanted)
+            config = replace(config, rules=with_rule(config.rules[:-1], config.rules[-1]))
     return config
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.rules import with_rule
 from qsdk.core.errors import CalibrationError, ConfigError, DataError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.bias import with_room_for
@@ -197,7 +198,8 @@ def precision_config(
     if site is not None and set(given) != {_option_name(site)}:
         raise ConfigError(f"{call}: {site.site} is one {site.kind}; give a dtype, or {_option_name(site)}=")
     _require_unfolded(call, plan, match, folded)
-    return require_config(config).override(match, **given), given  # type: ignore[arg-type]
+    changed = require_config(config).override(match, **given)  # type: ignore[arg-type]
+    return replace(changed, rules=with_rule(changed.rules[:-1], changed.rules[-1])), given
 
 
 def _dtypes_by_choice(call: str, dtype: DType, site: Decision | None) -> dict[str, DType]:
