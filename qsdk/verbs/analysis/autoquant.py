@@ -5,6 +5,7 @@ Bits are taken away only where `max_bytes` or `smaller` asks for it. Activations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,9 +103,8 @@ def autoquant(
 
     Returns:
         A report with `sim`, the result, and `code` that repeats it. Rows: `step`, `metric`, `drop`, `bytes` of a file,
-        `passes` (its processor time, without the metric, over that of a float pass over the data), `kept`, `note`.
-        Summary: `met`, `missed` (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`,
-        `ms`, `no_gain`.
+        `passes` (its processor time in float passes over the data, without the metric), `kept`, `note`. Summary: `met`,
+        `missed` (budgets), `reference` (in float), `metric`, `drop`, `bytes`, `passes`, `evaluations`, `ms`, `no_gain`.
 
     Raises:
         ConfigError: a budget that is no number, a metric that is NaN, or `max_bytes` that even 4 bits exceed.
@@ -118,14 +118,16 @@ def autoquant(
         True
     """
     require_budget(metric, max_drop)
-    options, steps = {"forward": forward, "progress": progress}, steps_to_try(seed)
-    total = 2 + (max_bytes is not None) + len(steps) + smaller  # the preset before the steps, mixed_precision behind
-    with progress_of("autoquant", total, show=progress, unit="step") as bar:
+    options, budgets = {"forward": forward, "progress": progress}, _Budgets(max_drop, max_bytes, max_ms, runtime)
+    with _bar_over(steps := steps_to_try(seed), max_bytes is not None, smaller, show=progress) as bar:
         path = _start(model, example, data, metric, config, max_bytes, options, bar)
-        _walk(path, steps, budgets := _Budgets(max_drop, max_bytes, max_ms, runtime))
-        if smaller:
-            _shrink(path, budgets, seed)
-        return _finish(path, budgets)
+        _walk(path, steps, budgets)
+        return _finish(_shrink(path, budgets, seed) if smaller else path, budgets)
+
+
+def _bar_over(steps: Sequence[Step], lowers: bool, smaller: bool, *, show: bool) -> AbstractContextManager[Progress]:
+    """Return the bar over all steps, the preset before them, what makes the file smaller, and mixed precision."""
+    return progress_of("autoquant", 2 + lowers + len(steps) + smaller, show=show, unit="step")
 
 
 def _walk(path: Path, steps: Sequence[Step], budgets: _Budgets) -> None:
@@ -220,14 +222,14 @@ def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
         path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
 
 
-def _shrink(path: Path, budgets: _Budgets, seed: int) -> None:
+def _shrink(path: Path, budgets: _Budgets, seed: int) -> Path:
     """Give 4 bits to the weights that the metric allows it for, and undo that if the file gets no smaller.
 
-    This is done only where it was asked for: a drop that is allowed is no wish for it.
+    This is done only where it was asked for: a drop that is allowed is no wish for it. The path is returned.
     """
     sites = [] if path.sim.config is None else lowerable_weights(path.sim)
     if not sites or path.reference - path.now > budgets.max_drop:
-        return
+        return path
     path.bar.now("int4 and back")
     before, seconds = path.held(), Stopwatch(path)
     given = {"max_drop": budgets.max_drop, "levels": _BACK, "max_evaluations": _EVALUATIONS, **budgets.of_time}
@@ -246,11 +248,12 @@ def _shrink(path: Path, budgets: _Budgets, seed: int) -> None:
     path.note("int4 and back", now, size, spent, kept, note)
     if not kept:
         path.go_back(before)
-        return
+        return path
     path.now, path.size = now, size
     path.code += [f"for site in {sites!r}:", '    sim.set_precision(site, weight="int4")', ""]
     path.code.append(f"qsdk.seq_mse(sim, data, seed={seed}{path.forwarded})")
     path.code.append(_line_of_mixed_precision(given, path.forwarded))
+    return path
 
 
 def _line_of_mixed_precision(given: Mapping[str, Any], forwarded: str) -> str:
