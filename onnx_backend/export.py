@@ -5,7 +5,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, Literal, TypeVar
 
 import numpy.typing as npt
 import onnx
@@ -38,6 +39,7 @@ from qsdk.core.report import Report
 
 ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
 _OPSETS = range(LOWEST, 26)
+_IN_MEMORY = 1 << 24  # bytes of an encodings file
 T = TypeVar("T")
 
 
@@ -91,12 +93,13 @@ def write_model(
     lowered, rows = qdq.model, qdq.rows
     narrow_islands(lowered, dialect)
     remarks = require_readable(lowered, dialect)
-    text = _embed_facts(lowered, plan, encodings, provenance, tensors or {})
-    _require_valid(lowered)
     companion = encodings_path(path)
-    written = write_file(
-        path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
-    )
+    with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
+        _embed_facts(lowered, text, plan, encodings, provenance, tensors or {})
+        _require_valid(lowered)
+        written = write_file(
+            path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
+        )
     summary: dict[str, Any] = {
         **_size_facts(lowered, [name for name in written if name != companion], encodings),
         **_types_of(plan, rows),
@@ -147,23 +150,27 @@ def _what_dominates(size: Report, total: int) -> list[str]:
 
 def _embed_facts(
     lowered: ModelProto,
+    text: IO[bytes],
     plan: Plan,
     encodings: Mapping[str, Encoding],
     provenance: Mapping[str, Any],
     tensors: Mapping[str, str],
-) -> str:
-    """Write into a lowered model what its nodes cannot express, and the hash of its encodings file; return that file.
+) -> None:
+    """Write the encodings file, and into a lowered model its hash and what the nodes cannot express.
 
     The scales stand in the nodes, so the model has no second copy of them.
     """
     ordered, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
-    text, embedded = (
-        qsdk_format.dumps(found, provenance, casts, tensors=tensors, kinds=kinds) for found in (ordered, {})
-    )
-    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: hashlib.sha256(text.encode()).hexdigest()})
+    digest = hashlib.sha256()
+    for piece in qsdk_format.pieces(ordered, provenance, casts, tensors=tensors, kinds=kinds):
+        data = piece.encode()
+        digest.update(data)
+        text.write(data)
+    text.seek(0)
+    embedded = qsdk_format.dumps({}, provenance, casts, tensors=tensors, kinds=kinds)
+    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: digest.hexdigest()})
     mark_frozen(lowered, ordered)
-    return text
 
 
 def _fix_sizes(
@@ -235,7 +242,9 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
         return
     if not companion.is_file():  # a pipe would be waited for
         raise FileFormatError(f"{companion} is no ordinary file, so it does not belong to {path}; delete it")
-    if hashlib.sha256(companion.read_bytes()).hexdigest() != recorded:
+    with companion.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != recorded:
         raise FileFormatError(
             f"{companion} does not belong to {path}: an export was interrupted or one file was replaced; export again, "
             "or delete the encodings file (the model holds its own copy)"

@@ -36,14 +36,21 @@ class GivenWeights:
         """Restore contents that belong to the values which the tensors have again."""
         self._values = dict(known)
 
-    def given_values(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> dict[Key, Tensor]:
-        """Return the values given for these tensors (None: for all), to pass to `record_changes` later."""
+    def given_values(
+        self, model: nn.Module, tensors: Collection[Tensor] | None = None, *, replaced: Collection[Tensor] = ()
+    ) -> dict[Key, Tensor]:
+        """Return the values given for these tensors (None: for all), to pass to `record_changes` later.
+
+        They are copies, except of those tensors whose data will be `replaced` by others instead of written over.
+        """
         wanted = None if tensors is None else {id(tensor) for tensor in tensors}
+        kept = {id(tensor) for tensor in replaced}
         result = {}
         for key, tensor in state_tensors(model):
             if (wanted is None or id(tensor) in wanted) and not tensor.is_meta:
                 given = self._given(key, tensor)
-                result[key] = _local(tensor).to("cpu", copy=True) if given is None else given
+                own = tensor.data if id(tensor) in kept else _local(tensor).to("cpu", copy=True)
+                result[key] = own if given is None else given
         return result
 
     def record_changes(self, model: nn.Module, before: Mapping[Key, Tensor]) -> None:
@@ -59,9 +66,11 @@ class GivenWeights:
                 self._values[key] = given, _digests(current)
 
     @contextmanager
-    def recording_changes(self, model: nn.Module, tensors: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Record what the block writes to these tensors of the model, or to any of them."""
-        outer, before = self._writing, self.given_values(model, tensors)
+    def recording_changes(
+        self, model: nn.Module, tensors: Collection[Tensor] | None = None, *, replaced: Collection[Tensor] = ()
+    ) -> Iterator[None]:
+        """Record what the block writes to these tensors of the model, or to any of them; see `given_values`."""
+        outer, before = self._writing, self.given_values(model, tensors, replaced=replaced)
         self._writing = {**outer, **before}
         try:
             yield

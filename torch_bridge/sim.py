@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.core.errors import ConfigError, ExportError, ModelError
+from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.numerics.encoding import Encoding
@@ -32,7 +31,7 @@ from torch_bridge.quantizers.compiled_kernels import compiled_kernels
 from torch_bridge.quantizers.quantizer import Quantizer
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
-from torch_bridge.torch_values.parameters import find_stored, main_dtype, stored_tensor, to_float32, to_numpy
+from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
 from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.batch_norm_training import (
@@ -46,10 +45,12 @@ from torch_bridge.training.batch_norm_training import (
 from torch_bridge.training.frozen_values import holding_values
 from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
+from torch_bridge.weight_files.weight_files import WeightFiles
 from torch_bridge.weight_snapshot import copy_tensors, restore_tensors
 from torch_bridge.wrapping.pretrained import link_sim
 from torch_bridge.wrapping.wrapped_state import state_of
 from torch_bridge.wrapping.wrapper import float_class, foreign_modules, unwrap_model
+from torch_bridge.write_stored import write_stored
 
 
 class QuantSim(StatefulSim):
@@ -65,6 +66,7 @@ class QuantSim(StatefulSim):
         example: the arguments it was quantized with.
         not_exercised: sites that exist only in the traced graph.
         notes: what the exported file will lack of the module, for coverage.
+        weight_files: the files that the weights lie in, where the model came from a checkpoint folder.
 
     Examples:
         >>> import torch, qsdk
@@ -99,6 +101,7 @@ class QuantSim(StatefulSim):
         self._unfolded = dict(prepared.unfolded)
         self.original_biases: OriginalBiases = {}
         self.given = GivenWeights(self.model)  # the user's float values, where verbs have changed them since
+        self.weight_files: WeightFiles | None = None
         attach(self.model, self.runtime, plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
@@ -267,26 +270,13 @@ class QuantSim(StatefulSim):
         tensors = {site: find_stored(self.model, site) for site in sites}
         return {site: to_float32(x) for site, x in tensors.items() if x is not None}
 
-    @torch.no_grad()
     def store_floats(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write values of the same shape into the stored tensors at sites, in place.
 
         Raises:
             ModelError: nothing is stored at a site, or in another shape; nothing is changed then.
         """
-        tensors = {site: stored_tensor(self.model, site) for site in values}
-        places = {t.untyped_storage().data_ptr(): t for t in (*self.model.parameters(), *self.model.buffers())}
-        for site, value in values.items():
-            if tensors[site].untyped_storage().data_ptr() not in places:
-                raise ModelError(f"{site} is put together from several parameters, and cannot be written as one")
-            if tuple(tensors[site].shape) != value.shape:
-                raise ModelError(
-                    f"what is stored at {site} has the shape {tuple(tensors[site].shape)}, not {value.shape}"
-                )
-        written = [places[tensor.untyped_storage().data_ptr()] for tensor in tensors.values()]
-        with self.given.recording_changes(self.model, written):
-            for site, value in values.items():
-                tensors[site].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        write_stored(self.model, self.given, self.weight_files, values)
 
     def stored_by_name(self, name: str) -> npt.NDArray[Any] | None:
         """Return the stored tensor of this name in the trace, or None."""

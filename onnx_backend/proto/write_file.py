@@ -27,7 +27,7 @@ def write_file(
     large: Mapping[str, LargeTensor],
     *,
     external_data: bool | None = None,
-    companions: Mapping[Path, str] | None = None,
+    companions: Mapping[Path, str | bytes | IO[bytes]] | None = None,
     in_use: Collection[Path] = (),
 ) -> list[Path]:
     """Write a model and its companions so that at any moment either the old files stand or the new ones.
@@ -39,7 +39,7 @@ def write_file(
         model: with stubs for large tensors; its metadata is changed.
         large: by name.
         external_data: True to keep large tensors in a file beside it; None for only where one file cannot hold them.
-        companions: texts by path.
+        companions: texts, or files open for reading, by path.
         in_use: files that are still read, which are not removed.
 
     Returns:

@@ -7,12 +7,13 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from qsdk.core.errors import ExportError
 
@@ -136,7 +137,7 @@ def write_with_companions(
 
 @contextlib.contextmanager
 def staging_with(
-    path: str | os.PathLike[str], companions: Mapping[Any, str | bytes]
+    path: str | os.PathLike[str], companions: Mapping[Any, str | bytes | IO[bytes]]
 ) -> Iterator[tuple[Stage, list[tuple[Path, Path]]]]:
     """Open a stage beside `path`, and stage its companions in their own folders; yield the stage and the renames.
 
@@ -153,12 +154,18 @@ def staging_with(
             # a rename never crosses folders, which may be on different disks
             own = stage if final.parent == stage.target.parent else stack.enter_context(staging(final))
             content = held.encode() if isinstance(held, str) else held
-            others.append((own.write(partial(_write, data=content)), final))
+            write = partial(_write, data=content) if isinstance(content, bytes) else partial(_copy, source=content)
+            others.append((own.write(write), final))
         yield stage, others
 
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
+
+
+def _copy(path: Path, source: IO[bytes]) -> None:
+    with path.open("wb") as file:
+        shutil.copyfileobj(source, file)
 
 
 def _require_replaceable(path: Path) -> None:

@@ -1,17 +1,14 @@
 """The verb `load_pretrained`: a sim from the folder that `sim.model.save_pretrained` of a Hugging Face model wrote."""
 
-import json
 import os
-from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from qsdk.core.errors import ConfigError, FileFormatError
-from qsdk.core.read_files import read_text
 from qsdk.core.sims.sim_file import read_sim
+from qsdk.verbs.checkpoints.read_model import read_model
 from qsdk.verbs.doors.saving import SIM_FILE
 from qsdk.verbs.files import module_sim_of
 from torch_bridge.sim import QuantSim
@@ -54,30 +51,9 @@ def load_pretrained(
     file = read_sim(path)
     if model is None:
         known = file.facts.get("attn_implementation")
-        model = _read_model(Path(folder), {**({"attn_implementation": known} if known else {}), **options})
+        instead = "pass the float model: qsdk.load_pretrained(folder, model=MyModel.from_pretrained(folder))"
+        known_options = {"attn_implementation": known} if known else {}
+        model = read_model(Path(folder), instead, {**known_options, **options})
     elif options:
         raise ConfigError(f"{', '.join(options)}: options are for reading the model, which is given; leave them out")
     return module_sim_of(file, model, os.fspath(path), example)
-
-
-def _read_model(folder: Path, options: Mapping[str, Any]) -> nn.Module:
-    """Read the float model of a checkpoint.
-
-    Raises:
-        FileFormatError: the folder has no readable config.
-        ConfigError: transformers is not installed, or lacks the class.
-    """
-    instead = "pass the float model: qsdk.load_pretrained(folder, model=MyModel.from_pretrained(folder))"
-    text = read_text(folder / "config.json", "give the folder of a checkpoint, with its config.json")
-    try:
-        (name,) = json.loads(text)["architectures"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise FileFormatError(f"{folder / 'config.json'} does not name the class of the model; {instead}") from error
-    try:
-        library = import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"reading {folder} needs transformers; install it, or {instead}") from error
-    if not hasattr(library, name):
-        raise ConfigError(f"transformers has no class {name}, which {folder / 'config.json'} names; {instead}")
-    read: nn.Module = getattr(library, name).from_pretrained(folder, **options)
-    return read

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from onnx import ModelProto
@@ -27,16 +28,14 @@ from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
+from qsdk.verbs.checkpoints.open_folder import quantize_folder
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
-from qsdk.verbs.doors.planned_sim import planned_sim
-from qsdk.verbs.doors.saving import save_beside
+from qsdk.verbs.doors.quantize_module import quantize_module
 from qsdk.verbs.doors.user_data import first_batches
 from qsdk.verbs.doors.writing import write_compressed, write_onnx
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
-from torch_bridge.prepare import prepare
 from torch_bridge.sim import QuantSim
-from torch_bridge.wrapping.pretrained import link_sim
 
 
 @overload
@@ -74,9 +73,11 @@ def quantize(
     """Return a sim of an nn.Module (PyTorch side), or of a float ONNX file or model (ONNX side).
 
     Args:
-        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model.
+        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model; or the folder of a Hugging
+            Face checkpoint, whose weights stay in their files and may be larger than memory.
         example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. On the ONNX
-            side None will do (random inputs); an ONNX model of an old opset is converted, and compared on them.
+            side None will do (random inputs), and for a text model's folder; an ONNX model of an old opset is
+            converted, and compared on them.
         config: a `QuantConfig`, or the name of a preset such as "w4a8". None for `w8a8()`; a Q/DQ ONNX model is then
             opened with its own encodings. A config for a Q/DQ model applies to the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
@@ -104,6 +105,12 @@ def quantize(
         int8
     """
     config = config_or_preset(config)
+    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
+        _require_no_providers(providers)
+        _require_no_inputs(inputs, "a module is traced with its example, which holds them")
+        return quantize_folder(
+            model, example, config or w8a8(), dynamic_shapes=dynamic_shapes, fold_batch_norm=fold_batch_norm
+        )
     if isinstance(model, str | os.PathLike | ModelProto) or (config is None and not isinstance(model, nn.Module)):
         if dynamic_shapes is not None:
             raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
@@ -113,22 +120,10 @@ def quantize(
         return sim
     _require_no_providers(providers)
     _require_no_inputs(inputs, "a module is traced with its example, which holds them")
-    return _quantize_module(model, example, config or w8a8(), dynamic_shapes, in_place, fold_batch_norm)
-
-
-def _quantize_module(
-    model: nn.Module, example: Any, config: QuantConfig, dynamic_shapes: Any, in_place: bool, fold_batch_norm: bool
-) -> QuantSim:
-    prepared = prepare(
-        model, example, config, dynamic_shapes=dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
+    chosen_config = config or w8a8()
+    return quantize_module(
+        model, example, chosen_config, dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
     )
-    try:
-        sim = planned_sim(prepared, config, fold_batch_norm=fold_batch_norm)
-    except BaseException:
-        prepared.restore()  # matters in place: the caller's model is theirs again
-        raise
-    link_sim(sim.model, sim, save_beside)
-    return sim
 
 
 def _open_onnx(

@@ -12,6 +12,7 @@ from qsdk.core.lazy_arrays import LazyArrays
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import to_float32
 from torch_bridge.training.batch_norm_training import require_folded
+from torch_bridge.write_stored import writing
 
 
 def stored_by_name(sim: QuantSim) -> LazyArrays:
@@ -24,7 +25,7 @@ def stored_by_name(sim: QuantSim) -> LazyArrays:
 def change_stored(sim: QuantSim, values: Mapping[str, npt.NDArray[Any]]) -> None:
     """Copy values of the same shape into the parameters and buffers of these names."""
     tensors = _tensors(sim)
-    with sim.given.recording_changes(sim.model, [tensors[name] for name in values]):
+    with writing(sim.model, sim.given, sim.weight_files, [tensors[name] for name in values]):
         for name, value in values.items():
             tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
 

@@ -117,11 +117,18 @@ class LayerWeights:
             self._requantize_cached(quantizer)
 
     def keep(self) -> None:
-        """Copy what was written into the original storage, so that everything that shares it sees the change."""
-        now = {parameter: parameter.data for parameter in self._originals}
+        """Copy what was written into the original storage, so that everything that shares it sees the change.
+
+        A parameter that lies in a file of the checkpoint gets its new file for good.
+        """
+        files = self._sim.weight_files
+        in_files = [p for p, original in self._originals.items() if files is not None and files.hold(original)]
         with self.floats():
-            before = self._sim.given.given_values(self._sim.model, list(now))
+            before = self._sim.given.given_values(self._sim.model, list(self._originals), replaced=in_files)
+        held = {id(parameter) for parameter in in_files}
         for parameter, original in self._originals.items():
+            if id(parameter) in held:
+                continue  # its new values are in a file of their own
             self._kept[original] = original.clone()
             original.copy_(parameter.data)
             parameter.data = original
@@ -168,7 +175,10 @@ class LayerWeights:
 
     def _replace(self, parameter: Tensor, value: Tensor) -> None:
         self._originals.setdefault(parameter, parameter.data)
-        parameter.data = torch.empty_like(parameter.data).copy_(value)
+        files = self._sim.weight_files
+        in_file = files is not None and files.hold(parameter.data)
+        like = files.empty_like if files is not None and in_file else torch.empty_like
+        parameter.data = like(parameter.data).copy_(value)
 
 
 def _set_data(data: dict[Tensor, Tensor]) -> None:

@@ -5,11 +5,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from qsdk.core.errors import CalibrationError, ConfigError, FileFormatError
 from qsdk.core.numerics.dtypes import DTYPES, DType, bfloat16, dtype_named, float16
@@ -21,6 +22,7 @@ VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and w
 _FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
 _KINDS = get_args(Kind)
 _MAX_RANK = 64  # of NumPy
+_MANY = 4096  # values, from which on equal ones are looked for
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,30 @@ def dumps(
         tensors: site -> name in the ONNX model.
         kinds: site -> weight, bias, activation, input or output.
     """
-    entries = {site: _plain(encoding) for site, encoding in encodings.items()}
-    entries |= {site: {"dtype": dtype.name} for site, dtype in (casts or {}).items()}
-    for key, texts in (("tensor", tensors), ("kind", kinds)):
-        for site, text in (texts or {}).items():
-            if site in entries:
-                entries[site][key] = text
-    body = ",\n".join(f"    {json.dumps(site)}: {json.dumps(entry)}" for site, entry in entries.items())
+    return "".join(pieces(encodings, provenance, casts, tensors=tensors, kinds=kinds))
+
+
+def pieces(
+    encodings: Mapping[str, Encoding],
+    provenance: Mapping[str, Any],
+    casts: Mapping[str, DType] | None = None,
+    *,
+    tensors: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Yield the text of `dumps` site by site: a language model has more scales than its text should take of memory."""
     head = f'  "format": "{FORMAT}",\n  "version": {VERSION},\n  "provenance": {json.dumps(dict(provenance))}'
-    return f'{{\n{head},\n  "encodings": {{\n{body}\n  }}\n}}\n'
+    yield f'{{\n{head},\n  "encodings": {{\n'
+    narrow = casts or {}
+    sites = {**dict.fromkeys(encodings), **dict.fromkeys(narrow)}
+    for number, site in enumerate(sites):
+        fields = {"dtype": json.dumps(narrow[site].name)} if site in narrow else _fields(encodings[site])
+        for key, texts in (("tensor", tensors), ("kind", kinds)):
+            if texts is not None and site in texts:
+                fields[key] = json.dumps(texts[site])
+        entry = ", ".join(f'"{key}": {value}' for key, value in fields.items())
+        yield f"{',' * (number > 0)}{chr(10) * (number > 0)}    {json.dumps(site)}: {{{entry}}}"
+    yield "\n  }\n}\n"
 
 
 def loads(text: str, where: str) -> StoredEncodings:
@@ -124,22 +141,32 @@ def read_own(data: Mapping[str, Any], where: str) -> StoredEncodings:
     return StoredEncodings(encodings, None if version == 1 else casts, provenance, tensors, kinds)
 
 
-def _plain(encoding: Encoding) -> dict[str, Any]:
-    """Return an entry without defaults: zero points of 0, the shape of a list, no axis, not frozen."""
+def _fields(encoding: Encoding) -> dict[str, str]:
+    """Return an entry's values as JSON, without defaults: zero points of 0, shape of a list, no axis, not frozen."""
     # the shortest decimal of a float32 is read back as that float32, also through a double
-    result: dict[str, Any] = {
-        "dtype": encoding.dtype.name,
-        "scale": [float(str(value)) for value in encoding.scale.reshape(-1)],
+    result = {
+        "dtype": json.dumps(encoding.dtype.name),
+        "scale": _list(encoding.scale, lambda value: repr(float(str(value)))),
     }
     if not encoding.symmetric:
-        result["zero_point"] = [int(value) for value in encoding.zero_point.reshape(-1)]
+        result["zero_point"] = _list(encoding.zero_point, lambda value: str(int(value)))
     if encoding.scale.ndim > 1:
-        result["shape"] = list(encoding.scale.shape)
+        result["shape"] = json.dumps(list(encoding.scale.shape))
     if encoding.axis is not None:
-        result["axis"] = encoding.axis
+        result["axis"] = str(encoding.axis)
     if encoding.block_size is not None:
-        result["block_size"] = encoding.block_size
-    return {**result, "frozen": True} if encoding.frozen else result
+        result["block_size"] = str(encoding.block_size)
+    return {**result, "frozen": "true"} if encoding.frozen else result
+
+
+def _list(values: npt.NDArray[Any], text: Callable[[Any], str]) -> str:
+    """Return an array as a flat JSON list; each different value is formatted once, for scales in bfloat16 repeat."""
+    flat = values.reshape(-1)
+    if len(flat) < _MANY:
+        return f"[{', '.join(map(text, flat))}]"
+    different, places = np.unique(flat, return_inverse=True)
+    texts = np.array([text(value) for value in different], dtype=object)
+    return f"[{', '.join(texts[places])}]"
 
 
 def parse_json(text: str, where: str) -> Any:

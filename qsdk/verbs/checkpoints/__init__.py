@@ -1,0 +1,1 @@
+"""Models read from checkpoint folders, whose weights need not fit into memory."""

@@ -1,0 +1,1 @@
+"""Weights that stay in the files they came from, so that a model may be larger than memory."""
