@@ -7,7 +7,7 @@
 
 What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are in docs/.
 
-    enter       quantize inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16 weight_only
+    enter       quantize quantize_checkpoint inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16 weight_only
                 QuantConfig load_config
     calibrate   calibrate tune_ranges reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from qsdk.verbs.batch_norm import reestimate_batch_norm
     from qsdk.verbs.bias import correct_bias
     from qsdk.verbs.blocks import tune_blocks
+    from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
     from qsdk.verbs.distill import Distilled, distill_loss
     from qsdk.verbs.doors.choose import OnnxSim, QuantSim
     from qsdk.verbs.doors.user_data import inputs_only
@@ -106,6 +107,7 @@ __version__ = "0.1.0"
 _VERBS = {
     "quantize": "quantize",
     "calibrate": "quantize",
+    "quantize_checkpoint": "checkpoints.quantize_checkpoint",
     "inputs_only": "doors.user_data",
     "export": "quantize",
     "check_parity": "quantize",
@@ -150,6 +152,7 @@ _VERBS = {
 
 __all__ = [
     "quantize",
+    "quantize_checkpoint",
     "calibrate",
     "inputs_only",
     "seq_mse",

@@ -13,6 +13,7 @@ from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import Batch, FileBatches, batches_of_options
+from qsdk.commands.checkpoint import quantize_folder
 from qsdk.commands.config_of_options import config_of
 from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
 from qsdk.commands.data.user_functions import names_function
@@ -22,29 +23,9 @@ from qsdk.commands.scores.metric import scorer_of_options
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
 from qsdk.verbs.analysis.precision import mixed_precision
-from qsdk.verbs.batch_norm import reestimate_batch_norm
-from qsdk.verbs.bias import correct_bias
-from qsdk.verbs.blocks import tune_blocks
+from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
 from qsdk.verbs.doors.choose import Sim
-from qsdk.verbs.layers import adaround, gptq, seq_mse
 from qsdk.verbs.quantize import calibrate, export, quantize
-from qsdk.verbs.ranges import tune_ranges
-from qsdk.verbs.rotation.rotate import rotate
-from qsdk.verbs.scaling import awq, equalize, smooth_quant
-
-_VERBS: dict[str, Callable[..., Report]] = {
-    "rotate": rotate,
-    "equalize": equalize,
-    "smooth_quant": smooth_quant,
-    "awq": awq,
-    "reestimate_batch_norm": reestimate_batch_norm,
-    "correct_bias": correct_bias,
-    "seq_mse": seq_mse,
-    "adaround": adaround,
-    "gptq": gptq,
-    "tune_blocks": tune_blocks,
-    "tune_ranges": tune_ranges,
-}
 
 
 @dataclass(frozen=True)
@@ -71,11 +52,15 @@ class _Opened:
 def run(options: Namespace) -> int:
     """Quantize, calibrate, improve and export; the report says what was done to each tensor.
 
+    A folder is that of a checkpoint, and what is written is a folder too.
+
     Raises:
         ConfigError: the output path is the float model, or cannot be written; options that do not go together.
     """
+    if Path(options.model).is_dir():
+        return quantize_folder(options)
     _require_out(options)
-    verbs = _verbs(options.verbs)
+    verbs = require_verbs(options.verbs.split(","))
     if options.mixed_precision and not (options.metric or options.labels):
         raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
     if options.metric_data and not options.mixed_precision:
@@ -87,8 +72,7 @@ def run(options: Namespace) -> int:
     progress = sys.stderr.isatty() and not options.json
     sim, method = opened.sim, options.method
     calibrate(sim, opened.data, method=method, weight_method=options.weight_method, progress=progress)
-    for name in verbs:
-        _VERBS[name](sim, opened.data, progress=progress)
+    apply_verbs(sim, opened.data, verbs, progress=progress)
     facts: dict[str, Any] = {"calibration": f"{method} on {_source(options, opened.files)}"}
     facts |= {"verbs": ", ".join(verbs)} if verbs else {}
     if options.mixed_precision:
@@ -132,7 +116,8 @@ def _exported(sim: Sim, options: Namespace) -> Report:
 def _opened(options: Namespace) -> _Opened:
     """Open the float model, of either side, with its data."""
     dialect = options.format if _writes_folder(options) else options.dialect
-    config = config_of(options.config, options.override, options.skip).for_dialect(dialect)
+    of_preset = {"block_size": options.block_size, "kv_cache": options.kv_cache}
+    config = config_of(options.config, options.override, options.skip, **of_preset).for_dialect(dialect)
     fixed = {name: _value(name, text) for name, text in options.input}
     more: dict[str, Any] = {"inputs": fixed, "providers": options.providers}
     if not names_function(options.model):
@@ -163,14 +148,6 @@ def _source(options: Namespace, files: FileBatches | list[Batch]) -> str:
     reader = getattr(files, "preprocess", None)
     made = f" ({options.preprocess or reader})" if reader is not None else ""
     return ", ".join(options.data or ["random inputs"]) + made
-
-
-def _verbs(text: str) -> list[str]:
-    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in _VERBS]
-    if unknown:
-        raise ConfigError(f"--verbs: {unknown[0]!r} is none of {', '.join(_VERBS)}")
-    return names
 
 
 def _metric_files(opened: _Opened, options: Namespace) -> FileBatches | list[Batch]:

@@ -28,7 +28,7 @@ from qsdk.core.ranges.estimators import PERCENTILE, CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.core.sims.bias_remarks import with_notes
 from qsdk.core.sims.corrected_biases import without_shifts
-from qsdk.verbs.checkpoints.open_folder import quantize_folder
+from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 from qsdk.verbs.doors.quantize_module import quantize_module

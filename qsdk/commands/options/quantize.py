@@ -18,9 +18,12 @@ def add_quantize(commands: Any) -> None:
     )
     quantize.add_argument(
         "model",
-        help="a float ONNX file, or FILE.py:function, which returns a PyTorch module, or (module, example)",
+        help="a float ONNX file; FILE.py:function, which returns a PyTorch module, or (module, example); or the folder "
+        "of a Hugging Face checkpoint",
     )
-    quantize.add_argument("out", help="the Q/DQ file to write; its encodings stand beside it")
+    quantize.add_argument(
+        "out", help="the Q/DQ file to write; its encodings stand beside it. A folder for a checkpoint"
+    )
     quantize.add_argument(
         "--format",
         choices=("onnx", "compressed-tensors"),
@@ -28,7 +31,12 @@ def add_quantize(commands: Any) -> None:
         help="compressed-tensors: a folder for vLLM and transformers, of the linear layers of a PyTorch module",
     )
     add_data(quantize)
+    quantize.add_argument(
+        "--length", type=int, default=512, help="tokens of a window of text, for a checkpoint folder (default: 512)"
+    )
     quantize.add_argument("--config", default="w8a8", help=f"{CONFIGS} (default: w8a8)")
+    quantize.add_argument("--block-size", type=int, metavar="N", help="one scale of a weight per N input channels")
+    quantize.add_argument("--kv-cache", metavar="DTYPE", help="dtype of a decoder's keys and values, such as int8")
     add_rules(quantize)
     quantize.add_argument(
         "--input",

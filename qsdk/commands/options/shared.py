@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 CODES = "exit codes: 0 fine; 1 errors found, or refused with the reason; 2 a file cannot be read, or wrong usage"
-CONFIGS = "w8a8, w8a16, w4a8, w4a16 or a JSON file"
+CONFIGS = "w8a8, w8a16, w4a8, w4a16, weight_only (4 bits) or a JSON file"
 DIALECTS = ("onnxruntime", "onnx", "openvino", "qnn", "tensorrt")
 
 

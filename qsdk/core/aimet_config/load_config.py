@@ -9,13 +9,13 @@ from typing import Any
 
 from qsdk.core.aimet_config.names import aimet_alias, aimet_aliases
 from qsdk.core.aimet_config.read import from_aimet, is_aimet
-from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16
+from qsdk.core.config.config import QuantConfig, w4a8, w4a16, w8a8, w8a16, weight_only
 from qsdk.core.counterparts import other_widths
 from qsdk.core.errors import ConfigError, FileFormatError
 from qsdk.core.read_files import read_text
 
-PRESETS: Mapping[str, Callable[[], QuantConfig]] = MappingProxyType(
-    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16}
+PRESETS: Mapping[str, Callable[..., QuantConfig]] = MappingProxyType(
+    {"w8a8": w8a8, "w8a16": w8a16, "w4a8": w4a8, "w4a16": w4a16, "weight_only": weight_only}
 )
 
 

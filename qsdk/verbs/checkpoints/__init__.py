@@ -1,1 +1,1 @@
-"""Models read from checkpoint folders, whose weights need not fit into memory."""
+"""From a checkpoint folder to an exported model, for weights that need not fit into memory."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from qsdk.core.config.config import QuantConfig
-from qsdk.verbs.checkpoints.read_model import default_example, read_model
 from qsdk.verbs.doors.quantize_module import quantize_module
+from qsdk.verbs.doors.read_checkpoint import default_example, read_model
 from torch_bridge.sim import QuantSim
 from torch_bridge.weight_files.weight_files import WeightFiles
 

@@ -1,0 +1,106 @@
+"""Batches of tokens for the model in a checkpoint folder: from text, from arrays of token ids, or random ones."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qsdk.core.errors import ConfigError, DataError, FileFormatError
+from qsdk.core.read_files import read_text
+
+_TEXTS = (".txt", ".md", ".text")
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Rows of token ids, one batch each.
+
+    Attributes:
+        rows: int64 [batch, length] each.
+    """
+
+    rows: Sequence[Tensor]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for row in self.rows:
+            yield {"input_ids": row}
+
+
+def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int | None) -> TokenBatches:
+    """Return batches of token ids.
+
+    Args:
+        folder: of the checkpoint, with its tokenizer.
+        paths: texts (.txt, .md), which are cut into windows, or integer arrays [rows, length] (.npy).
+        length: tokens of a window of text.
+        most: windows or rows to stop after; None for all.
+
+    Raises:
+        ConfigError: another kind of file, or transformers is not installed.
+        DataError: there is not one window, or an array holds no token ids of the model.
+        FileFormatError: a file cannot be read.
+    """
+    rows: list[Tensor] = []
+    for path in map(Path, paths):
+        if path.suffix in _TEXTS:
+            rows += _windows(_tokenizer(folder), path, length)
+        elif path.suffix == ".npy":
+            rows += list(_ids(path, _vocabulary(folder))[:, None])
+        else:
+            raise ConfigError(f"--data {path}: give text (.txt, .md) or token ids (.npy) for a checkpoint folder")
+    if not rows:
+        raise DataError(f"the data hold no {length} tokens; give more text, or a smaller --length")
+    return TokenBatches(rows if most is None else rows[:most])
+
+
+def random_tokens(folder: str, batches: int | None, *, length: int, seed: int) -> TokenBatches:
+    """Return batches of random tokens, of one row each."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (1, length)
+    return TokenBatches([torch.randint(0, _vocabulary(folder), size, generator=generator) for _ in range(batches or 1)])
+
+
+def _windows(tokenizer: Any, path: Path, length: int) -> list[Tensor]:
+    ids = tokenizer(read_text(path, "give a text file"), return_tensors="pt")["input_ids"]
+    return [ids[:, at : at + length] for at in range(0, ids.shape[1] - length + 1, length)]
+
+
+def _ids(path: Path, vocabulary: int) -> Tensor:
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path} is no readable array: {error}") from error
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise DataError(f"{path} holds {ids.dtype} of shape {ids.shape}; token ids are integers [rows, length]")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise DataError(f"{path} holds ids {ids.min()} to {ids.max()}; those of the model are 0 to {vocabulary - 1}")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        library = import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError("text needs transformers: pip install transformers, or give token ids (.npy)") from error
+    try:
+        return library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{folder} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put it there, or give token "
+            "ids (.npy)"
+        ) from error
+
+
+def _vocabulary(folder: str) -> int:
+    path = Path(folder, "config.json")
+    try:
+        size = json.loads(read_text(path, "give the folder of a checkpoint"))["vocab_size"]
+    except (ValueError, KeyError) as error:
+        raise FileFormatError(f"{path} does not say how many tokens there are (vocab_size)") from error
+    return int(size)

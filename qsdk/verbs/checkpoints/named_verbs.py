@@ -1,0 +1,73 @@
+"""The verbs that improve a calibrated sim, by the names that the command line gives them."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsdk.core.errors import ConfigError
+from qsdk.core.report import Report
+from qsdk.verbs.batch_norm import reestimate_batch_norm
+from qsdk.verbs.bias import correct_bias
+from qsdk.verbs.blocks import tune_blocks
+from qsdk.verbs.doors.choose import Sim
+from qsdk.verbs.layers import adaround, gptq, seq_mse
+from qsdk.verbs.ranges import tune_ranges
+from qsdk.verbs.rotation.rotate import rotate
+from qsdk.verbs.scaling import awq, equalize, smooth_quant
+
+VERBS: dict[str, Callable[..., Report]] = {
+    "rotate": rotate,
+    "equalize": equalize,
+    "smooth_quant": smooth_quant,
+    "awq": awq,
+    "reestimate_batch_norm": reestimate_batch_norm,
+    "correct_bias": correct_bias,
+    "seq_mse": seq_mse,
+    "adaround": adaround,
+    "gptq": gptq,
+    "tune_blocks": tune_blocks,
+    "tune_ranges": tune_ranges,
+}
+
+
+def require_verbs(names: Iterable[str]) -> list[str]:
+    """Return the names of verbs, with underscores.
+
+    Raises:
+        ConfigError: there is no verb of a name.
+    """
+    chosen = [name.strip().replace("-", "_") for name in names if name.strip()]
+    unknown = [name for name in chosen if name not in VERBS]
+    if unknown:
+        raise ConfigError(f"verbs: {unknown[0]!r} is none of {', '.join(VERBS)}")
+    return chosen
+
+
+def apply_verbs(
+    sim: Sim,
+    data: Iterable[Any],
+    names: Sequence[str],
+    *,
+    run: Path | None = None,
+    max_memory: int | None = None,
+    progress: bool = True,
+) -> list[Report]:
+    """Apply verbs to a calibrated sim in order, and return their reports.
+
+    Args:
+        sim: of either side.
+        data: batches.
+        names: of `VERBS`.
+        run: a folder for the checkpoints of verbs that have them; None for none.
+        max_memory: bytes that kept activations may take, for the verbs that keep them; None for no bound.
+        progress: show progress bars.
+    """
+    result = []
+    for number, name in enumerate(names):
+        taken = inspect.signature(VERBS[name]).parameters
+        options: dict[str, Any] = {"max_memory": max_memory} if "max_memory" in taken else {}
+        if run is not None and "checkpoint" in taken:
+            options["checkpoint"] = run / f"{number}-{name}"
+        result.append(VERBS[name](sim, data, progress=progress, **options))
+    return result

@@ -1,0 +1,122 @@
+"""The verb `quantize_checkpoint`: from a checkpoint folder to a folder with the exported model, in one call."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsdk.core.aimet_config.load_config import config_or_preset
+from qsdk.core.atomic_files import write_bytes
+from qsdk.core.config.config import QuantConfig
+from qsdk.core.errors import ConfigError
+from qsdk.core.ranges.estimators import CalibrationMethod
+from qsdk.core.report import Report
+from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
+from qsdk.verbs.doors.checkpoint_sim import quantize_folder
+from qsdk.verbs.quantize import calibrate, export
+
+MODEL = "model.onnx"
+RUN = ".qsdk-run"
+_MEMORY = 1 << 30  # bytes that kept activations may take
+#: what an application needs beside the model: how text becomes tokens and back, and how to generate
+_BESIDE = ("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json")
+_BESIDE_TOO = ("added_tokens.json", "chat_template*", "*.model", "preprocessor_config.json")
+
+
+def quantize_checkpoint(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    config: QuantConfig | str = "w4a16",
+    *,
+    data: Iterable[Any] | None = None,
+    verbs: Sequence[str] = (),
+    method: CalibrationMethod = "min_max",
+    example: Any = None,
+    dynamic_shapes: Any = None,
+    opset: int = 21,
+    dialect: Any = "onnxruntime",
+    max_memory: int | None = _MEMORY,
+    progress: bool = True,
+) -> Report:
+    """Quantize the model in a Hugging Face checkpoint folder and export it, without ever holding all of its weights.
+
+    Weights stay in the checkpoint's files and are read when they are needed, so that a model may be larger than memory.
+    A run that is killed goes on where it was when it is started again with the same arguments: solved layers are kept
+    in `out/.qsdk-run` until the model is written.
+
+    Args:
+        folder: of the checkpoint: `config.json`, safetensors files and, if there is one, the tokenizer.
+        out: folder to write: `model.onnx`, its data file and its encodings, and the tokenizer's files.
+        config: a `QuantConfig`, or the name of a preset.
+        data: batches to calibrate on, as mappings such as `{"input_ids": tensor}`; None where the config quantizes
+            weights alone.
+        verbs: what to do after calibration, in this order, by name: "awq", "gptq", ...
+        method: range estimator of activations.
+        example: inputs to trace the model with; None for tokens, in any number of rows of any length.
+        dynamic_shapes: see `qsdk.quantize`.
+        opset: 13 to 25.
+        dialect: see `qsdk.export`.
+        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        progress: show progress bars.
+
+    Returns:
+        The rows and summary of `qsdk.export`, with `verbs`, `resumed` (whether an earlier run was continued) and
+        `seconds` in the summary.
+
+    Raises:
+        FileFormatError: the folder has no readable config.
+        ConfigError: there is no such verb, or there are activations to calibrate and no data; transformers is not
+            installed; or the run in `out/.qsdk-run` is of other arguments.
+        ModelError: the checkpoint is incomplete.
+        ExportError: `out` is a file or cannot be written.
+
+    Examples:
+        >>> import tempfile, torch, transformers, qsdk
+        >>> folder, shape = tempfile.mkdtemp(), {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+        >>> heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        >>> llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+        >>> llama.save_pretrained(folder)
+        >>> data = [{"input_ids": torch.randint(0, 32, (1, 8))}]
+        >>> report = qsdk.quantize_checkpoint(folder, folder + "/out", "w4a16", data=data, progress=False)
+        >>> report.summary["paths"][0].endswith("out/model.onnx")
+        True
+    """
+    started = time.perf_counter()
+    names, chosen = require_verbs(verbs), config_or_preset(config)
+    assert chosen is not None
+    target = Path(out)
+    if target.resolve() == Path(folder).resolve():
+        raise ConfigError(f"{out} is the checkpoint itself; name another folder to write")
+    run = target / RUN
+    resumed = run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write into {out}: {error.strerror}; name a folder that can be written") from error
+    sim = quantize_folder(folder, example, chosen, dynamic_shapes=dynamic_shapes, scratch=run)
+    if data is None and any(d.kind in _FED and d.quantized for d in sim.plan.decisions.values()):
+        raise ConfigError(
+            "the config quantizes activations, whose ranges come from data: pass data=, or quantize weights alone with "
+            'qsdk.weight_only("int4", block_size=32)'
+        )
+    batches = [] if data is None else data
+    calibrate(sim, batches, method=method, progress=progress)
+    apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
+    report = export(sim, target / MODEL, opset=opset, dialect=dialect, external_data=True)
+    _copy_beside(Path(folder), target)
+    shutil.rmtree(run, ignore_errors=True)
+    facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
+    return Report(report.title, report.rows, {**report.summary, **facts})
+
+
+_FED = ("input", "activation", "output")
+
+
+def _copy_beside(folder: Path, target: Path) -> None:
+    """Copy the files that an application needs beside the model."""
+    for pattern in (*_BESIDE, *_BESIDE_TOO):
+        for source in folder.glob(pattern):
+            if source.is_file():
+                write_bytes(target / source.name, source.read_bytes())
