@@ -97,9 +97,8 @@ def write_model(
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
         _embed_facts(lowered, text, plan, encodings, provenance, tensors or {})
         _require_valid(lowered)
-        written = write_file(
-            path, lowered, qdq.large, external_data=external_data, companions={companion: text}, in_use=in_use
-        )
+        files = {companion: text}
+        written = write_file(path, lowered, qdq.large, external_data=external_data, companions=files, in_use=in_use)
     summary: dict[str, Any] = {
         **_size_facts(lowered, [name for name in written if name != companion], encodings),
         **_types_of(plan, rows),

@@ -66,7 +66,6 @@ class QuantSim(StatefulSim):
         example: the arguments it was quantized with.
         not_exercised: sites that exist only in the traced graph.
         notes: what the exported file will lack of the module, for coverage.
-        weight_files: the files that the weights lie in, where the model came from a checkpoint folder.
 
     Examples:
         >>> import torch, qsdk
@@ -101,7 +100,7 @@ class QuantSim(StatefulSim):
         self._unfolded = dict(prepared.unfolded)
         self.original_biases: OriginalBiases = {}
         self.given = GivenWeights(self.model)  # the user's float values, where verbs have changed them since
-        self.weight_files: WeightFiles | None = None
+        self.weight_files: WeightFiles | None = None  # of a model from a checkpoint folder
         attach(self.model, self.runtime, plan, self._dead)
         self._trace, self._traced_as = traced, fingerprint(self.model)
 
