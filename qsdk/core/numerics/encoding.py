@@ -58,10 +58,8 @@ class Encoding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.array(self.scale, np.float32, ndmin=1))
-        zero_point = np.broadcast_to(np.asarray(self.zero_point, np.int32), self.scale.shape)
-        # zeros are one value seen everywhere: a language model has millions of scales
-        own = np.array(zero_point) if zero_point.any() else np.broadcast_to(np.int32(0), self.scale.shape)
-        object.__setattr__(self, "zero_point", own)
+        zero_point = np.array(self.zero_point, np.int32, ndmin=1)
+        object.__setattr__(self, "zero_point", np.array(np.broadcast_to(zero_point, self.scale.shape)))
         if not self.dtype.is_quantized:
             raise CalibrationError(f"{self.dtype} has no scale; an encoding needs an integer, float8 or float4 dtype")
         if self.block_size is not None and (self.axis is None or self.block_size < 1):
