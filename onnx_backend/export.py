@@ -31,6 +31,7 @@ from onnx_backend.runtime.session_options import needed_options
 from onnx_backend.validation.validate import require_readable
 from qsdk.core.encodings import qsdk_format
 from qsdk.core.errors import CalibrationError, ConfigError, ExportError, FileFormatError
+from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.coverage import by_type
 from qsdk.core.planning.plan import Plan, casts_of
@@ -220,13 +221,13 @@ def _require_valid(model: ModelProto) -> None:
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
 
 
-def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> dict[str, T]:
+def _in_order_of_nodes(by_site: Mapping[str, T], lowered: ModelProto) -> Mapping[str, T]:
     """Sort by the order of the nodes, so that a file that is opened and exported again comes out the same."""
     places: dict[str, int] = {}
     for place, node in enumerate(lowered.graph.node):
         for site in (metadata(node).get("qsdk.site", ""), *sites_inside(node)):
             places.setdefault(site, place)
-    return dict(sorted(by_site.items(), key=lambda item: places.get(item[0], len(lowered.graph.node))))
+    return LazyMapping(sorted(by_site, key=lambda site: places.get(site, len(lowered.graph.node))), by_site.__getitem__)
 
 
 def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:

@@ -39,6 +39,7 @@ def parts_of(sim: QuantSim) -> dict[str, Part]:
     given = sim.current_example
     args, kwargs = tuple(map(plain_form, given.args)), {name: plain_form(x) for name, x in given.kwargs.items()}
     example = {"args": args, "kwargs": kwargs, "dynamic_shapes": given.dynamic_shapes}
+    example |= {"float32_edges": True} if given.float32_edges else {}
     example |= {"apart": [list(path) for path in sorted(given.apart)]} if given.apart else {}
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     for what, value in (("the example", example), (f"the state of {', '.join(extra)}", extra)):
@@ -104,7 +105,8 @@ def read_example(parts: Mapping[str, bytes], where: str) -> Example:
         apart = frozenset(tuple(path) for path in read.get("apart", ()))
         args = tuple(map(from_plain_form, read["args"]))
         kwargs = {name: from_plain_form(value) for name, value in dict(read["kwargs"]).items()}
-        return Example(args, kwargs, read.get("dynamic_shapes"), apart=apart)
+        edges = bool(read.get("float32_edges"))
+        return Example(args, kwargs, read.get("dynamic_shapes"), apart=apart, float32_edges=edges)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FileFormatError(f"{EXAMPLE} in {where} is damaged; write the file again with qsdk.save") from error
 

@@ -1,25 +1,28 @@
-"""Arrays by name that are computed when they are asked for, so that only one at a time is in memory."""
+"""Values by name that are computed when they are asked for, so that only one at a time is in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
 
-class LazyArrays(Mapping[str, Array]):
-    """A mapping whose names are known and whose arrays are computed at every access.
+T = TypeVar("T")
+
+
+class LazyMapping(Mapping[str, T], Generic[T]):
+    """A mapping whose names are known and whose values are computed at every access.
 
     Args:
         names: in order.
-        make: returns the array of a name.
+        make: returns the value of a name.
     """
 
-    def __init__(self, names: Iterable[str], make: Callable[[str], Array]) -> None:
+    def __init__(self, names: Iterable[str], make: Callable[[str], T]) -> None:
         self._names, self._make = dict.fromkeys(names), make
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> T:
         if name not in self._names:
             raise KeyError(name)
         return self._make(name)
@@ -32,3 +35,7 @@ class LazyArrays(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class LazyArrays(LazyMapping[Array]):
+    """Arrays by name, computed at every access."""

@@ -335,7 +335,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
     first, fold = _quantize_options(file, where)
     given = saved_torch.on_device_of(model, saved_torch.read_example(file.parts, where))
     if example is not None:
-        given = replace(as_example(example), dynamic_shapes=given.dynamic_shapes)
+        given = replace(as_example(example), dynamic_shapes=given.dynamic_shapes, float32_edges=given.float32_edges)
     now, then = main_dtype(model), saved_torch.read_dtype(file.facts, where)
     if then is not None:
         model, given = copy.deepcopy(model).to(then), given.converted(now, then)
@@ -343,7 +343,7 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
     if untied:
         model = copy.deepcopy(model)
         untie(model, untied)
-    sim = quantize(model, given.kwargs or given.args, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
+    sim = quantize(model, given, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
     sim.untied = untied
     if then is not None:

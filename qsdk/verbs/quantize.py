@@ -251,7 +251,8 @@ def export(
         True
     """
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
-    encodings = {site: e for site, e in sim.encodings_where_ready().items() if plan.decisions[site].quantized}
+    ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
+    encodings = door_of(sim).encodings(ready)
     onnx_only = {"opset": opset != 21, "dialect": dialect != "onnxruntime", "external_data": external_data is not None}
     if format != "onnx":
         not_for_it = [name for name, given in {**onnx_only, "shapes": shapes is not None}.items() if given]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qsdk.core.errors import ModelError
 from qsdk.core.site import owner_of
-from torch_bridge.torch_values.pytree import tensors_of
+from torch_bridge.torch_values.pytree import map_leaves, tensors_of
 
 # ops that a loss applies to the model's results before comparing them with labels; no value changes
 _MOVES = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "getitem"})
@@ -57,6 +57,12 @@ class LossInputs:
             )
         self._tensors += tensors_of(result)
         return result
+
+
+def own_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs whose tensors are no other input's: the tokens of a text are often given as its labels too."""
+    result: dict[str, Any] = map_leaves(dict(inputs), lambda _, x: x.view_as(x) if isinstance(x, Tensor) else x)
+    return result
 
 
 def _is_among(x: Tensor, tensors: Iterable[Tensor]) -> bool:

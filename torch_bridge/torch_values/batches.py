@@ -26,6 +26,7 @@ class Example:
         dynamic_shapes: the dynamic axes, as the user named them; None for the batch axis where that is possible.
         device: of the model that it was given with; None where that lies on several.
         apart: the paths of tensors that were on another device then, such as the lengths of a packed sequence.
+        float32_edges: whether an exported file takes and gives float32 where the module has bfloat16 or float16.
     """
 
     args: tuple[Any, ...]
@@ -33,6 +34,7 @@ class Example:
     dynamic_shapes: Any = None
     device: torch.device | None = None
     apart: frozenset[Path] = frozenset()
+    float32_edges: bool = False
 
     @property
     def has_cache(self) -> bool:
@@ -68,6 +70,8 @@ def as_example(value: Any) -> Example:
     Raises:
         DataError: it is none of these.
     """
+    if isinstance(value, Example):  # of a sim
+        return value
     if isinstance(value, Tensor):
         return Example((value,), {})
     if isinstance(value, tuple | list):

@@ -95,18 +95,27 @@ class _TensorsOnly(nn.Module):
         super().__init__()
         self.model = model
         self.given, self.has_cache = (example.args, dict(example.kwargs)), example.has_cache
+        self.widened = example.float32_edges
         self.note = note
         self.training = model.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the model's outputs, with these in place of the example's."""
         rest = iter(tensors)
-        args, kwargs = map_leaves(self.given, lambda _, leaf: next(rest) if isinstance(leaf, Tensor) else leaf)
+        args, kwargs = map_leaves(
+            self.given, lambda _, leaf: next(rest).to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        )
         outputs = leaves_of(self.model(*args, **kwargs), caches=self.has_cache)
         require_tensors(outputs)
         self.note(outputs)
         # a separate output, also for an input or a weight that is returned, and for a tensor that is returned twice
-        return tuple(_identity(leaf) for _, leaf in outputs if isinstance(leaf, Tensor))
+        results = (leaf for _, leaf in outputs if isinstance(leaf, Tensor))
+        return tuple(_identity(_widened(x) if self.widened else x) for x in results)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return a tensor in half precision as float32: NumPy knows no bfloat16, so runtimes' Python sides have none."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -129,7 +138,8 @@ def _export(
     runtime.marked = []
     try:
         with runtime.in_phase("mark"), _silenced_exporter(), torch.no_grad():
-            captured = _capture(flat, [tensor for _, tensor in given], shapes)
+            tensors = [_widened(tensor) if example.float32_edges else tensor for _, tensor in given]
+            captured = _capture(flat, tensors, shapes)
             if eager is not None:
                 require_same_outputs(eager, output_forms(outputs))
             conditions = _conditions(captured, inputs, shapes)

@@ -22,7 +22,7 @@ from torch_bridge.quantizers.learned_checkpoint import adapt_learned_state, keep
 from torch_bridge.sites.checkpointing import is_recording_gradients
 from torch_bridge.sites.fused_relu import relu_ceiling
 from torch_bridge.sites.islands import run_batch_norm
-from torch_bridge.sites.loss_inputs import LossInputs
+from torch_bridge.sites.loss_inputs import LossInputs, own_tensors
 from torch_bridge.sites.recurrent import run_recurrent
 from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.caches import is_cache, replace_cache
@@ -146,8 +146,8 @@ class _QuantizedModule(nn.Module):
         names = input_names(inner, args)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         runtime.reads_cache = runtime.has_cache or any(is_cache(value) for value in given.values())
-        loss_inputs = {name: value for name, value in given.items() if runtime.is_loss_input(name, value)}
-        given |= {
+        loss_inputs = own_tensors({name: x for name, x in given.items() if runtime.is_loss_input(name, x)})
+        given |= loss_inputs | {
             name: quantize_input(runtime, name, x)
             for name, x in given.items()
             if name not in loss_inputs and (not runtime.takes_own_path or runtime.is_input(name))

@@ -1,6 +1,7 @@
 """A sim of the model in a checkpoint folder, whose weights stay in their files."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from qsdk.core.config.config import QuantConfig
 from qsdk.verbs.doors.quantize_module import quantize_module
 from qsdk.verbs.doors.read_checkpoint import default_example, read_model
 from torch_bridge.sim import QuantSim
+from torch_bridge.torch_values.batches import as_example
 from torch_bridge.weight_files.weight_files import WeightFiles
 
 #: Bytes of the weights' files that may be in memory at a time.
@@ -26,7 +28,8 @@ def quantize_folder(
     """Return the sim of the model in a checkpoint folder of the transformers library.
 
     Weights are read when they are needed, and their pages given back to the system; those that a verb changes lie in
-    files of their own. The memory that a model takes does not grow with its weights, but with its scales.
+    files of their own. The memory that a model takes does not grow with its weights, but with its scales. An exported
+    file takes and gives float32 where the model has bfloat16 or float16, because NumPy knows no bfloat16.
 
     Args:
         folder: with `config.json` and safetensors files.
@@ -47,6 +50,7 @@ def quantize_folder(
     if example is None:
         example, axes = default_example(model, path, step=config.has_kv_cache)
         dynamic_shapes = axes if dynamic_shapes is None else dynamic_shapes
-    sim = quantize_module(model, example, config, dynamic_shapes, in_place=True, fold_batch_norm=fold_batch_norm)
+    given = replace(as_example(example), float32_edges=True)
+    sim = quantize_module(model, given, config, dynamic_shapes, in_place=True, fold_batch_norm=fold_batch_norm)
     sim.weight_files = files
     return sim

@@ -14,6 +14,7 @@ from torch import Tensor
 from onnx_backend.opening.from_trace import TracedModel
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 
@@ -150,6 +151,10 @@ class Door(Protocol):
         Raises:
             ExportError: the module cannot be traced, or has changed since it was quantized.
         """
+        ...
+
+    def encodings(self, sites: Collection[str]) -> Mapping[str, Encoding]:
+        """Return the encodings of calibrated sites, made one at a time where that saves memory."""
         ...
 
     def files_read(self) -> Collection[Path]:

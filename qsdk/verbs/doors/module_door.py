@@ -21,6 +21,8 @@ from qsdk.core.errors import ExportError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.folded_norms import norms_to_json
 from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.lazy_arrays import LazyMapping
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.sims.corrected_biases import noting_shifts
@@ -157,6 +159,11 @@ class ModuleDoor:
                 "changed model instead"
             )
         return opened
+
+    def encodings(self, sites: Collection[str]) -> Mapping[str, Encoding]:
+        """Return encodings made of the modules' buffers when they are asked for."""
+        quantizers = self.sim.quantizers
+        return LazyMapping(sites, lambda site: quantizers[site].encoding())
 
     def files_read(self) -> Collection[Path]:
         """Return none: a module holds its weights itself."""

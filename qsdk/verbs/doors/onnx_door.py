@@ -24,6 +24,7 @@ from qsdk.algorithms.on_grid import fake_quantize
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.layers.layer_walk import Walk
+from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
 from qsdk.core.scaling.relu6 import clips_at_six
@@ -146,6 +147,11 @@ class OnnxDoor:
     def traced(self) -> TracedModel:
         """Return the model that the sim marked when it was made."""
         return self.sim.traced()
+
+    def encodings(self, sites: Collection[str]) -> Mapping[str, Encoding]:
+        """Return those that the sim holds."""
+        held = self.sim.encodings_where_ready()
+        return {site: held[site] for site in sites}
 
     def files_read(self) -> Collection[Path]:
         """Return the files of large weights, which are read on demand."""

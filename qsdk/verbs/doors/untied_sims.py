@@ -52,7 +52,7 @@ def untied_module_sim(sim: QuantSim, names: Collection[str]) -> QuantSim | None:
     untie(model, [path for group in groups for path in group[1:]])
     prepared = prepare(
         model,
-        example.kwargs or example.args,
+        example,
         sim.config,
         in_place=True,
         fold_batch_norm=False,

@@ -1,0 +1,135 @@
+"""From a checkpoint folder to an exported model, in one call and in one command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from checkpoints import digests, token_rows, write_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_decoders import VOCABULARY
+from transformers import BertConfig, BertForSequenceClassification
+
+import qsdk
+from qsdk.cli import main
+from qsdk.verbs.checkpoints.quantize_checkpoint import RUN
+
+DATA = token_rows(3, 12, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", num_hidden_layers=1)
+
+
+def test_the_written_folder_runs_texts_of_any_length(folder: Path, tmp_path: Path):
+    (folder / "tokenizer.json").write_text("{}")
+    config = qsdk.weight_only("int4", block_size=16)
+    report = qsdk.quantize_checkpoint(folder, tmp_path / "out", config, verbs=["gptq"], data=DATA, progress=False)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.onnx", "model.encodings.json", "config.json", "tokenizer.json"} <= written
+    assert RUN not in written
+    assert report.summary["verbs"] == "gptq"
+    assert report.summary["resumed"] is False
+    (folder / "tokenizer.json").unlink()
+    session = ort.InferenceSession(tmp_path / "out" / "model.onnx")
+    for rows, length in ((1, 5), (3, 20)):
+        (logits, *_) = session.run(None, {"input_ids": np.zeros((rows, length), np.int64)})
+        assert logits.shape == (rows, length, VOCABULARY)
+
+
+def test_without_data_only_weights_can_be_quantized(folder: Path, tmp_path: Path):
+    with pytest.raises(qsdk.ConfigError, match=r"quantizes activations.*pass data=.*weight_only"):
+        qsdk.quantize_checkpoint(folder, tmp_path / "out", "w4a16", progress=False)
+    report = qsdk.quantize_checkpoint(folder, tmp_path / "out", qsdk.weight_only("int4"), progress=False)
+    assert report.summary["by_type"]
+    assert (tmp_path / "out" / "model.onnx").exists()
+
+
+def run_cli(*arguments: object) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "qsdk.cli", *map(str, arguments)], env=environment)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_and_writes_the_same_files(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "llama", num_hidden_layers=2)
+    np.save(tmp_path / "ids.npy", torch.cat([row["input_ids"] for row in DATA]).numpy())
+    command = ["quantize", folder, tmp_path / "killed", "--config", "weight_only", "--block-size", "16"]
+    command += ["--data", tmp_path / "ids.npy", "--verbs", "awq,gptq"]
+    first = run_cli(*command)
+    steps = tmp_path / "killed" / RUN / "1-gptq"
+    while first.poll() is None and len(list(steps.glob("step-*.npz"))) < 3:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    solved = {path.name: path.stat().st_mtime_ns for path in steps.glob("step-*.npz")}
+    assert len(solved) >= 3
+    assert not (tmp_path / "killed" / "model.onnx").exists()
+
+    assert run_cli(*command).wait() == 0
+    command[2] = tmp_path / "whole"
+    assert run_cli(*command).wait() == 0
+    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+
+
+def test_the_command_takes_text_and_says_what_it_cannot_do(folder: Path, tmp_path: Path, capsys):
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("once upon a time " * 50)
+    assert main(["quantize", str(folder), str(out), "--random", "1", "--labels", "labels.txt"]) == 2
+    assert "--labels is not for a checkpoint folder" in capsys.readouterr().err
+    assert main(["quantize", str(folder), str(out), "--data", str(text)]) == 2
+    assert "holds no tokenizer that can be read" in capsys.readouterr().err
+    np.save(tmp_path / "ids.npy", np.full((1, 4), VOCABULARY))
+    assert main(["quantize", str(folder), str(out), "--data", str(tmp_path / "ids.npy")]) == 1
+    assert f"ids {VOCABULARY} to {VOCABULARY}; those of the model are 0 to" in capsys.readouterr().err
+    np.save(tmp_path / "ids.npy", np.zeros((1, 4), np.float32))
+    assert main(["quantize", str(folder), str(out), "--data", str(tmp_path / "ids.npy")]) == 1
+    assert "token ids are integers" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_an_incomplete_checkpoint_is_refused(folder: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    index = copy / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    del listed["weight_map"]["model.layers.0.mlp.up_proj.weight"]
+    index.write_text(json.dumps(listed))
+    for path in copy.glob("*.safetensors"):
+        tensors = {k: v for k, v in load_file(path).items() if k != "model.layers.0.mlp.up_proj.weight"}
+        save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(
+        qsdk.ModelError, match=r"no complete checkpoint.*missing weights model\.layers\.0\.mlp\.up_proj"
+    ):
+        qsdk.quantize(copy, None, "w8a8")
+
+
+def test_the_checkpoint_itself_is_not_written_over(folder: Path):
+    with pytest.raises(qsdk.ConfigError, match="is the checkpoint itself"):
+        qsdk.quantize_checkpoint(folder, folder, "w4a16", data=DATA)
+
+
+def test_a_folder_of_no_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path):
+    with pytest.raises(qsdk.FileFormatError, match=r"config\.json.*give the folder of a checkpoint"):
+        qsdk.quantize(tmp_path, None, "w8a8")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"], "model_type": "llama"}))
+    with pytest.raises(qsdk.ConfigError, match="transformers has no class NoSuchModel"):
+        qsdk.quantize(tmp_path, None, "w8a8")
+
+
+def test_an_encoder_from_a_folder_gets_a_mask_in_its_example(tmp_path: Path):
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path)
+    sim = qsdk.quantize(tmp_path, None, "w8a8")
+    assert set(sim.example.kwargs) == {"input_ids", "attention_mask"}
