@@ -15,7 +15,7 @@ import torch
 from checkpoints import digests, token_rows, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_decoders import VOCABULARY
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 import qsdk
 from qsdk.cli import main
@@ -126,6 +126,20 @@ def test_a_folder_of_no_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"], "model_type": "llama"}))
     with pytest.raises(qsdk.ConfigError, match="transformers has no class NoSuchModel"):
         qsdk.quantize(tmp_path, None, "w8a8")
+
+
+def test_a_cache_crosses_the_edges_of_the_file_in_float32(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "llama", num_hidden_layers=1)
+    sim = qsdk.quantize(folder, None, qsdk.weight_only("int4", kv_cache="int8"))
+    qsdk.calibrate(sim, [sim.example.kwargs], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    assert qsdk.check_parity(sim, tmp_path / "model.onnx", [sim.example.kwargs], progress=False).summary["passed"]
+    session = ort.InferenceSession(tmp_path / "model.onnx")
+    assert {value.type for value in session.get_outputs()} == {"tensor(float)"}
+    qsdk.save(sim, tmp_path / "saved.qsdk")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    again = qsdk.load(tmp_path / "saved.qsdk", model)
+    assert qsdk.check_parity(again, tmp_path / "model.onnx", [sim.example.kwargs], progress=False).summary["passed"]
 
 
 def test_an_encoder_from_a_folder_gets_a_mask_in_its_example(tmp_path: Path):

@@ -13,7 +13,7 @@ from torch_bridge.torch_values.batches import as_example
 from torch_bridge.weight_files.weight_files import WeightFiles
 
 #: Bytes of the weights' files that may be in memory at a time.
-RESIDENT = 256 << 20
+RESIDENT = 128 << 20
 
 
 def quantize_folder(
