@@ -1,0 +1,80 @@
+"""Memory and time from a checkpoint folder to a W4A16 file, for decoders of TinyLlama's shape with random weights.
+
+One JSON line. Per number of layers (6, 11 and 22, the last of 1.1 billion parameters, in bfloat16): the bytes of the
+weights, the largest resident size of the process, both in MiB, and the processor time over that of the fewest layers.
+Each runs in a process of its own; the weights are written by another one. Targets: at most 1536 MiB by
+round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of layers, and time in proportion to them.
+
+`python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers. In bfloat16 a processor without
+instructions for it needs minutes per pass and layer.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LAYERS = (6, 11, 22)
+TOKENS = {"rtn": (1, 64), "gptq": (8, 512)}
+
+
+def write_checkpoint(folder: str, layers: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder, max_shard_size="600MB")
+
+
+def quantize(folder: str, out: str, method: str) -> None:
+    """Print the largest resident size in MiB and the processor time in seconds."""
+    import torch
+
+    import qsdk
+
+    torch.set_num_threads(1)
+    batches, length = TOKENS[method]
+    torch.manual_seed(0)
+    data = [{"input_ids": torch.randint(0, 32000, (1, length))} for _ in range(batches)]
+    begun = time.process_time()
+    config, verbs = qsdk.w4a16(block_size=32), ["gptq"] if method == "gptq" else []
+    qsdk.quantize_checkpoint(folder, out, config, data=data, verbs=verbs, max_memory=200 << 20, progress=False)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({"peak_mib": peak, "seconds": time.process_time() - begun}))
+
+
+def in_process(*arguments: object) -> str:
+    command = [sys.executable, __file__, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main(method: str = "rtn", *layers: str) -> None:
+    rows = {}
+    for count in [int(number) for number in layers] or LAYERS:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = Path(folder, "checkpoint")
+            in_process("write", checkpoint, count)
+            weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) >> 20
+            measured = json.loads(in_process("quantize", checkpoint, Path(folder, "out"), method).splitlines()[-1])
+            rows[count] = {"weights_mib": weights, **measured}
+    least = min(rows)
+    for row in rows.values():
+        row["time"] = round(row["seconds"] / rows[least]["seconds"], 2)
+    for row in rows.values():
+        del row["seconds"]
+    print(json.dumps({"method": method, "layers": rows}))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["write", folder, count]:
+            write_checkpoint(folder, int(count))
+        case ["quantize", folder, out, method]:
+            quantize(folder, out, method)
+        case arguments:
+            main(*arguments)
