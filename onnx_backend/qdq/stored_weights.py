@@ -1,5 +1,6 @@
 """Store a marked tensor as integers, or narrow floats, behind a DequantizeLinear."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,7 +159,10 @@ def zero_point_bytes(encoding: Encoding) -> int:
 
 def _fingerprint(encoding: Encoding, permutation: Sequence[int] | None) -> bytes:
     facts = (encoding.dtype.name, encoding.axis, encoding.block_size, permutation)
-    return repr(facts).encode() + encoding.scale.tobytes() + encoding.zero_point.tobytes()
+    digest = hashlib.sha256(repr(facts).encode())
+    for part in (encoding.scale, encoding.zero_point):
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.digest()
 
 
 def _form(kind: Kind, encoding: Encoding) -> str:

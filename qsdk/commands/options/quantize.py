@@ -34,6 +34,26 @@ def add_quantize(commands: Any) -> None:
     quantize.add_argument(
         "--length", type=int, default=512, help="tokens of a window of text, for a checkpoint folder (default: 512)"
     )
+    _add_config(quantize)
+    _add_improvements(quantize)
+    quantize.add_argument("--opset", type=int, default=21, help="13 to 25 (default: 21)")
+    quantize.add_argument(
+        "--providers",
+        nargs="+",
+        metavar="NAME",
+        help="ONNX Runtime's execution providers to calibrate on, best first, such as CUDAExecutionProvider",
+    )
+    quantize.add_argument(
+        "--dialect",
+        choices=DIALECTS,
+        default="onnxruntime",
+        help="the runtime that is to read the file; what it cannot have is changed in the config before calibration",
+    )
+    quantize.set_defaults(run="qsdk.commands.quantize:run")
+
+
+def _add_config(quantize: argparse.ArgumentParser) -> None:
+    """Add the options that say what is quantized, and how ranges are found."""
     quantize.add_argument("--config", default="w8a8", help=f"{CONFIGS} (default: w8a8)")
     quantize.add_argument("--block-size", type=int, metavar="N", help="one scale of a weight per N input channels")
     quantize.add_argument("--kv-cache", metavar="DTYPE", help="dtype of a decoder's keys and values, such as int8")
@@ -55,21 +75,6 @@ def add_quantize(commands: Any) -> None:
     quantize.add_argument(
         "--weight-method", metavar="NAME", help="range estimator of weights, one of the same (default: min_max)"
     )
-    _add_improvements(quantize)
-    quantize.add_argument("--opset", type=int, default=21, help="13 to 25 (default: 21)")
-    quantize.add_argument(
-        "--providers",
-        nargs="+",
-        metavar="NAME",
-        help="ONNX Runtime's execution providers to calibrate on, best first, such as CUDAExecutionProvider",
-    )
-    quantize.add_argument(
-        "--dialect",
-        choices=DIALECTS,
-        default="onnxruntime",
-        help="the runtime that is to read the file; what it cannot have is changed in the config before calibration",
-    )
-    quantize.set_defaults(run="qsdk.commands.quantize:run")
 
 
 def _add_improvements(quantize: argparse.ArgumentParser) -> None:

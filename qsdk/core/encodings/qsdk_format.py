@@ -22,7 +22,7 @@ VERSION = 3  # 1 had no float16 and bfloat16 sites; 2 had no tensor names, and w
 _FIELDS = {"dtype", "scale", "zero_point", "axis", "block_size", "shape", "frozen", "tensor", "kind"}
 _KINDS = get_args(Kind)
 _MAX_RANK = 64  # of NumPy
-_MANY = 4096  # values, from which on equal ones are looked for
+_MANY = 1 << 16  # values that are formatted at a time
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,16 @@ def _fields(encoding: Encoding) -> dict[str, str]:
 
 
 def _list(values: npt.NDArray[Any], text: Callable[[Any], str]) -> str:
-    """Return an array as a flat JSON list; each different value is formatted once, for scales in bfloat16 repeat."""
+    """Return an array as a flat JSON list."""
     flat = values.reshape(-1)
-    if len(flat) < _MANY:
-        return f"[{', '.join(map(text, flat))}]"
-    different, places = np.unique(flat, return_inverse=True)
-    texts = np.array([text(value) for value in different], dtype=object)
-    return f"[{', '.join(texts[places])}]"
+    return f"[{', '.join(_texts(flat[at : at + _MANY], text) for at in range(0, len(flat), _MANY))}]"
+
+
+def _texts(values: npt.NDArray[Any], text: Callable[[Any], str]) -> str:
+    """Return values as text; each different one is formatted once, for scales in bfloat16 repeat."""
+    different, places = np.unique(values, return_inverse=True)
+    texts = [text(value) for value in different]
+    return ", ".join([texts[place] for place in places])
 
 
 def parse_json(text: str, where: str) -> Any:
