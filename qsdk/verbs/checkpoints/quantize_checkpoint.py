@@ -19,6 +19,7 @@ from qsdk.verbs.quantize import calibrate, export
 
 MODEL = "model.onnx"
 RUN = ".qsdk-run"
+_FED = ("input", "activation", "output")
 _MEMORY = 1 << 30  # bytes that kept activations may take
 #: what an application needs beside the model: how text becomes tokens and back, and how to generate
 _BESIDE = ("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json")
@@ -86,15 +87,8 @@ def quantize_checkpoint(
     started = time.perf_counter()
     names, chosen = require_verbs(verbs), config_or_preset(config)
     assert chosen is not None
-    target = Path(out)
-    if target.resolve() == Path(folder).resolve():
-        raise ConfigError(f"{out} is the checkpoint itself; name another folder to write")
-    run = target / RUN
-    resumed = run.exists()
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {out}: {error.strerror}; name a folder that can be written") from error
+    target, run = Path(out), Path(out, RUN)
+    resumed = _begun(run, Path(folder))
     sim = quantize_folder(folder, example, chosen, dynamic_shapes=dynamic_shapes, scratch=run)
     if data is None and any(d.kind in _FED and d.quantized for d in sim.plan.decisions.values()):
         raise ConfigError(
@@ -111,7 +105,21 @@ def quantize_checkpoint(
     return Report(report.title, report.rows, {**report.summary, **facts})
 
 
-_FED = ("input", "activation", "output")
+def _begun(run: Path, folder: Path) -> bool:
+    """Make the folder of a run, and return whether an earlier one has left it.
+
+    Raises:
+        ConfigError: it would be in the checkpoint itself, or cannot be made.
+    """
+    out = run.parent
+    if out.resolve() == folder.resolve():
+        raise ConfigError(f"{out} is the checkpoint itself; name another folder to write")
+    resumed = run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write into {out}: {error.strerror}; name a folder that can be written") from error
+    return resumed
 
 
 def _copy_beside(folder: Path, target: Path) -> None:
