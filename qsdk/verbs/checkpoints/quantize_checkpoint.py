@@ -11,6 +11,7 @@ from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.atomic_files import write_bytes
 from qsdk.core.config.config import QuantConfig
 from qsdk.core.errors import ConfigError
+from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import CalibrationMethod
 from qsdk.core.report import Report
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
@@ -63,8 +64,7 @@ def quantize_checkpoint(
         progress: show progress bars.
 
     Returns:
-        The rows and summary of `qsdk.export`, with `verbs`, `resumed` (whether an earlier run was continued) and
-        `seconds` in the summary.
+        What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.
 
     Raises:
         FileFormatError: the folder has no readable config.
@@ -90,12 +90,7 @@ def quantize_checkpoint(
     target, run = Path(out), Path(out, RUN)
     resumed = _begun(run, Path(folder))
     sim = quantize_folder(folder, example, chosen, dynamic_shapes=dynamic_shapes, scratch=run)
-    if data is None and any(d.kind in _FED and d.quantized for d in sim.plan.decisions.values()):
-        raise ConfigError(
-            "the config quantizes activations, whose ranges come from data: pass data=, or quantize weights alone with "
-            'qsdk.weight_only("int4", block_size=32)'
-        )
-    batches = [] if data is None else data
+    batches = _required(data, sim.plan)
     calibrate(sim, batches, method=method, progress=progress)
     apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
     report = export(sim, target / MODEL, opset=opset, dialect=dialect, external_data=True)
@@ -120,6 +115,15 @@ def _begun(run: Path, folder: Path) -> bool:
     except OSError as error:
         raise ConfigError(f"cannot write into {out}: {error.strerror}; name a folder that can be written") from error
     return resumed
+
+
+def _required(data: Iterable[Any] | None, plan: Plan) -> Iterable[Any]:
+    if data is None and any(decision.kind in _FED and decision.quantized for decision in plan.decisions.values()):
+        raise ConfigError(
+            "the config quantizes activations, whose ranges come from data: pass data=, or quantize weights alone with "
+            'qsdk.weight_only("int4", block_size=32)'
+        )
+    return [] if data is None else data
 
 
 def _copy_beside(folder: Path, target: Path) -> None:
