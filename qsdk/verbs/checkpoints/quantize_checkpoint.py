@@ -9,7 +9,7 @@ from typing import Any
 
 from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.atomic_files import write_bytes
-from qsdk.core.config.config import QuantConfig
+from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.errors import ConfigError
 from qsdk.core.planning.plan import Plan
 from qsdk.core.ranges.estimators import CalibrationMethod
@@ -36,64 +36,53 @@ def quantize_checkpoint(
     verbs: Sequence[str] = (),
     method: CalibrationMethod = "min_max",
     example: Any = None,
-    dynamic_shapes: Any = None,
-    opset: int = 21,
-    dialect: Any = "onnxruntime",
     max_memory: int | None = _MEMORY,
     progress: bool = True,
+    **export_options: Any,
 ) -> Report:
     """Quantize the model in a Hugging Face checkpoint folder and export it, without ever holding all of its weights.
 
-    Weights stay in the checkpoint's files and are read when they are needed, so that a model may be larger than memory.
-    A run that is killed goes on where it was when it is started again with the same arguments: solved layers are kept
-    in `out/.qsdk-run` until the model is written.
+    Weights stay in the checkpoint's files and are read when they are needed. A run that is killed goes on when it is
+    started again with the same arguments: solved layers are kept in `out/.qsdk-run` until the model is written.
 
     Args:
         folder: of the checkpoint: `config.json`, safetensors files and, if there is one, the tokenizer.
         out: folder to write: `model.onnx`, its data file and its encodings, and the tokenizer's files.
         config: a `QuantConfig`, or the name of a preset.
-        data: batches to calibrate on, as mappings such as `{"input_ids": tensor}`; None where the config quantizes
-            weights alone.
+        data: batches to calibrate on, such as `{"input_ids": tensor}`; None if weights alone are quantized.
         verbs: what to do after calibration, in this order, by name: "awq", "gptq", ...
         method: range estimator of activations.
         example: inputs to trace the model with; None for tokens, in any number of rows of any length.
-        dynamic_shapes: see `qsdk.quantize`.
-        opset: 13 to 25.
-        dialect: see `qsdk.export`.
-        max_memory: bytes that kept activations may take; the rest goes to a temporary file. None for no bound.
+        max_memory: bytes that kept activations may take; the rest goes to temporary files. None for no bound.
         progress: show progress bars.
+        export_options: for `qsdk.export`, such as `opset=` and `dialect=`.
 
     Returns:
         What `qsdk.export` returns, with `verbs`, `resumed` (from an earlier run) and `seconds` in the summary.
 
     Raises:
         FileFormatError: the folder has no readable config.
-        ConfigError: there is no such verb, or there are activations to calibrate and no data; transformers is not
-            installed; or the run in `out/.qsdk-run` is of other arguments.
+        ConfigError: an unknown verb, no data for activations, no transformers, or an earlier run of other arguments.
         ModelError: the checkpoint is incomplete.
         ExportError: `out` is a file or cannot be written.
 
     Examples:
-        >>> import tempfile, torch, transformers, qsdk
-        >>> folder, shape = tempfile.mkdtemp(), {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
-        >>> heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-        >>> llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
-        >>> llama.save_pretrained(folder)
-        >>> data = [{"input_ids": torch.randint(0, 32, (1, 8))}]
-        >>> report = qsdk.quantize_checkpoint(folder, folder + "/out", "w4a16", data=data, progress=False)
-        >>> report.summary["paths"][0].endswith("out/model.onnx")
-        True
+        >>> import tempfile, transformers, qsdk
+        >>> folder, size = tempfile.mkdtemp(), {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+        >>> config = transformers.LlamaConfig(**size, intermediate_size=16, num_attention_heads=2)
+        >>> transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        >>> qsdk.quantize_checkpoint(folder, folder + "/out", qsdk.weight_only("int4")).summary["resumed"]
+        False
     """
     started = time.perf_counter()
-    names, chosen = require_verbs(verbs), config_or_preset(config)
-    assert chosen is not None
+    names, chosen = require_verbs(verbs), config_or_preset(config) or w8a8()
     target, run = Path(out), Path(out, RUN)
     resumed = _begun(run, Path(folder))
-    sim = quantize_folder(folder, example, chosen, dynamic_shapes=dynamic_shapes, scratch=run)
+    sim = quantize_folder(folder, example, chosen, scratch=run)
     batches = _required(data, sim.plan)
     calibrate(sim, batches, method=method, progress=progress)
     apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
-    report = export(sim, target / MODEL, opset=opset, dialect=dialect, external_data=True)
+    report = export(sim, target / MODEL, **{"external_data": True, **export_options})
     _copy_beside(Path(folder), target)
     shutil.rmtree(run, ignore_errors=True)
     facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
