@@ -75,9 +75,8 @@ def quantize(
     Args:
         model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model; or the folder of a Hugging
             Face checkpoint, whose weights stay in their files and may be larger than memory.
-        example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. On the ONNX
-            side None will do (random inputs), and for a text model's folder; an ONNX model of an old opset is
-            converted, and compared on them.
+        example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. None will do
+            for a text model's folder and on the ONNX side, where an old opset is converted and compared on them.
         config: a `QuantConfig`, or the name of a preset such as "w4a8". None for `w8a8()`; a Q/DQ ONNX model is then
             opened with its own encodings. A config for a Q/DQ model applies to the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
@@ -105,13 +104,12 @@ def quantize(
         int8
     """
     config = config_or_preset(config)
-    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
-        _require_no_providers(providers)
-        _require_no_inputs(inputs, "a module is traced with its example, which holds them")
-        return quantize_folder(
-            model, example, config or w8a8(), dynamic_shapes=dynamic_shapes, fold_batch_norm=fold_batch_norm
-        )
-    if isinstance(model, str | os.PathLike | ModelProto) or (config is None and not isinstance(model, nn.Module)):
+    folder = isinstance(model, str | os.PathLike) and Path(model).is_dir()
+    if (
+        not folder
+        and not isinstance(model, nn.Module)
+        and (config is None or isinstance(model, str | os.PathLike | ModelProto))
+    ):
         if dynamic_shapes is not None:
             raise ConfigError("dynamic_shapes= is for an nn.Module; an ONNX model says itself which axes are dynamic")
         chosen = chosen_providers(providers)  # first: opening a model may take minutes
@@ -120,10 +118,10 @@ def quantize(
         return sim
     _require_no_providers(providers)
     _require_no_inputs(inputs, "a module is traced with its example, which holds them")
-    chosen_config = config or w8a8()
-    return quantize_module(
-        model, example, chosen_config, dynamic_shapes, in_place=in_place, fold_batch_norm=fold_batch_norm
-    )
+    options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "fold_batch_norm": fold_batch_norm}
+    if isinstance(model, str | os.PathLike):
+        return quantize_folder(model, example, config or w8a8(), **options)
+    return quantize_module(model, example, config or w8a8(), in_place=in_place, **options)
 
 
 def _open_onnx(

@@ -51,6 +51,7 @@ def quantize_folder(
         example, axes = default_example(model, path, step=config.has_kv_cache)
         dynamic_shapes = axes if dynamic_shapes is None else dynamic_shapes
     given = replace(as_example(example), float32_edges=True)
-    sim = quantize_module(model, given, config, dynamic_shapes, in_place=True, fold_batch_norm=fold_batch_norm)
+    options = {"dynamic_shapes": dynamic_shapes, "fold_batch_norm": fold_batch_norm}
+    sim = quantize_module(model, given, config, in_place=True, **options)
     sim.weight_files = files
     return sim

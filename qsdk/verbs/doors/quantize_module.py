@@ -13,7 +13,7 @@ from torch_bridge.wrapping.pretrained import link_sim
 
 
 def quantize_module(
-    model: nn.Module, example: Any, config: QuantConfig, dynamic_shapes: Any, *, in_place: bool, fold_batch_norm: bool
+    model: nn.Module, example: Any, config: QuantConfig, *, dynamic_shapes: Any, in_place: bool, fold_batch_norm: bool
 ) -> QuantSim:
     """Return the sim of a module; see `qsdk.quantize`."""
     prepared = prepare(

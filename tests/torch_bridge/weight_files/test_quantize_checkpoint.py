@@ -54,7 +54,7 @@ def test_without_data_only_weights_can_be_quantized(folder: Path, tmp_path: Path
 
 
 def run_cli(*arguments: object) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "qsdk.cli", *map(str, arguments)], env=environment)
 
