@@ -73,8 +73,8 @@ def quantize(
     """Return a sim of an nn.Module (PyTorch side), or of a float ONNX file or model (ONNX side).
 
     Args:
-        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model; or the folder of a Hugging
-            Face checkpoint, whose weights stay in their files and may be larger than memory.
+        model: an nn.Module (copied, and left bit-identical), an ONNX path or an onnx model, or the folder of a Hugging
+            Face checkpoint, whose weights stay in their files.
         example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. None will do
             for a text model's folder and on the ONNX side, where an old opset is converted and compared on them.
         config: a `QuantConfig`, or the name of a preset such as "w4a8". None for `w8a8()`; a Q/DQ ONNX model is then
@@ -83,8 +83,7 @@ def quantize(
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
             (PyTorch side). None makes the batch axis dynamic if possible; `{}` makes no axis dynamic.
         in_place: wrap the module itself, for models too large to copy.
-        fold_batch_norm: fold BatchNorm into the layer before or after it, except those that a rule names. False keeps
-            all of them, as for training from scratch.
+        fold_batch_norm: fold BatchNorms into layers, except those that a rule names. False for training from scratch.
         inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate. They
             become constants, also in the exported file, and an If that they decide is replaced by its branch.
         providers: ONNX Runtime's own list, best first: names such as "CUDAExecutionProvider", or (name, options)
