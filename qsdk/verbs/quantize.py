@@ -37,6 +37,8 @@ from qsdk.verbs.doors.writing import write_compressed, write_onnx
 from qsdk.verbs.qdq_files import OnnxSource, checked_qdq, opened_qdq
 from torch_bridge.sim import QuantSim
 
+_ONNX = (str, os.PathLike, ModelProto)
+
 
 @overload
 def quantize(
@@ -78,7 +80,7 @@ def quantize(
         example: inputs to trace the model with: a tensor, a tuple of arguments or a mapping of keywords. None will do
             for a text model's folder and on the ONNX side, where an old opset is converted and compared on them.
         config: a `QuantConfig`, or the name of a preset such as "w4a8". None for `w8a8()`; a Q/DQ ONNX model is then
-            opened with its own encodings. A config for a Q/DQ model applies to the tensors that are still float in it.
+            opened with its own encodings. Any other applies to the tensors that are still float in it.
         dynamic_shapes: which axes of the inputs may have other lengths in the exported file than in the example, by
             argument name as in `{"ids": {0: "batch", 1: "sequence"}}`, or as a tuple in the order of the arguments
             (PyTorch side). None makes the batch axis dynamic if possible; `{}` makes no axis dynamic.
@@ -87,8 +89,8 @@ def quantize(
         inputs: name -> value of the inputs of a float ONNX model that are always the same, such as a sample rate. They
             become constants, also in the exported file, and an If that they decide is replaced by its branch.
         providers: ONNX Runtime's own list, best first: names such as "CUDAExecutionProvider", or (name, options)
-            tuples. Everything that runs the sim runs on them; nodes that they do not take fall back to the CPU, and
-            `sim.placement()` lists them. None for the CPU (ONNX side). A module runs on the device it is on.
+            tuples. Nodes that they do not take fall back to the CPU, and `sim.placement()` lists them. None for the
+            CPU (ONNX side). A module runs on the device it is on.
 
     Raises:
         ModelError: the model cannot be quantized as it is.
@@ -117,10 +119,17 @@ def quantize(
         return sim
     _require_no_providers(providers)
     _require_no_inputs(inputs, "a module is traced with its example, which holds them")
+    return _quantize_module(model, example, config or w8a8(), in_place, dynamic_shapes, fold_batch_norm)
+
+
+def _quantize_module(
+    model: Any, example: Any, config: QuantConfig, in_place: bool, dynamic_shapes: Any, fold_batch_norm: bool
+) -> QuantSim:
+    """Return the sim of a module, or of the model in a checkpoint folder."""
     options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "fold_batch_norm": fold_batch_norm}
     if isinstance(model, str | os.PathLike):
-        return quantize_folder(model, example, config or w8a8(), **options)
-    return quantize_module(model, example, config or w8a8(), in_place=in_place, **options)
+        return quantize_folder(model, example, config, **options)
+    return quantize_module(model, example, config, in_place=in_place, **options)
 
 
 def _open_onnx(
