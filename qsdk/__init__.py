@@ -7,8 +7,8 @@
 
 What there is, by task. `help(qsdk.calibrate)` explains one name; the guides are in docs/.
 
-    enter       quantize quantize_checkpoint inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16 weight_only
-                QuantConfig load_config
+    enter       quantize quantize_checkpoint inputs_only demo; configs: w8a8 w8a16 w4a8 w4a16
+                weight_only QuantConfig load_config
     calibrate   calibrate tune_ranges reestimate_batch_norm
     improve     seq_mse adaround gptq tune_blocks correct_bias rotate equalize smooth_quant awq
     train       distill_loss Distilled observe_ranges observing freeze_ranges anneal_bits
