@@ -19,6 +19,7 @@ from qsdk.core.sims.corrected_biases import without_shifts
 from qsdk.progress import Progress, progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from qsdk.verbs.layers import WalkOptions
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.parameters import find_stored
@@ -40,6 +41,7 @@ from torch_bridge.walk.paused_forward import attributes_set_by
 _LEARN = ("rounding", "scales")
 
 
+@same_on_ranks
 def tune_blocks(
     sim: Sim,
     data: Iterable[Any],

@@ -11,6 +11,7 @@ from qsdk.core.report import Report
 from qsdk.progress import progress_of
 from qsdk.verbs.doors.choose import Sim, module_sim
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from torch_bridge.calibrate import install
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import progress_over
@@ -24,6 +25,7 @@ _NOTHING_TO_LEARN = (
 )
 
 
+@same_on_ranks
 def tune_ranges(
     sim: Sim,
     data: Iterable[Any],

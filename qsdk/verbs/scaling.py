@@ -23,11 +23,13 @@ from qsdk.core.sims.state import put_back_on_error
 from qsdk.core.sims.stateful import require_sim
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.same_on_ranks import same_on_ranks
 from qsdk.verbs.quantize import calibrate
 
 _ALPHAS = tuple(step / 20 for step in range(21))
 
 
+@same_on_ranks
 def equalize(
     sim: Sim,
     data: Iterable[Any] | None = None,
@@ -98,6 +100,7 @@ def _require_equalizable(sim: Sim, data: Iterable[Any] | None, relu6: str) -> No
         raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
 
 
+@same_on_ranks
 def smooth_quant(
     sim: Sim,
     data: Iterable[Any],
@@ -148,6 +151,7 @@ def smooth_quant(
     return _searched(sim, data, "SmoothQuant", search, lambda region: "", forward=forward, progress=progress)
 
 
+@same_on_ranks
 def awq(
     sim: Sim,
     data: Iterable[Any],
