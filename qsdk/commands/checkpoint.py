@@ -10,6 +10,7 @@ from qsdk.commands.data.tokens import random_tokens, token_batches
 from qsdk.commands.printing import show
 from qsdk.core.errors import ConfigError
 from qsdk.core.report import Report
+from qsdk.verbs.checkpoints.named_verbs import require_verbs
 from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
 
 _NOT_HERE = ("mixed_precision", "metric", "labels", "metric_data", "input", "providers", "weight_method", "preprocess")
@@ -46,7 +47,7 @@ def quantize_folder(options: Namespace) -> int:
         options.out,
         config,
         data=data,
-        verbs=options.verbs.split(","),
+        verbs=require_verbs(options.verbs.split(","), given_as="--verbs"),
         method=options.method,
         opset=options.opset,
         dialect=options.dialect,

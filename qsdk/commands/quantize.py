@@ -60,7 +60,7 @@ def run(options: Namespace) -> int:
     if Path(options.model).is_dir():
         return quantize_folder(options)
     _require_out(options)
-    verbs = require_verbs(options.verbs.split(","))
+    verbs = require_verbs(options.verbs.split(","), given_as="--verbs")
     if options.mixed_precision and not (options.metric or options.labels):
         raise ConfigError("--mixed-precision needs a metric: --metric FILE.py:function, or --labels for top-1")
     if options.metric_data and not options.mixed_precision:

@@ -256,9 +256,10 @@ def export(
         >>> qsdk.export(sim, folder + "/model.onnx").summary["bytes"] > 0
         True
     """
+    door = door_of(sim)
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
-    encodings = door_of(sim).encodings(ready)
+    encodings = door.encodings(ready)
     onnx_only = {"opset": opset != 21, "dialect": dialect != "onnxruntime", "external_data": external_data is not None}
     if format != "onnx":
         not_for_it = [name for name, given in {**onnx_only, "shapes": shapes is not None}.items() if given]

@@ -260,8 +260,8 @@ def test_a_folder_is_no_file_to_export_to(out: str, shell: Path, capsys: pytest.
 
 
 def test_an_unknown_config_names_the_presets_too(shell: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy", "--config", "w3a3"]) == 2
-    assert "the names are w8a8, w8a16, w4a8, w4a16, " in capsys.readouterr().err
+    assert main(["quantize", "float.onnx", "m.onnx", "--data", "data.npy", "--config", "best"]) == 2
+    assert "the names are w8a8, w8a16, w4a8, w4a16, weight_only, " in capsys.readouterr().err
     assert qsdk.load_config("w4a16") == qsdk.w4a16()
 
 

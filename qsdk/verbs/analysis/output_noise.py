@@ -14,7 +14,7 @@ from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
 from qsdk.progress import over_batches, tqdm
 from qsdk.verbs.analysis.sampled_rows import every_third, rows_of
 from qsdk.verbs.doors.choose import Sim, door_of
-from qsdk.verbs.doors.door import Forward
+from qsdk.verbs.doors.door import Door, Forward
 
 FloatArrays = Sequence[npt.NDArray[np.float32]]
 #: what a model raises that does not take fewer rows than it was made for
@@ -84,22 +84,34 @@ def estimate_noise(
     for (number, batch), thirds in every_third(_batches(data, progress)):
         used = rows_of(batch, thirds)
         try:
-            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {number}")
-        except _REFUSALS:
+            outputs, quantized = _both_outputs(door, used, probe, forward, f"batch {number}")
+        except _REFUSALS:  # such as a file whose batch size is fixed
             if used is batch:
                 raise
             probe.forget()
-            used = batch
-            outputs = door.visited_outputs(used, probe.visit, forward, f"batch {number}")
-        if outputs is None or not any(y.requires_grad for y in outputs):
+            outputs, quantized = _both_outputs(door, batch, probe, forward, f"batch {number}")
+        if outputs is None:
             return None
         in_float = [_to_numpy(y) for y in outputs]
         weights.learn([in_float])
         noise.signal += weights.power(in_float)
         probe.measure(outputs, weights.values)
-        noise.all_quantized += weights.power_of_changes(door.outputs([used], forward, in_float=False), [in_float])
+        noise.all_quantized += weights.power_of_changes(quantized, [in_float])
     noise.alone, noise.silent = probe.noise, weights.silent
     return noise, probe.unreached
+
+
+def _both_outputs(
+    door: Door, batch: Any, probe: NoiseProbe, forward: Forward | None, where: str
+) -> tuple[list[Tensor] | None, list[FloatArrays]]:
+    """Return what a batch leads to in float, on the graph of the probes, and in the simulation.
+
+    The first is None where the model has no gradients.
+    """
+    outputs = door.visited_outputs(batch, probe.visit, forward, where)
+    if outputs is None or not any(y.requires_grad for y in outputs):
+        return None, []
+    return outputs, list(door.outputs([batch], forward, in_float=False))
 
 
 def measure_noise(

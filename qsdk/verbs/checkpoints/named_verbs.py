@@ -31,8 +31,8 @@ VERBS: dict[str, Callable[..., Report]] = {
 }
 
 
-def require_verbs(names: Iterable[str]) -> list[str]:
-    """Return the names of verbs, with underscores.
+def require_verbs(names: Iterable[str], *, given_as: str = "verbs") -> list[str]:
+    """Return the names of verbs, with underscores; `given_as` is where the user wrote them.
 
     Raises:
         ConfigError: there is no verb of a name.
@@ -40,7 +40,7 @@ def require_verbs(names: Iterable[str]) -> list[str]:
     chosen = [name.strip().replace("-", "_") for name in names if name.strip()]
     unknown = [name for name in chosen if name not in VERBS]
     if unknown:
-        raise ConfigError(f"verbs: {unknown[0]!r} is none of {', '.join(VERBS)}")
+        raise ConfigError(f"{given_as}: {unknown[0]!r} is none of {', '.join(VERBS)}")
     return chosen
 
 

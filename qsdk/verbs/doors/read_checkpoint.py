@@ -32,7 +32,7 @@ def read_model(folder: Path, instead: str, options: Mapping[str, Any]) -> nn.Mod
         ModelError: the files lack weights of the model, or hold them in other shapes.
     """
     path = folder / CONFIG
-    text = read_text(path, "give the folder of a checkpoint, with its config.json")
+    text = read_text(path, "give the folder of a checkpoint, with its config.json; for an ONNX file, check the path")
     try:
         (name,) = json.loads(text)["architectures"]
     except (ValueError, LookupError, TypeError) as error:
