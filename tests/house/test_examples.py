@@ -56,6 +56,7 @@ def test_every_example_is_run():
         "generate_text",
         "hugging_face_trainer",
         "image_classifier",
+        "language_model",
         "lightning_module",
         "lm_eval_harness",
         "log_to_trackers",
@@ -127,6 +128,14 @@ def test_an_exported_decoder_generates_text_without_qsdk(tmp_path: Path):
     module = example("generate_text")
     assert module.generate(str(tmp_path / "decoder.onnx"), prompt[0].tolist(), 20) == wanted
     assert "qsdk" not in vars(module)
+
+
+@pytest.mark.slow
+def test_a_language_model_goes_from_its_folder_to_text(tmp_path: Path):
+    found = example("language_model").main(None, tmp_path)
+    assert abs(found["quantized"] / found["float"] - 1) < 0.1  # of random weights: as many as there are tokens
+    text = example("generate_text").generate(str(tmp_path / "model.onnx"), [1, 2, 3], 5)
+    assert len(text) == 8
 
 
 class Writer:

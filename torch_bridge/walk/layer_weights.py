@@ -56,7 +56,7 @@ class LayerWeights:
         if known is not None:
             return known
         result = self._sim.runtime.quantize(site, x)
-        quantizer = self._sim.runtime.quantizers[site]
+        quantizer = self._sim.runtime.quantizers.get(site)
         if result is not x and quantizer is not None and quantizer.decision.kind in ("weight", "bias"):
             self._cache[site] = result
         return result
