@@ -112,9 +112,7 @@ class Checkpoint:
         for index, problem in enumerate(problems):
             for what, mean in (("float", problem.mean), ("quantized", problem.mean_quantized)):
                 kept = stored[f"{index}.{what}"]
-                if kept.shape != _array(mean).shape or np.abs(kept - _array(mean)).max(initial=0) > SAME * np.abs(
-                    kept
-                ).max(initial=0):
+                if _means_differ(kept, _array(mean)):
                     raise self._other_run_error(f"the {what} input of {problem.site} is not the same: other data")
         solutions = []
         for index, fact in enumerate(facts):

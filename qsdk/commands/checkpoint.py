@@ -13,7 +13,9 @@ from qsdk.core.report import Report
 from qsdk.verbs.checkpoints.named_verbs import require_verbs
 from qsdk.verbs.checkpoints.quantize_checkpoint import quantize_checkpoint
 
-_NOT_HERE = ("mixed_precision", "metric", "labels", "metric_data", "input", "providers", "weight_method", "preprocess")
+_SCORES = ("mixed_precision", "metric", "labels", "metric_data")
+_PICTURES = ("image_size", "crop", "resize", "mean", "std", "layout", "preprocess")
+_NOT_HERE = (*_SCORES, *_PICTURES, "input", "shape", "providers", "weight_method")
 
 
 def quantize_folder(options: Namespace) -> int:

@@ -1,8 +1,7 @@
 """Batches of tokens for the model in a checkpoint folder: from text, from arrays of token ids, or random ones."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,11 @@ from qsdk.core.errors import ConfigError, DataError, FileFormatError
 from qsdk.core.read_files import read_text
 
 _TEXTS = (".txt", ".md", ".text")
+Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TokenBatches:
-    """Rows of token ids, one batch each.
-
-    Attributes:
-        rows: int64 [batch, length] each.
-    """
-
-    rows: Sequence[Tensor]
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for row in self.rows:
-            yield {"input_ids": row}
-
-
-def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int | None) -> TokenBatches:
-    """Return batches of token ids.
+def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int | None) -> list[Batch]:
+    """Return batches of one row of token ids each, int64 [1, length].
 
     Args:
         folder: of the checkpoint, with its tokenizer.
@@ -56,14 +41,15 @@ def token_batches(folder: str, paths: Sequence[str], *, length: int, most: int |
             raise ConfigError(f"--data {path}: give text (.txt, .md) or token ids (.npy) for a checkpoint folder")
     if not rows:
         raise DataError(f"the data hold no {length} tokens; give more text, or a smaller --length")
-    return TokenBatches(rows if most is None else rows[:most])
+    return [{"input_ids": row} for row in rows[:most]]
 
 
-def random_tokens(folder: str, batches: int | None, *, length: int, seed: int) -> TokenBatches:
+def random_tokens(folder: str, batches: int | None, *, length: int, seed: int) -> list[Batch]:
     """Return batches of random tokens, of one row each."""
     generator = torch.Generator().manual_seed(seed)
     size = (1, length)
-    return TokenBatches([torch.randint(0, _vocabulary(folder), size, generator=generator) for _ in range(batches or 1)])
+    rows = (torch.randint(0, _vocabulary(folder), size, generator=generator) for _ in range(batches or 1))
+    return [{"input_ids": row} for row in rows]
 
 
 def _windows(tokenizer: Any, path: Path, length: int) -> list[Tensor]:

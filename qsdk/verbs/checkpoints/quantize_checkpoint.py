@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.atomic_files import write_bytes
 from qsdk.core.config.config import QuantConfig, w8a8
@@ -17,14 +19,12 @@ from qsdk.core.report import Report
 from qsdk.verbs.checkpoints.named_verbs import apply_verbs, require_verbs
 from qsdk.verbs.doors.checkpoint_sim import quantize_folder
 from qsdk.verbs.quantize import calibrate, export
+from torch_bridge.compressed.describe import processing_files
 
 MODEL = "model.onnx"
 RUN = ".qsdk-run"
-_FED = ("input", "activation", "output")
 _MEMORY = 1 << 30  # bytes that kept activations may take
-#: what an application needs beside the model: how text becomes tokens and back, and how to generate
-_BESIDE = ("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json")
-_BESIDE_TOO = ("added_tokens.json", "chat_template*", "*.model", "preprocessor_config.json")
+_OWN = ("config.json", "generation_config.json")
 
 
 def quantize_checkpoint(
@@ -83,7 +83,7 @@ def quantize_checkpoint(
     calibrate(sim, batches, method=method, progress=progress)
     apply_verbs(sim, batches, names, run=run, max_memory=max_memory, progress=progress)
     report = export(sim, target / MODEL, **{"external_data": True, **export_options})
-    _copy_beside(Path(folder), target)
+    _copy_beside(Path(folder), sim.model, target)
     shutil.rmtree(run, ignore_errors=True)
     facts = {"verbs": ", ".join(names) or "none", "resumed": resumed, "seconds": time.perf_counter() - started}
     return Report(report.title, report.rows, {**report.summary, **facts})
@@ -98,7 +98,7 @@ def _begun(run: Path, folder: Path) -> bool:
     out = run.parent
     if out.resolve() == folder.resolve():
         raise ConfigError(f"{out} is the checkpoint itself; name another folder to write")
-    resumed = run.exists()
+    resumed = run.is_dir() and any(run.iterdir())
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,7 +107,7 @@ def _begun(run: Path, folder: Path) -> bool:
 
 
 def _required(data: Iterable[Any] | None, plan: Plan) -> Iterable[Any]:
-    if data is None and any(decision.kind in _FED and decision.quantized for decision in plan.decisions.values()):
+    if data is None and plan.calibrated_sites():
         raise ConfigError(
             "the config quantizes activations, whose ranges come from data: pass data=, or quantize weights alone with "
             'qsdk.weight_only("int4", block_size=32)'
@@ -115,9 +115,8 @@ def _required(data: Iterable[Any] | None, plan: Plan) -> Iterable[Any]:
     return [] if data is None else data
 
 
-def _copy_beside(folder: Path, target: Path) -> None:
-    """Copy the files that an application needs beside the model."""
-    for pattern in (*_BESIDE, *_BESIDE_TOO):
-        for source in folder.glob(pattern):
-            if source.is_file():
-                write_bytes(target / source.name, source.read_bytes())
+def _copy_beside(folder: Path, model: nn.Module, target: Path) -> None:
+    """Copy what an application needs beside the model: how text becomes tokens and back, and how to generate."""
+    own = [folder / name for name in _OWN if (folder / name).is_file()]
+    for source in (*own, *processing_files(model)):
+        write_bytes(target / source.name, source.read_bytes())

@@ -27,6 +27,7 @@ def same_on_ranks(verb: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(verb)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the verb, and compare the ranks."""
         if ranks.world_size() == 1:
             return verb(*args, **kwargs)
         given: Any = args[0] if args else kwargs["sim"]
