@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Compiled modules are kept (build folders are ignored by git): without them every process that a test starts compiles
+# the package again, and every worker rewrites the assertions of all test files.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 .DEFAULT_GOAL := help

@@ -2,11 +2,12 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from exact_products import exact_sessions
 from hypothesis import HealthCheck, settings
 from shared_translations import shared_translations
@@ -26,7 +27,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
-gc.freeze()  # what imports have made stays to the end: the collector need not look at it again and again
+gc.disable()  # until all is collected: what imports make stays to the end, so the collector need not look at it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in the docstrings of the package alone: those of tests hold none."""
+    return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports and collection have made out of every later collection of garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
