@@ -11,6 +11,7 @@ from _pytest.doctest import DoctestModule
 from exact_products import exact_sessions
 from hypothesis import HealthCheck, settings
 from shared_translations import shared_translations
+from spread import spread_parametrizations
 
 # A loaded machine is slow, not wrong. In CI the same examples are drawn every time, so that a run can be repeated.
 settings.register_profile(
@@ -40,14 +41,16 @@ def pytest_collection_finish() -> None:
     """Leave what imports and collection have made out of every later collection of garbage."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 20, 20)  # tests of the exporter make many short-lived objects
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is nightly as slow too."""
+    """Mark as slow what is nightly too, and the parametrizations that the default run leaves out."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
+    spread_parametrizations(items)
 
 
 @pytest.fixture(autouse=True, scope="session")  # before the fixtures of modules, which trace most

@@ -178,6 +178,7 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda part: str(part).removeprefix("torch."))
 def test_a_verb_finds_what_it_finds_for_the_float32_twin(name: str, dtype: torch.dtype):
     """At most 3 dB worse, beside four times the noise that computing in the dtype has in the float module."""
@@ -216,6 +217,7 @@ def require_codes(sim: QuantSim, chosen: dict[str, np.ndarray]) -> None:
         np.testing.assert_allclose(values, encoding.dequantize(codes), rtol=2**-8, err_msg=site)
 
 
+@pytest.mark.spread(4)
 @each_dtype
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("solver", ["adaround", "gptq"])
@@ -275,6 +277,7 @@ def test_a_layer_whose_codes_its_dtype_would_lose_is_left_with_the_reason():
 # folding
 
 
+@pytest.mark.spread(1)
 @each_dtype
 def test_norms_are_folded_exactly_and_rounded_once(dtype: torch.dtype):
     sim, exact = (
@@ -362,6 +365,7 @@ def test_master_weights_train_a_half_copy(dtype: torch.dtype):
 # files, copies and values
 
 
+@pytest.mark.spread(1)
 @each_dtype
 def test_a_sim_survives_files_and_copies(dtype: torch.dtype, tmp_path: Path):
     sim, batches = sim_of(conv_net, dtype)
@@ -390,6 +394,7 @@ def test_a_sim_that_changed_its_dtype_survives_files(dtype: torch.dtype, tmp_pat
     check(loaded, dtype)
 
 
+@pytest.mark.spread(1)
 @each_dtype
 def test_unwrap_returns_the_module_bit_for_bit_in_its_dtype(dtype: torch.dtype):
     model, (sim, batches) = module_of(Attention, dtype), sim_of(Attention, dtype)

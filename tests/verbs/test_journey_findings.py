@@ -48,6 +48,7 @@ class NoBias(nn.Module):
         return self.head(x.mean(1))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("weight", "result"),
     [("int8", "uint8"), ("uint8", "uint8"), ("int4", "uint8"), ("int8", "int8"), ("int8", "float32")],
@@ -238,6 +239,7 @@ MODELS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_plan_at_both_doors_of_what_is_written_in_several_ops(name: str):
     module, file, differences = both_doors(distinct(MODELS[name]()), seeded(2, 2, 3, 4), w4a8())

@@ -60,6 +60,7 @@ def test_a_sim_comes_back_with_the_same_outputs(name: str, tmp_path: Path):
     assert not again.model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "tied"])
 def test_the_folder_is_an_ordinary_checkpoint_of_the_float_model(name: str, tmp_path: Path):
     sim = quantized(name)
@@ -222,6 +223,7 @@ def test_a_folder_without_a_config_or_a_class_is_named(tmp_path: Path):
         qsdk.load_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_without_save_pretrained_gets_none_and_transformers_stays_unread():
     assert not hasattr(qsdk.quantize(nn.Linear(4, 2), torch.randn(2, 4)).model, "save_pretrained")
     code = "import sys, qsdk; qsdk.load_pretrained; qsdk.quantize; assert 'transformers' not in sys.modules"

@@ -189,6 +189,7 @@ class TiedTokens(nn.Module):
         return self.head(torch.stack([x, x.flip(1)], 1).sum(1))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -300,6 +301,7 @@ def test_exporting_to_nothing_is_refused(tmp_path: Path):
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "config",
     [

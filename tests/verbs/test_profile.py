@@ -57,6 +57,7 @@ def nodes_of(report: qsdk.Report) -> list[str]:
     return [name for row in report.rows for name in row["nodes"].split(", ") if name]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("name", "runtime"),
     [(name, runtime) for name in ("float", "qdq", "integer") for runtime in RUNTIMES]

@@ -76,6 +76,7 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "config", "door"),
     [
@@ -194,6 +195,7 @@ def test_a_layer_whose_inputs_never_vary_is_rounded(name: str):
     assert [row["site"] for row in report.rows if not row["note"]] == ["0:weight", "1:weight"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("door", ["torch", "onnx"])
 def test_frozen_encodings_and_weights_stay_as_they_are(door: str):
     sim, data = zoo_sim("unet", "some frozen", door)

@@ -48,6 +48,7 @@ def train(sim: QuantSim, model: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_adapters_train_on_a_quantized_base_that_does_not_change():
     sim = calibrated(base(), X, w4a8())
     kept = {name: tensor.clone() for name, tensor in sim.model.state_dict().items()}

@@ -90,6 +90,7 @@ def masks_of(kind: str, length: int, keys: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("mask", ["", "padding", "bool", "float", "bool and padding", "float padding and float"])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("inputs", ["self", "cross", "all"])
@@ -136,6 +137,7 @@ def test_unaveraged_weights_and_causal_hint():
     assert_close(decomposed(model, x, x, x, attn_mask=causal, is_causal=True)[0], wanted)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("inputs", ["self", "cross", "all"])
 def test_each_projection_has_a_weight_per_channel_and_its_bias(inputs: str):
     model = distinct(Attention(inputs))
@@ -243,6 +245,7 @@ def build_layers() -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
     ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -108,6 +108,7 @@ def takes_batch(rows: int, seed: int) -> tuple[Any, ...]:
     return Batch(a, [b]), {"a": c, "b": (d,)}, torch.tensor(0.5), None, "plain", a, b
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_inputs_of_every_structure(tmp_path: Path, rows: int):
     came = road(Takes().eval(), takes_batch(rows, 0), [takes_batch(4, 5)], tmp_path)

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_exported_weights_are_those_of_the_sim(name, tmp_path):
     torch.manual_seed(0)

@@ -76,6 +76,7 @@ class Autoencoder(nn.Module):
 DIRECTIONS["convolution, then its transpose"] = Autoencoder().eval()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("model", DIRECTIONS.values(), ids=DIRECTIONS)
 def test_a_weight_that_two_layers_read_along_different_axes_has_one_scale(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X)
@@ -116,6 +117,7 @@ NAMES: dict[str, nn.Module] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("model", NAMES.values(), ids=NAMES)
 def test_a_parameter_called_like_an_op_keeps_its_name_and_value(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X)
@@ -145,6 +147,7 @@ NORMS: dict[str, nn.Module] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
 def test_a_batch_norm_without_a_module(model: nn.Module, tmp_path: Path):
     sim = calibrated(model, X, w8a8())
@@ -179,6 +182,7 @@ class Masked(nn.Module):
 ONES, SOME = torch.ones(8), (torch.arange(8) < 5).float()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_calls_are_named_by_their_place_where_a_run_leaves_some_out(calls: int, tmp_path: Path):
     sim = sim_of(Masked(calls).eval(), (X, ONES))

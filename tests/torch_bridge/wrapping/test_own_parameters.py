@@ -81,6 +81,7 @@ def exported(sim: QuantSim, folder: Path) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("form", ARITHMETIC.values(), ids=ARITHMETIC)
 def test_an_operand_of_arithmetic_is_quantized_without_a_declaration(form: Form, tmp_path: Path):
     sim = calibrated(network(form), X)
@@ -94,6 +95,7 @@ def test_an_operand_of_arithmetic_is_quantized_without_a_declaration(form: Form,
     assert summary["activations_max_lsb"] <= 1
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("form", "reason"), FLOAT.values(), ids=FLOAT)
 def test_a_parameter_that_no_integer_op_reads_stays_float_with_a_reason(form: Form, reason: str, tmp_path: Path):
     sim = calibrated(network(form), X)
@@ -162,6 +164,7 @@ class FakeQuantGrid(nn.Module):
         return x - self.places.unsqueeze(0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("own", [Positions(), FakeQuantGrid()], ids=["slice", "grid"])
 def test_parts_of_parameters_and_plain_attributes_are_simulated_as_exported(own: nn.Module, tmp_path: Path):
     sim = calibrated(nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).eval(), X)

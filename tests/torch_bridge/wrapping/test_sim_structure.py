@@ -370,6 +370,7 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Any, QuantSim
     return request.param, model.eval(), example, calibrated(model, example)
 
 
+@pytest.mark.spread(6)
 def test_every_float_tensor_of_the_traced_graph_is_a_row_with_a_reason(named: tuple[str, nn.Module, Any, QuantSim]):
     _, _, _, sim = named
     graph = open_traced(*sim.traced()).graph

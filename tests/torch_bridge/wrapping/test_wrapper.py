@@ -216,6 +216,7 @@ CHECKPOINTED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_checkpoint_of_a_sim_loads_into_a_fresh_one(name: str):
     model, example = CHECKPOINTED[name]()
@@ -482,6 +483,7 @@ def test_checkpointing_a_block_that_is_called_twice_is_refused_by_name():
     assert sim(seeded(3, 4)).shape == (3, 4)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["conv", "shared"])
 def test_torch_compile_gives_the_same_output_in_one_graph(name: str, sims: Any):
     sim, example = sims[name]
