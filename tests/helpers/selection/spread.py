@@ -14,9 +14,9 @@ def spread_parametrizations(items: Sequence[pytest.Item]) -> None:
     """Mark slow what the default run leaves out of each test that is marked `spread`."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
-            if item.get_closest_marker("spread"):
-                tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+        quick = item.get_closest_marker("spread") and not item.get_closest_marker("slow")
+        if quick and isinstance(item, pytest.Function):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for forms in tests.values():
         marker = forms[0].get_closest_marker("spread")
         assert marker is not None
