@@ -66,6 +66,11 @@ class OnnxStep:
         """Return the layers that read this input."""
         return self.place.layers
 
+    @property
+    def reached(self) -> Sequence[int]:
+        """Return the numbers of the batches: all call the layers."""
+        return range(self.run.batches)
+
     def inputs(self) -> Iterator[tuple[Array, Array]]:
         """Yield the float and the quantized input of every call, batch by batch, until the walk goes on."""
         for batch in range(self.run.batches):

@@ -101,7 +101,7 @@ class Checkpoint:
             ConfigError: the step is about other layers or other data.
             FileFormatError: its file is damaged.
         """
-        result = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
+        result: Any = ranks.all_gather(_read_or_failure(self._path()) if ranks.rank() == 0 else None)[0]
         if isinstance(result, str):
             raise FileFormatError(result)
         stored, facts = result

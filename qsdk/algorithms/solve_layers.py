@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qsdk.algorithms import ranks
 from qsdk.algorithms.checkpoint import Checkpoint
+from qsdk.algorithms.owners import Owners, solve_together
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
 from qsdk.core.layers.layer_problem import LayerProblem, Solution, Solver
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
@@ -37,8 +38,9 @@ def solve_layers(
 ) -> Report:
     """Solve each layer of a walk and write its solution before going on to the next.
 
-    Where `torch.distributed` is initialised, each rank walks its own data and all find the same solutions, since the
-    sums over their inputs are all-reduced.
+    Where `torch.distributed` is initialised, each rank walks its own batches, and each layer is solved by the rank that
+    owns it, from sums over the inputs of all ranks, and sent to the others. If rank r of N has the batches r, r + N,
+    r + 2 N, ... and as many threads, the solutions have the bits of those that one process finds with all batches.
 
     Args:
         walk: of either side.
@@ -61,6 +63,7 @@ def solve_layers(
     Raises:
         DataError: an input does not fit its layer, holds NaN or an infinity, or the ranks' data differ in the layers
             that they reach.
+        QsdkError: a rank failed; all others raise its error, which names it.
         ConfigError: the checkpoint is that of another run.
     """
     start = time.perf_counter()
@@ -68,16 +71,23 @@ def solve_layers(
         None if checkpoint is None else Checkpoint(checkpoint, walk, {"verb": title, "seed": seed, **(options or {})})
     )
     rows: dict[str, dict[str, Any]] = {}
+    owners, steps = Owners(ranks.world_size()), iter(walk)
     with progress_of(verb or title, len(walk.layers), show=progress) as bar, torch.no_grad():
-        for step in walk:
+        while True:
+            with ranks.telling_others():
+                step = next(steps, None)
+            if step is None:
+                break
             bar.now(", ".join(layer.site for layer in step.layers))
-            for layer, problem, solved, seconds in _solve_step(step, walk, solver, gathers, seed, store):
-                solution = _unless_codes_get_lost(layer, problem, solved)
-                _write(walk, layer, solution)
-                rows[layer.site] = _row(layer.site, solution, seconds)
-                bar.log(error_before=solution.error_before, error_after=solution.error_after)
-                if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
-                    rounded[layer.bias] = _mean_shift(problem, solution.weight)
+            results = _solve_step(step, walk, solver, gathers, seed, owners.assign(step.layers), store)
+            with ranks.telling_others():
+                for layer, problem, solved, seconds in results:
+                    solution = _unless_codes_get_lost(layer, problem, solved)
+                    _write(walk, layer, solution)
+                    rows[layer.site] = _row(layer.site, solution, seconds)
+                    bar.log(error_before=solution.error_before, error_after=solution.error_after)
+                    if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
+                        rounded[layer.bias] = _mean_shift(problem, solution.weight)
             bar.done(len(step.layers))
     ranks.require_same_layers([])
     return _report(title, walk, rows, time.perf_counter() - start)
@@ -97,24 +107,32 @@ def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: f
 
 
 def _solve_step(
-    step: WalkStep, walk: Walk, solver: Solver, gathers: GatherOptions, seed: int, store: Checkpoint | None
+    step: WalkStep,
+    walk: Walk,
+    solver: Solver,
+    gathers: GatherOptions,
+    seed: int,
+    owners: Mapping[str, int],
+    store: Checkpoint | None,
 ) -> list[tuple[Layer, LayerProblem, Solution, float]]:
     """Return the layers of a step with problems and solutions, from the checkpoint if it has them, and the seconds."""
     start = time.perf_counter()
-    if store is not None and store.has_next():
-        means = problems_of(step, walk, replace(gathers, second_moments=False, every_patch=False), seed)
-        return [(*result, 0.0) for result in zip(step.layers, means, store.replay(means), strict=True)]
-    problems = problems_of(step, walk, gathers, seed)
-    shared = (time.perf_counter() - start) / len(problems)
-    result = []
-    for layer, problem in zip(step.layers, problems, strict=True):
-        begun = time.perf_counter()
-        reached = problem.rows > 0
-        solution = solver(problem) if reached else Solution(problem.encoding, None, 0.0, 0.0, "no batch reaches it")
-        result.append((layer, problem, solution, time.perf_counter() - begun + shared))
     if store is not None:
-        store.keep(problems, [solution for _, _, solution, _ in result])
-    return result
+        ranks.require_same_layers([layer.site for layer in step.layers])
+        if store.has_next():
+            few = replace(gathers, second_moments=False, samples=0, every_patch=False)
+            means = problems_of(step, walk, few, seed, owners)
+            return [(*result, 0.0) for result in zip(step.layers, means, store.replay(means), strict=True)]
+    problems = problems_of(step, walk, gathers, seed, owners)
+    shared = (time.perf_counter() - start) / len(problems)
+    solutions = solve_together(problems, solver, owners)
+    if store is not None:
+        with ranks.telling_others():
+            store.keep(problems, [solution for solution, _ in solutions])
+    return [
+        (layer, problem, solution, seconds + shared)
+        for layer, problem, (solution, seconds) in zip(step.layers, problems, solutions, strict=True)
+    ]
 
 
 def _unless_codes_get_lost(layer: Layer, problem: LayerProblem, solution: Solution) -> Solution:

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from qsdk.algorithms import ranks
 from qsdk.algorithms.problems.gather import GatherOptions
 from qsdk.algorithms.solve_layers import solve_layers
 from qsdk.algorithms.solvers import adaround as adaround_solver
@@ -247,7 +249,9 @@ def solve_each_layer(
         gathers: the statistics that the solver needs.
         options: of the solver, for checkpoints.
     """
-    with door_of(sim).layer_walk(data, run.forward, run.max_memory) as (walk, rounded):
+    with ExitStack() as stack:
+        with ranks.telling_others():
+            walk, rounded = stack.enter_context(door_of(sim).layer_walk(data, run.forward, run.max_memory))
         return solve_layers(
             walk,
             solver,

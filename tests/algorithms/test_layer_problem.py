@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qsdk.algorithms.problems.gather import GatherOptions, problems_of
-from qsdk.algorithms.problems.moments import FOLD, Moments
+from qsdk.algorithms.problems.moments import FOLD, Bounds, Moments
 from qsdk.algorithms.problems.patches import ROWS, gather_patches, sample_positions
 from qsdk.core.errors import DataError, ModelError
 from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry, WeightLayout
@@ -205,7 +205,7 @@ def test_sums_of_parts_add_up_whatever_the_batches() -> None:
     noisy, weight = x * 1.01, torch.randn(1, 3, 5)
     sums = []
     for sizes in ([len(x)], [1, 2, 1000, len(x) - 1003]):
-        moments = Moments(weight)
+        moments = Moments(weight, Bounds.of(x[None], noisy[None], len(x)))
         for one, other in zip(x.split(sizes), noisy.split(sizes), strict=True):
             assert moments.add(one[None], other[None])
         sums.append(moments.finish())
@@ -219,7 +219,8 @@ def test_a_row_counts_as_often_as_it_stands_for(few: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(1, 6, 5, generator=generator), torch.randn(1, 3, 5, generator=generator)
     noisy = x + 0.1 * torch.randn(1, 6, 5, generator=generator)
-    standing, repeated = Moments(weight, few=few), Moments(weight, few=0)
+    bounds = Bounds.of(x, noisy, 12)
+    standing, repeated = Moments(weight, bounds, few=few), Moments(weight, bounds, few=0)
     for rows, times in ((slice(0, 2), 4), (slice(2, 6), 1)):
         standing.add(x[:, rows], noisy[:, rows], float(times))
         repeated.add(*(v[:, rows].repeat_interleave(times, 1) for v in (x, noisy)))

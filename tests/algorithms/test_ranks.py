@@ -1,62 +1,89 @@
-"""Two ranks, each with half of the data, find what one finds with all of it."""
+"""Several ranks share the data and the layers: they find the bits that one finds alone, and fail together."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from layer_walks import plain_walk, recorded
+from started_ranks import started
 
 from qsdk.algorithms import ranks
-from qsdk.algorithms.problems.gather import GatherOptions
-from qsdk.algorithms.solve_layers import solve_layers
+from qsdk.algorithms.owners import Owners, cost_of
+from qsdk.algorithms.problems.calls import CallPlaces
 from qsdk.core.errors import DataError
-
-WORKER = Path(__file__).parents[1] / "helpers" / "ranks" / "rank_worker.py"
+from qsdk.core.layers.layer_problem import WeightLayout
+from qsdk.core.layers.layer_walk import Layer
+from qsdk.core.numerics.dtypes import int4
+from qsdk.core.numerics.spec import Spec
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found, by mode."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each of one, two and three ranks found, by mode."""
     folder = tmp_path_factory.mktemp("ranks")
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    command = [sys.executable, str(WORKER)]
-    workers = [
-        subprocess.Popen([*command, str(rank), "2", str(folder / "store"), str(out)], cwd=WORKER.parent)
-        for rank, out in enumerate(outs)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
-    return [json.loads(out.read_text()) for out in outs]
+    return {size: started("rank_worker.py", size, folder) for size in (1, 2, 3)}
 
 
-def test_two_ranks_find_what_one_finds(found: list[dict[str, Any]]) -> None:
-    one, other = (facts["good"] for facts in found)
-    assert one == other
-    walk, problems = plain_walk(batches=8), dict[str, Any]()
-    solve_layers(
-        walk, recorded(problems), title="Solve", gathers=GatherOptions(samples=12, held_back=2), progress=False
-    )
-    assert one["problems"].keys() == problems.keys()
-    for site, wanted in problems.items():
-        assert one["problems"][site] == pytest.approx(wanted, rel=1e-4, abs=1e-4), site
-    for site, encoding in walk.encodings.items():
-        assert one["encodings"][site] == pytest.approx(encoding.scale.tolist(), rel=1e-4)
+@pytest.mark.parametrize("mode", ["good", "few", "ragged"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_find_the_bits_that_one_finds(found: dict[int, list[dict[str, Any]]], size: int, mode: str) -> None:
+    alone, several = found[1][0][mode], [facts[mode] for facts in found[size]]
+    assert all(facts["encodings"] == alone["encodings"] for facts in several)
+    together = {site: problem for facts in several for site, problem in facts["problems"].items()}
+    assert together == alone["problems"]
+    assert sum(len(facts["problems"]) for facts in several) == len(together) == 4  # each was solved once
+    assert min(len(facts["problems"]) for facts in several) >= 1
 
 
-def test_a_rank_that_fails_fails_all(found: list[dict[str, Any]]) -> None:
-    message = "rank 1: one:weight, batch 2: the layer's input holds NaN or an infinity"
-    assert [facts["bad"]["error"] for facts in found] == [message] * 2
+@pytest.mark.parametrize(
+    ("mode", "kind", "message"),
+    [
+        ("bad", "DataError", "rank 1: one:weight, batch 2: the layer's input holds NaN or an infinity"),
+        ("solver", "QsdkError", "rank 1: head:weight: RuntimeError: out of luck"),
+        ("config", "ConfigError", "rank 1: head:weight: an option is wrong"),
+        ("walk", "QsdkError", "rank 1: MemoryError: no room for the next block"),
+        ("write", "QsdkError", "rank 1: OSError: the disk is full"),
+    ],
+)
+def test_a_rank_that_fails_fails_all(
+    found: dict[int, list[dict[str, Any]]], mode: str, kind: str, message: str
+) -> None:
+    assert [facts[mode] for facts in found[2]] == [{"error": message, "kind": kind}] * 2
 
 
-def test_ranks_that_reach_different_layers_are_named(found: list[dict[str, Any]]) -> None:
-    assert "at head:weight where another is at the end" in found[1]["short"]["error"]
-    assert "at the end where another is at head:weight" in found[0]["short"]["error"]
+def test_ranks_that_reach_different_layers_are_named(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert "at head:weight where another is at the end" in found[2][1]["short"]["error"]
+    assert "at the end where another is at head:weight" in found[2][0]["short"]["error"]
 
 
 def test_one_process_is_its_own_sum() -> None:
     assert ranks.world_size() == 1
-    assert ranks.all_gather("x") == ["x"]
+    assert ranks.all_gather("x") == ranks.gather_to([0], "x") == ["x"]
+    assert ranks.broadcast("x", 0) == "x"
     with pytest.raises(DataError, match=r"^bad$"):
-        ranks.require_same_layers(["a"], "bad")
+        ranks.require_same_layers(["a"], DataError("bad"))
+
+
+def layer(name: str, outputs: int, inputs: int) -> Layer:
+    return Layer(name, Spec(int4), WeightLayout("linear", (outputs, inputs)))
+
+
+def test_work_is_dealt_out_evenly() -> None:
+    steps = [
+        [layer(f"{at}.{part}", 64, 64) for part in "qkv"] + [layer(f"{at}.up", 256, 64), layer(f"{at}.down", 64, 256)]
+        for at in range(16)
+    ]
+    for count in (2, 4):
+        owners, work = Owners(count), [0.0] * count
+        for step in steps:
+            for each, rank in owners.assign(step).items():
+                work[rank] += next(cost_of(one) for one in step if one.site == each)
+        assert max(work) <= 1.15 * min(work)
+
+
+def test_batches_are_in_the_order_that_one_rank_has_them_in() -> None:
+    # three batches and two; a layer that is called twice, and not by batch 2 of rank 0, which is batch 4 of all
+    places = CallPlaces.of([(3, [0, 1], 4), (2, [0, 1], 4)])
+    assert places.batches == 5
+    assert places.places == [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (1, 1), (3, 0), (3, 1)]]
+    assert places.own == places.places[0]
+    before = places.rows_before([[9, 9, 2, 9], [1, 9, 9, 9]], 3)
+    assert [before[place] for place in sorted(before)] == [0, 3, 6, 7, 10, 12, 15, 18]

@@ -32,6 +32,7 @@ from torch_bridge.walk.paused_forward import PausedForward
 @dataclass(frozen=True)
 class _Step:
     layers: Sequence[Layer]
+    reached: Sequence[int]
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
     def inputs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,16 +121,18 @@ class LayerWalk:
             sites: Sequence[str] = (site,)
             if site in self._repeated or site in self._solved:
                 self._done.add(site)
-                yield self._step(sites, partial(self._all_calls, site))
+                yield self._step(sites, range(self.batches), partial(self._all_calls, site))
             elif pairs := self._pairs_paused_at(site):
                 sites = [name for name in self._hooked.group_of(site) if name not in self._solved]
                 self._solved.update(sites)
-                yield self._step(sites, partial(self._inputs, pairs))
+                yield self._step(sites, [one.number for one, _ in pairs], partial(self._inputs, pairs))
                 pairs.clear()
             self._resume_from(sites)
 
-    def _step(self, sites: Sequence[str], pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> _Step:
-        return _Step([self._hooked.by_site[site].layer for site in sites], pairs)
+    def _step(
+        self, sites: Sequence[str], reached: Sequence[int], pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    ) -> _Step:
+        return _Step([self._hooked.by_site[site].layer for site in sites], reached, pairs)
 
     def _on_layer(self, site: str, x: Tensor) -> None:
         """Pause a forward that has reached a layer, unless the layer is done."""

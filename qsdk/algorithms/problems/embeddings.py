@@ -1,12 +1,13 @@
 """Layer problems of embedding tables: a row is read or not, so the statistics are counts of reads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qsdk.algorithms import ranks
+from qsdk.algorithms.problems.calls import Place
 from qsdk.core.errors import DataError
 from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.layers.layer_walk import Layer, Walk
@@ -19,14 +20,22 @@ class EmbeddingPart:
     Every row counts once more, since in use other rows are read than in some batches (Laplace's rule of succession).
     """
 
-    def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int) -> None:
-        """Start with counts of 0; every n-th index is held back, with n = `held_back`, none if it is 0."""
-        self._layers, self._weights, self._every = layers, weights, held_back
-        self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64, device=weights[0].device)
-        self._seen = 0
+    def __init__(
+        self, layers: Sequence[Layer], weights: Sequence[Tensor], held_back: int, before: Mapping[Place, int]
+    ) -> None:
+        """Start with counts of 0.
 
-    def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
-        """Add one call's indices, those of the quantized model.
+        Args:
+            layers: the tables.
+            weights: of each.
+            held_back: every n-th index is held back; none if it is 0.
+            before: number of indices before each call.
+        """
+        self._layers, self._weights, self._every, self._before = layers, weights, held_back, before
+        self._counts = torch.zeros(2, len(weights[0]), dtype=torch.float64, device=weights[0].device)
+
+    def add(self, number: int, x: Tensor, x_quantized: Tensor, place: Place) -> None:
+        """Add one call's indices, those of the quantized model; its place is that among the calls of all ranks.
 
         Raises:
             DataError: an index is no row of the table; names the layer and the batch.
@@ -34,11 +43,10 @@ class EmbeddingPart:
         rows, indices = self._counts.shape[1], x_quantized.flatten().long().to(self._counts.device)
         if len(indices) and not -rows <= int(indices.min()) <= int(indices.max()) < rows:
             raise DataError(f"{self._layers[0].site}, batch {number}: an index is none of the {rows} rows of the table")
-        at = torch.arange(self._seen, self._seen + len(indices), device=indices.device)
+        at = torch.arange(len(indices), device=indices.device) + self._before[place]
         held = at % self._every == self._every - 1 if self._every else torch.zeros_like(at, dtype=torch.bool)
         for counts, own in zip(self._counts, (~held, held), strict=True):
             counts += torch.bincount(indices[own] % rows, minlength=rows)
-        self._seen += len(indices)
 
     def problems(self, walk: Walk) -> Iterator[LayerProblem]:
         """Yield the tables' problems."""

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms import ranks
+from qsdk.algorithms.problems.calls import CallPlaces, InputSurvey, Surveyed, bounds_of, owned
 from qsdk.algorithms.problems.embeddings import EmbeddingPart
 from qsdk.algorithms.problems.moments import CHUNK, Moments, Sums
-from qsdk.algorithms.problems.patches import PATCHES, ROWS, gather_patches, sample_positions
+from qsdk.algorithms.problems.patches import (
+    PATCHES,
+    ROWS,
+    gather_patches,
+    output_positions,
+    sample_positions,
+    with_batch_axis,
+)
 from qsdk.core.errors import DataError
-from qsdk.core.layers.layer_problem import LayerProblem, PatchGeometry
+from qsdk.core.layers.layer_problem import LayerProblem
 from qsdk.core.layers.layer_walk import Layer, Walk, WalkStep
+
+#: Distances of the seeds that samples are drawn with: primes, so that few coincide.
+_BETWEEN_BATCHES, _BETWEEN_CALLS = 1_000_003, 7_919
 
 
 @dataclass(frozen=True)
@@ -41,10 +52,21 @@ class GatherOptions:
     every_patch: bool = True
 
 
-def problems_of(step: WalkStep, walk: Walk, gathers: GatherOptions, seed: int) -> list[LayerProblem]:
-    """Return the problems of a step's layers, in its order, reading its inputs once.
+def problems_of(
+    step: WalkStep, walk: Walk, gathers: GatherOptions, seed: int, owners: Mapping[str, int] | None = None
+) -> list[LayerProblem]:
+    """Return the problems of a step's layers, in its order.
 
-    Layers that read the same rows (all linear ones, convolutions of one geometry) share their second moments.
+    Layers that read the same rows (all linear ones, convolutions of one geometry) share their second moments. The
+    inputs are read twice: once for their largest values, and once for the sums.
+
+    Args:
+        step: of the walk.
+        walk: of this rank.
+        gathers: the statistics that are needed.
+        seed: of what is sampled.
+        owners: by site, the rank that gets the second moments and samples of a layer; the others have only means.
+            None for the first rank.
 
     Raises:
         DataError: an input does not fit its layer, or holds NaN or an infinity; names the layer and the batch.
@@ -53,100 +75,151 @@ def problems_of(step: WalkStep, walk: Walk, gathers: GatherOptions, seed: int) -
     for layer in step.layers:
         groups, _, k = layer.layout.matrix_shape
         shared.setdefault((layer.geometry, layer.layout.kind == "embedding", groups, k), []).append(layer)
-    parts = [_part_of(layers, walk, gathers, seed) for layers in shared.values()]
-    failure = None
+    places, surveys, kept = _survey(step, walk, [layers[0] for layers in shared.values()])
+    parts = [
+        _part_of(layers, walk, gathers, seed, owned(layers, owners or {}), places, surveyed)
+        for layers, surveyed in zip(shared.values(), surveys, strict=True)
+    ]
+    sites, failure = [layer.site for layer in step.layers], None
     try:
-        for number, (x, x_quantized) in enumerate(step.inputs()):
+        for number, (place, (x, x_quantized)) in enumerate(zip(places.own, kept or step.inputs(), strict=True)):
             for part in parts:
-                part.add(number, as_tensor(x), as_tensor(x_quantized))
-    except DataError as error:
+                part.add(number, as_tensor(x), as_tensor(x_quantized), place)
+    except Exception as error:  # whatever it is, the other ranks wait
         if ranks.world_size() == 1:
             raise
-        failure = str(error)
-    ranks.require_same_layers([layer.site for layer in step.layers], failure)
+        failure = error
+    ranks.require_same_layers(sites, failure)
     result = {problem.site: problem for part in parts for problem in part.problems(walk)}
-    return [result[layer.site] for layer in step.layers]
+    return [result[site] for site in sites]
 
 
-def _part_of(layers: Sequence[Layer], walk: Walk, gathers: GatherOptions, seed: int) -> "_Part | EmbeddingPart":
+def _survey(
+    step: WalkStep, walk: Walk, layers: Sequence[Layer]
+) -> tuple[CallPlaces, list[list[Surveyed]], list[tuple[Any, Any]]]:
+    """Return the places of all ranks' calls, and for each of some layers what each rank has seen of its input.
+
+    The inputs of this rank come along if they are small: reading them again may take forward passes.
+    """
+    surveys = [InputSurvey(layer) for layer in layers]
+    calls, failure, elements = 0, None, 0
+    kept: list[tuple[Any, Any]] = []
+    try:
+        for number, (x, x_quantized) in enumerate(step.inputs()):
+            calls, elements = calls + 1, elements + 2 * math.prod(x.shape)
+            if elements <= CHUNK:
+                kept.append((x, x_quantized))
+            else:
+                kept.clear()
+            for survey in surveys:
+                survey.add(number, one := as_tensor(x), one if x is x_quantized else as_tensor(x_quantized))
+    except Exception as error:  # whatever it is, the other ranks wait
+        if ranks.world_size() == 1:
+            raise
+        failure = error
+    own = walk.batches, list(step.reached), calls, [survey.result() for survey in surveys]
+    everywhere = ranks.at_layers([layer.site for layer in step.layers], own, failure)
+    places = CallPlaces.of([each[:3] for each in everywhere])
+    return places, [[each[3][at] for each in everywhere] for at in range(len(layers))], kept
+
+
+def _part_of(
+    layers: Sequence[Layer],
+    walk: Walk,
+    gathers: GatherOptions,
+    seed: int,
+    owners: Sequence[tuple[slice, int]],
+    places: CallPlaces,
+    surveyed: Sequence[Surveyed],
+) -> "_Part | EmbeddingPart":
+    weights = [_matrix(walk, layer) for layer in layers]
     if layers[0].layout.kind == "embedding":
-        return EmbeddingPart(layers, [_matrix(walk, layer) for layer in layers], gathers.held_back)
-    return _Part(layers, walk, gathers, seed)
+        before = places.rows_before([each.rows for each in surveyed], None)
+        return EmbeddingPart(layers, weights, gathers.held_back, before)
+    return _Part(layers, weights, gathers, seed, owners, places, surveyed)
 
 
 class _Part:
     """Layers that read the same rows, and the sums over these."""
 
-    def __init__(self, layers: Sequence[Layer], walk: Walk, gathers: GatherOptions, seed: int) -> None:
-        self._layers, self._gathers, self._batches = layers, gathers, max(walk.batches, 1)
-        self._weights = [_matrix(walk, layer) for layer in layers]
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        weights: Sequence[Tensor],
+        gathers: GatherOptions,
+        seed: int,
+        owners: Sequence[tuple[slice, int]],
+        places: CallPlaces,
+        surveyed: Sequence[Surveyed],
+    ) -> None:
+        self._layers, self._weights, self._gathers, self._owners = layers, weights, gathers, owners
+        self._batches, self._bounds = max(places.batches, 1), bounds_of(layers[0], surveyed)
         self._by_batch = gathers.held_back > 0 and self._batches >= 2 * gathers.held_back
-        self._seen = 0
-        # a generator of its own: these samples do not depend on the layers before
-        self._generator = torch.Generator().manual_seed(seed + zlib.crc32(layers[0].site.encode()))
-        self._samples: list[tuple[Tensor, Tensor]] = []
+        counts = [[1] * len(each.rows) if self._means_of_patches else each.rows for each in surveyed]
+        self._before = places.rows_before(counts, self._limit)
+        self._seed = seed + zlib.crc32(layers[0].site.encode())
+        self._generator = torch.Generator()
+        self._samples: list[tuple[tuple[int, int], Tensor, Tensor]] = []
         self._moments: tuple[Moments, Moments] | None = None
 
-    def add(self, number: int, x: Tensor, x_quantized: Tensor) -> None:
-        """Add one call's input."""
-        where = f"{self._layers[0].site}, batch {number}"
-        if x.shape != x_quantized.shape:
-            raise DataError(f"{where}: inputs of different shapes: {tuple(x.shape)} and {tuple(x_quantized.shape)}")
+    def add(self, number: int, x: Tensor, x_quantized: Tensor, place: tuple[int, int]) -> None:
+        """Add one call's input, which has a place among those of all ranks."""
         if self._moments is None:
             self._weights = [weight.to(x.device) for weight in self._weights]
             self._moments = self._new_moments()
-        for rows, rows_quantized, weight in self._rows(x, x_quantized, where):
-            for moments, own in zip(self._moments, self._split(number, rows.shape[1]), strict=True):
+        # these samples depend neither on the layers before nor on which rank has which call
+        self._generator.manual_seed(self._seed + place[0] * _BETWEEN_BATCHES + place[1] * _BETWEEN_CALLS)
+        before = self._before[place]
+        for rows, rows_quantized, weight in self._rows(x, x_quantized):
+            split = self._split(place[0], before, rows.shape[1])
+            for moments, own in zip(self._moments, split, strict=True):
                 mine = (rows, rows_quantized) if own is None else (rows[:, own], rows_quantized[:, own])
-                if not moments.add(*mine, weight):
+                if not moments.add(*mine, weight, place):
+                    where = f"{self._layers[0].site}, batch {number}"
                     raise DataError(f"{where}: the layer's input holds NaN or an infinity")
-            self._seen += rows.shape[1]
+            before += rows.shape[1]
             if not self._means_of_patches:
-                self._sample(rows, rows_quantized)
+                self._sample(rows, rows_quantized, place)
         if self._means_of_patches and self._gathers.samples:
             for rows, rows_quantized, _ in self._patches(x, x_quantized):
-                self._sample(rows, rows_quantized)
+                self._sample(rows, rows_quantized, place)
 
     def problems(self, walk: Walk) -> Iterator[LayerProblem]:
         """Yield the layers' problems, each with its part of the sums."""
-        train, held_back = (moments.finish() for moments in self._moments or self._new_moments())
+        train, held_back = (moments.finish(self._owners) for moments in self._moments or self._new_moments())
         samples = self._all_samples()
-        start = 0
-        for layer, weight in zip(self._layers, self._weights, strict=True):
-            part = slice(start, start := start + weight.shape[1])
+        for layer, weight, (part, _) in zip(self._layers, self._weights, self._owners, strict=True):
             guard = _problem(layer, walk, weight, held_back, part) if held_back.rows else None
             yield _problem(layer, walk, weight, train, part, samples=samples, held_back=guard)
 
     def _new_moments(self) -> tuple[Moments, Moments]:
-        weight = torch.cat(self._weights, 1)
+        weight = torch.cat(list(self._weights), 1)
         second, k = self._gathers.second_moments, weight.shape[-1]
         # only a few errors are computed on held-back data: with its rows that is less work than with sums over them
-        return Moments(weight, second=second), Moments(weight, second=second, few=2 * k)
+        return Moments(weight, self._bounds, second=second), Moments(weight, self._bounds, second=second, few=2 * k)
 
-    def _split(self, number: int, rows: int) -> tuple[slice | Tensor | None, slice | Tensor | None]:
-        """Return the rows that count and those that are held back; None for all."""
+    def _split(self, batch: int, before: int, rows: int) -> tuple[slice | Tensor | None, slice | Tensor | None]:
+        """Return the rows that count and those that are held back, None for all; so many of all calls are before."""
         every, none = self._gathers.held_back, slice(0, 0)
         if self._by_batch:
-            return (none, None) if number % every == every - 1 else (None, none)
+            return (none, None) if batch % every == every - 1 else (None, none)
         if not every:
             return None, none
-        index = torch.arange(self._seen, self._seen + rows, device=self._weights[0].device)
+        index = torch.arange(before, before + rows, device=self._weights[0].device)
         held_back = index % every == every - 1
         return (~held_back).nonzero()[:, 0], held_back.nonzero()[:, 0]
 
-    def _rows(self, x: Tensor, x_quantized: Tensor, where: str) -> Iterator[tuple[Tensor, Tensor, float]]:
+    def _rows(self, x: Tensor, x_quantized: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the rows that the layers multiply, [groups, rows, K] each, and the number of rows each represents."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         if geometry is not None and self._means_of_patches:
             yield from self._mean_patches(x, x_quantized)
         elif geometry is not None:
             yield from self._patches(x, x_quantized)
-        elif x.shape[-1] != groups * k:
-            raise DataError(f"{where}: an input of {tuple(x.shape)} does not fit a weight with {groups * k} inputs")
         else:
             rows, rows_quantized = (v.reshape(-1, groups, k).movedim(1, 0) for v in (x, x_quantized))
             total = rows.shape[1]
-            chosen = self._sample_rows(total, self._gathers.rows)
+            chosen = self._sample_rows(total)
             if len(chosen) < total:
                 rows, rows_quantized = rows[:, chosen], rows_quantized[:, chosen]
             yield rows, rows_quantized, total / max(len(chosen), 1)
@@ -160,7 +233,7 @@ class _Part:
         """Yield the mean of all patches as one row, computed from sums over the inputs without unfolding them."""
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         assert geometry is not None
-        x, x_quantized = (_with_batch_axis(values, geometry) for values in (x, x_quantized))
+        x, x_quantized = (with_batch_axis(values, geometry) for values in (x, x_quantized))
         sizes = geometry.output_size(tuple(x.shape[2:]))
         total, means = x.shape[0] * math.prod(sizes), []
         for values in (x, x_quantized):
@@ -173,34 +246,46 @@ class _Part:
     def _patches(self, x: Tensor, x_quantized: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         geometry, (groups, _, k) = self._layers[0].geometry, self._layers[0].layout.matrix_shape
         assert geometry is not None
-        x, x_quantized = (_with_batch_axis(values, geometry) for values in (x, x_quantized))
-        total = x.shape[0] * math.prod(geometry.output_size(tuple(x.shape[2:])))
-        chosen = self._sample_rows(total, self._gathers.rows or PATCHES)
+        x, x_quantized = (with_batch_axis(values, geometry) for values in (x, x_quantized))
+        total = output_positions(x, geometry)
+        chosen = self._sample_rows(total)
         for some in torch.split(chosen, max(CHUNK // (groups * k), 1)):
             rows = gather_patches(x, some, geometry)
             rows_quantized = rows if x is x_quantized else gather_patches(x_quantized, some, geometry)
             yield rows, rows_quantized, total / len(chosen)
 
-    def _sample_rows(self, total: int, per_input: int | None) -> Tensor:
+    def _sample_rows(self, total: int) -> Tensor:
         """Return the rows of one call to sample, so that all calls together reach the wanted number."""
-        k = self._layers[0].layout.matrix_shape[2]
-        wanted = None if per_input is None else max(per_input * k, ROWS)
-        limit = None if wanted is None else -(-wanted // (self._batches * ranks.world_size()))
-        return sample_positions(total, limit, self._generator)
+        return sample_positions(total, self._limit, self._generator)
 
-    def _sample(self, rows: Tensor, rows_quantized: Tensor) -> None:
+    @property
+    def _limit(self) -> int | None:
+        """Return the number of rows that are sampled of a call, at most; None for all."""
+        layer = self._layers[0]
+        per_input = self._gathers.rows or (None if layer.geometry is None else PATCHES)
+        if per_input is None:
+            return None
+        return -(-max(per_input * layer.layout.matrix_shape[2], ROWS) // self._batches)
+
+    def _sample(self, rows: Tensor, rows_quantized: Tensor, place: tuple[int, int]) -> None:
         if self._gathers.samples:
-            limit = -(-self._gathers.samples // (self._batches * ranks.world_size()))
+            limit = -(-self._gathers.samples // self._batches)
             chosen = sample_positions(rows.shape[1], limit, self._generator)
-            self._samples.append((rows[:, chosen], rows_quantized[:, chosen]))
+            self._samples.append((place, rows[:, chosen], rows_quantized[:, chosen]))
 
     def _all_samples(self) -> tuple[Tensor, Tensor] | None:
         if not self._gathers.samples:
             return None
-        own = [torch.cat(parts, 1).cpu() for parts in zip(*self._samples, strict=True)]
-        every = [parts for parts in ranks.all_gather(own) if parts]
-        x, x_quantized = (torch.cat(parts, 1)[:, : self._gathers.samples] for parts in zip(*every, strict=True))
-        device = self._weights[0].device
+        own = [(place, x.cpu(), x_quantized.cpu()) for place, x, x_quantized in self._samples]
+        every = ranks.gather_to(sorted({owner for _, owner in self._owners}), own)
+        if every is None:
+            return None
+        ordered = sorted((each for some in every for each in some), key=lambda each: each[0])
+        limit, device = self._gathers.samples, self._weights[0].device
+        groups, _, k = self._layers[0].layout.matrix_shape
+        nothing = torch.zeros(groups, 0, k)
+        x = torch.cat([nothing, *(each[1] for each in ordered)], 1)[:, :limit]
+        x_quantized = torch.cat([nothing, *(each[2] for each in ordered)], 1)[:, :limit]
         return x.to(device), x_quantized.to(device)
 
 
@@ -211,11 +296,6 @@ def as_tensor(values: Any) -> Tensor:
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
     tensor: Tensor = values.detach()
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _with_batch_axis(x: Tensor, geometry: PatchGeometry) -> Tensor:
-    """Add a batch axis to an unbatched input, which PyTorch's convolutions accept as well."""
-    return x[None] if x.dim() == len(geometry.kernel) + 1 else x
 
 
 def _matrix(walk: Walk, layer: Layer) -> Tensor:

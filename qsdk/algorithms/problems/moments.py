@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from qsdk.algorithms import ranks
+from qsdk.algorithms.problems.exact_sums import ExactSum, exponents
 
 #: Rows per matrix product: enough to run at full speed.
 FOLD = 256
+#: Batches whose rows are not multiplied together, so that as many ranks multiply the same rows together as one does.
+LANES = 8
 #: Upper bound of pending elements: 64 MiB of float32.
 CHUNK = 1 << 24
 #: Matrices of at least so many columns are summed as lower triangles of blocks: 9/16 of the work.
@@ -45,106 +48,207 @@ class Sums:
     roots: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of all rows, those of other ranks included, before the first is added.
+
+    Attributes:
+        x_quantized: largest |X~| of each input, float32 [groups, K].
+        difference: largest |X - X~|, likewise.
+        count: upper bound of the number of rows that the rows represent.
+    """
+
+    x_quantized: Tensor
+    difference: Tensor
+    count: float
+
+    @classmethod
+    def of(cls, x: Tensor, x_quantized: Tensor, count: float) -> "Bounds":
+        """Return the bounds of rows [groups, rows, K] of X and X~."""
+        largest = [values.abs().amax(1) for values in (x_quantized, x - x_quantized)]
+        return cls(largest[0], largest[1], count)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of X~ and X - X~, the number that each represents, and their place among all calls."""
+
+    place: tuple[int, int]
+    x: Tensor
+    difference: Tensor
+    weight: float
+
+
 class Moments:
-    """Streaming sums over rows of X and X~; `finish` adds up those of all ranks.
+    """Streaming sums over rows of X and X~; `finish` adds up those of all ranks, with the bits that one rank finds.
 
     With D = X - X~ they are X~X~', and either D X~' and DD', or the products of W with these, computed from the outputs
     WD, which is cheaper where there are no more outputs than inputs. Summing D, not X, keeps small differences of the
     inputs, which would be lost in the difference of large sums.
+
+    Rows are multiplied in lots of whole calls, the same lots on any of `LANES` or fewer ranks, and the products are
+    added up exactly (`ExactSum`).
     """
 
-    def __init__(self, weight: Tensor, *, second: bool = True, few: int | None = None) -> None:
+    def __init__(self, weight: Tensor, bounds: Bounds, *, second: bool = True, few: int | None = None) -> None:
         """Start at zero.
 
         Args:
             weight: of all layers that read the input, float32 [groups, outputs, K].
+            bounds: of all rows.
             second: whether to gather second moments, or means only.
-            few: fewer rows than this are kept instead of sums; None for K.
+            few: fewer rows than this, over all ranks, are kept instead of sums; None for K.
         """
         self._weight, self._second = weight, second
         groups, outputs, k = weight.shape
         self._by_outputs = outputs <= k
-        self._few = k if few is None else few
-        self._pending: list[tuple[Tensor, Tensor]] = []
-        self._weights: list[float] = []  # of the pending rows
-        self._waiting = 0
-        self._folded: list[Tensor] = []
-        self._sums = torch.zeros(2, groups, k, dtype=torch.float64, device=weight.device)  # of X~ and D
+        self._few, self._elements = k if few is None else few, groups * k
+        self._lanes: list[list[_Rows]] = [[] for _ in range(LANES)]
+        self._lots: list[list[_Rows]] = []
+        self._kept = 0  # rows in lanes and lots
+        self._count = exponents(torch.tensor(max(bounds.count, 1.0))).to(weight.device) + 1  # float32 products round
+        self._x, self._difference = (exponents(v.to(weight.device)) for v in (bounds.x_quantized, bounds.difference))
+        # the largest W (X~ - X)
+        self._out = exponents((weight.abs().double() @ bounds.difference.to(weight).double()[..., None])[..., 0]) + 1
+        self._means = ExactSum([self._count, torch.stack([self._x, self._difference])])
         self._counts = torch.zeros(2, dtype=torch.float64, device=weight.device)
+        self._gram: list[ExactSum] = []
+        self._others: list[ExactSum] = []  # by outputs: linear term and drifts, else D'X~ and the blocks of D'D
 
-    def add(self, x: Tensor, x_quantized: Tensor, weight: float = 1.0) -> bool:
-        """Add rows [groups, rows, K] of X and X~ that represent `weight` rows each; return whether all are finite."""
+    def add(self, x: Tensor, x_quantized: Tensor, weight: float = 1.0, place: tuple[int, int] = (0, 0)) -> bool:
+        """Add rows [groups, rows, K] of X and X~ that represent `weight` rows each; return whether all are finite.
+
+        Args:
+            x: of the float model.
+            x_quantized: of the quantized one.
+            weight: number of rows that each represents.
+            place: of their batch among those of all ranks, and of the call in it.
+        """
         difference = x - x_quantized
         sums = torch.stack([rows.sum(1, dtype=torch.float32) for rows in (x_quantized, difference)])
         if not sums.isfinite().all():
             return False
-        self._sums.add_(sums, alpha=weight)
-        self._counts += self._counts.new_tensor([x.shape[1], weight * x.shape[1]])
+        self._means.add(sums * weight)
+        # in steps of 2^-20, which add up exactly
+        self._counts += self._counts.new_tensor([x.shape[1], round(weight * x.shape[1] * 2**20) / 2**20])
         if self._second and x.shape[1]:
-            self._pending.append((x_quantized, difference))
-            self._weights.append(weight)
-            self._waiting += x.shape[1]
-            groups, _, k = self._weight.shape
-            enough = FOLD if self._folded else max(FOLD, self._few)
-            if self._waiting >= enough or self._waiting * groups * k > CHUNK:
-                self._fold()
+            lane = self._lanes[place[0] % LANES]
+            lane.append(_Rows(place, x_quantized, difference, weight))
+            self._kept += x.shape[1]
+            waiting = sum(rows.x.shape[1] for rows in lane)
+            if waiting >= FOLD or waiting * self._elements > CHUNK // LANES:
+                self._lots.append(lane.copy())
+                lane.clear()
+            if self._gram or self._many(self._kept):
+                self._multiply_lots()
         return True
 
-    def finish(self) -> Sums:
-        """Return the sums over all rows of all ranks."""
-        ranks.all_reduce_sum([self._sums, self._counts])
-        rows, count = int(self._counts[0]), float(self._counts[1])
-        mean_quantized = self._sums[0] / max(count, 1)
-        mean = mean_quantized + self._sums[1] / max(count, 1)
-        means = (mean.float(), mean_quantized.float(), rows, count)
-        if not self._second:
-            return Sums(None, None, None, *means)
-        if not self._folded and rows < self._few and ranks.world_size() == 1:
-            return self._of_few_rows(*means)
-        self._fold()
-        ranks.all_reduce_sum(self._folded)
-        h = _fill_upper(self._folded[0])
-        if self._by_outputs:
-            linear, drifts = self._folded[1], self._folded[2].float()
-        else:
-            linear = -(self._weight @ self._folded[1])
-            drifts = ((self._weight @ _fill_upper(self._folded[2])) * self._weight).sum(-1)
-        return Sums(h, linear, drifts, *means)
+    def _many(self, rows: int) -> bool:
+        return rows >= self._few or rows * self._elements > CHUNK
 
-    def _of_few_rows(self, mean: Tensor, mean_quantized: Tensor, rows: int, count: float) -> Sums:
+    def finish(self, owners: Sequence[tuple[slice, int]] = ((slice(None), 0),)) -> Sums:
+        """Return the sums over all rows of all ranks; those of second order only to the ranks that own outputs.
+
+        Args:
+            owners: slices of the outputs, and the rank of each.
+        """
+        means = self._means.value()
+        ranks.all_reduce_sum([means, self._counts])
+        rows, count = int(self._counts[0]), float(self._counts[1])
+        mean_quantized = means[0] / max(count, 1)
+        mean = mean_quantized + means[1] / max(count, 1)
+        facts = (mean.float(), mean_quantized.float(), rows, count)
+        if not self._second:
+            return Sums(None, None, None, *facts)
+        if not self._many(rows):
+            return self._of_few_rows(sorted({owner for _, owner in owners}), *facts)
+        self._lots += [lane for lane in self._lanes if lane]
+        self._multiply_lots()
+        return self._of_products(owners, *facts)
+
+    def _of_products(
+        self, owners: Sequence[tuple[slice, int]], mean: Tensor, mean_quantized: Tensor, rows: int, count: float
+    ) -> Sums:
+        every, means = sorted({owner for _, owner in owners}), (mean, mean_quantized, rows, count)
+        mine = ranks.rank() in every
+        h = self._filled(self._gram, every)
+        if self._by_outputs:
+            linear, drifts = (part.value() for part in self._others)
+            for part, owner in owners:
+                ranks.reduce_sum(linear[:, part], [owner])
+            ranks.reduce_sum(drifts, every)
+            return Sums(h, linear.float(), drifts.float(), *means) if mine else Sums(None, None, None, *means)
+        crossed = self._others[0].value()
+        ranks.reduce_sum(crossed, every)
+        squared = self._filled(self._others[1:], every)
+        if h is None or squared is None:
+            return Sums(None, None, None, *means)
+        return Sums(h, -(self._weight @ crossed.float()), ((self._weight @ squared) * self._weight).sum(-1), *means)
+
+    def _filled(self, blocks: Sequence[ExactSum], owners: Sequence[int]) -> Tensor | None:
+        """Return a symmetric matrix from its blocks on and below the diagonal, added up over all ranks, to owners."""
+        groups, _, k = self._weight.shape
+        result = self._weight.new_empty(groups, k, k) if ranks.rank() in owners else None
+        for part, block in zip(_strips(k), blocks, strict=True):
+            values = block.value()
+            ranks.reduce_sum(values, owners)
+            if result is not None:
+                result[:, part, : part.stop] = values.float()
+                result[:, : part.start, part] = result[:, part, : part.start].mT
+        return result
+
+    def _of_few_rows(
+        self, owners: Sequence[int], mean: Tensor, mean_quantized: Tensor, rows: int, count: float
+    ) -> Sums:
         zeros, (groups, _, k) = self._weight.new_zeros, self._weight.shape
-        parts, weights = [(zeros(groups, 0, k),) * 2, *self._pending], [1.0, *self._weights]
-        x, difference = _scaled(parts, weights)
-        ones = [zeros(1, part.shape[1], 1) + 1 for part, _ in parts]
+        own = [part for lot in (*self._lots, *self._lanes) for part in lot]
+        found = ranks.gather_to(owners, own)
+        if found is None:
+            return Sums(None, None, None, mean, mean_quantized, rows, count)
+        # stable: of one place, in the order in which they were added
+        parts = sorted((part for some in found for part in some), key=lambda part: part.place)
+        pairs = [(zeros(groups, 0, k),) * 2, *((part.x.to(zeros(0)), part.difference.to(zeros(0))) for part in parts)]
+        weights = [1.0, *(part.weight for part in parts)]
+        x, difference = _scaled(pairs, weights)
+        ones = [zeros(1, part.shape[1], 1) + 1 for part, _ in pairs]
         roots = None if rows == count else _scaled([(one, one) for one in ones], weights)[0].flatten()
         drifted = difference @ -self._weight.mT
         return Sums(None, None, None, mean, mean_quantized, rows, count, x, drifted, roots)
 
-    def _fold(self) -> None:
-        """Multiply the pending rows into the sums, so that memory does not grow with the data."""
-        groups, outputs, k = self._weight.shape
-        if not self._folded:
-            zeros = self._weight.new_zeros
-            square = (groups, k, k)
-            shapes = [square, (groups, outputs, k), (groups, outputs)] if self._by_outputs else [square] * 3
-            self._folded = [zeros(shape) for shape in shapes]
-            if self._by_outputs:
-                self._folded[2] = self._folded[2].double()
-        if not self._pending:
-            return
-        weight = self._weights[0] if len(set(self._weights)) == 1 else 1.0
-        x, difference = _scaled(self._pending, [each / weight for each in self._weights])
-        self._pending, self._weights, self._waiting = [], [], 0
-        _add_gram(self._folded[0], x, weight)
-        if not difference.any():
-            return
+    def _start(self) -> None:
+        k = self._weight.shape[-1]
+        column = self._x[:, None, :]
+
+        def blocks(of: Tensor) -> list[ExactSum]:
+            return [ExactSum([of[:, part, None], of[:, None, : part.stop], self._count]) for part in _strips(k)]
+
+        self._gram = blocks(self._x)
         if self._by_outputs:
-            out = difference @ self._weight.mT
-            self._folded[1].baddbmm_(out.mT, x, alpha=-weight)
-            self._folded[2] += out.square_().sum(1).mul_(weight)
+            linear = ExactSum([self._out[..., None], column, self._count])
+            self._others = [linear, ExactSum([2 * self._out, self._count])]
         else:
-            self._folded[1].baddbmm_(difference.mT, x, alpha=weight)
-            _add_gram(self._folded[2], difference, weight)
+            self._others = [ExactSum([self._difference[..., None], column, self._count]), *blocks(self._difference)]
+
+    def _multiply_lots(self) -> None:
+        """Multiply the lots into the sums, so that memory does not grow with the data."""
+        if not self._gram:
+            self._start()
+        for lot in self._lots:
+            self._kept -= sum(rows.x.shape[1] for rows in lot)
+            weight = lot[0].weight if len({rows.weight for rows in lot}) == 1 else 1.0
+            pairs = [(rows.x, rows.difference) for rows in lot]
+            x, difference = _scaled(pairs, [rows.weight / weight for rows in lot])
+            _add_gram(self._gram, x, weight)
+            if not difference.any():
+                continue
+            if self._by_outputs:
+                out = difference @ self._weight.mT
+                self._others[0].add(_product(out.mT, x, -weight))
+                self._others[1].add(out.square_().sum(1).mul_(weight))
+            else:
+                self._others[0].add(_product(difference.mT, x, weight))
+                _add_gram(self._others[1:], difference, weight)
+        self._lots = []
 
 
 def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -158,23 +262,19 @@ def _scaled(parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) ->
     return x, difference
 
 
-def _add_gram(total: Tensor, rows: Tensor, weight: float) -> None:
-    """Add the Gram matrix of rows to [groups, K, K]; of wide ones only the blocks on and below the diagonal."""
-    step = _block(total)
-    for start in range(0, total.shape[-1], step):
-        stop = start + step
-        total[:, start:stop, :stop].baddbmm_(rows[..., start:stop].mT, rows[..., :stop], alpha=weight)
+def _product(left: Tensor, right: Tensor, weight: float) -> Tensor:
+    """Return a product of matrices times a number."""
+    result = left @ right
+    return result if weight == 1 else result.mul_(weight)
 
 
-def _fill_upper(total: Tensor) -> Tensor:
-    """Fill in the blocks above the diagonal that `_add_gram` left out, and return the matrix."""
-    step = _block(total)
-    for start in range(step, total.shape[-1], step):
-        stop = start + step
-        total[:, :start, start:stop] = total[:, start:stop, :start].mT
-    return total
+def _add_gram(blocks: Sequence[ExactSum], rows: Tensor, weight: float) -> None:
+    """Add the Gram matrix of rows [groups, rows, K], of wide ones only the blocks on and below the diagonal."""
+    for part, block in zip(_strips(rows.shape[-1]), blocks, strict=True):
+        block.add(_product(rows[..., part].mT, rows[..., : part.stop], weight))
 
 
-def _block(total: Tensor) -> int:
-    k = total.shape[-1]
-    return k if k < WIDE else -(-k // BLOCKS)
+def _strips(k: int) -> list[slice]:
+    """Return the rows of the blocks of a matrix; each reaches from the first column to the diagonal."""
+    step = k if k < WIDE else -(-k // BLOCKS)
+    return [slice(start, min(start + step, k)) for start in range(0, k, step)]

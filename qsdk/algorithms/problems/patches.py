@@ -1,5 +1,7 @@
 """The patches of its input that a convolution multiplies, gathered at sampled positions and never unfolded whole."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,17 @@ def sample_positions(total: int, limit: int | None, generator: torch.Generator |
         return torch.arange(total, device=device)
     jitter = torch.rand(limit, generator=generator, dtype=torch.float64, device=device)
     return ((torch.arange(limit, device=device) + jitter) * (total / limit)).long().clamp_(max=total - 1)
+
+
+def with_batch_axis(x: Tensor, geometry: PatchGeometry) -> Tensor:
+    """Add a batch axis to an unbatched input, which PyTorch's convolutions accept as well."""
+    return x[None] if x.dim() == len(geometry.kernel) + 1 else x
+
+
+def output_positions(x: Tensor, geometry: PatchGeometry) -> int:
+    """Return the number of patches that a convolution multiplies."""
+    x = with_batch_axis(x, geometry)
+    return x.shape[0] * math.prod(geometry.output_size(tuple(x.shape[2:])))
 
 
 def gather_patches(x: Tensor, positions: Tensor, geometry: PatchGeometry) -> Tensor:

@@ -38,11 +38,16 @@ class WalkStep(Protocol):
 
     Attributes:
         layers: at least one.
+        reached: numbers of the batches that call them.
     """
 
     @property
     def layers(self) -> Sequence[Layer]:
         """Return the layers that read this input."""
+
+    @property
+    def reached(self) -> Sequence[int]:
+        """Return the numbers of the batches that call these layers, each as often as the others, in order."""
 
     def inputs(self) -> Iterable[tuple[Any, Any]]:
         """Return the input of the layers, call by call: in the float model, and in the quantized one as it is now.

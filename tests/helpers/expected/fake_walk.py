@@ -17,6 +17,10 @@ class FakeStep:
     layers: Sequence[Layer]
     pairs: Sequence[tuple[Any, Any]]
 
+    @property
+    def reached(self) -> Sequence[int]:
+        return range(len(self.pairs))
+
     def inputs(self) -> Sequence[tuple[Any, Any]]:
         return self.pairs
 

@@ -1,0 +1,57 @@
+"""Sums whose bits do not depend on the order of their terms, so that ranks may add them up in any order."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: Bits between the bound of a sum and the unit that its terms are rounded to: 52, and 3 of headroom.
+_BITS, _HEADROOM = 52, 3
+#: Moves terms that lie half-way between two multiples of the unit off that place.
+_NO_TIES = 1 + 2.0**-52
+
+
+def exponents(values: Tensor) -> Tensor:
+    """Return for each value the smallest e with |value| < 2^e, int64; 0 for 0."""
+    return torch.frexp(values.double())[1].long()
+
+
+class ExactSum:
+    """A sum of float tensors in which every term is rounded once, to a multiple of a unit that is known beforehand.
+
+    Sums of multiples of one unit are exact in float64 as long as they stay below 2^53 units: then any order, and any
+    distribution over ranks, gives the same bits. The unit of each element is 2^-49 of its bound.
+
+    Source: the accumulators of Demmel and Nguyen 2015, Parallel Reproducible Summation, with one bin, since the bound
+    is known before the first term.
+    """
+
+    def __init__(self, bounds: Sequence[Tensor]) -> None:
+        """Start at zero.
+
+        Args:
+            bounds: int64 tensors that broadcast to the shape of the sum; the sum of the absolute values of all terms
+                is at most 2 to the power of their sum. A bound that is given in several tensors takes little memory.
+        """
+        self._bounds = bounds
+        self._total = self._offset()
+
+    def add(self, term: Tensor) -> None:
+        """Add a float32 tensor.
+
+        The total sits on an offset so large that its last bit is the unit: the addition itself rounds the term.
+        Rounding half-way cases to even would look at the other terms, so there are none: a term that is so small is
+        made larger by 2^-52 of itself.
+        """
+        self._total.add_(term, alpha=_NO_TIES)
+
+    def value(self) -> Tensor:
+        """Return the sum, float64; sums of such values over ranks are exact as well."""
+        return self._total - self._offset()
+
+    def _offset(self) -> Tensor:
+        exponent = self._bounds[0] + _HEADROOM
+        for bound in self._bounds[1:]:
+            exponent = exponent + bound
+        bits = ((exponent + 1023) << _BITS) | (1 << (_BITS - 1))  # 1.5 times 2^exponent
+        return bits.contiguous().view(torch.float64)
