@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,30 +67,34 @@ def solve_layers(
         ConfigError: the checkpoint is that of another run.
     """
     start = time.perf_counter()
-    store = (
-        None if checkpoint is None else Checkpoint(checkpoint, walk, {"verb": title, "seed": seed, **(options or {})})
-    )
+    identity = {"verb": title, "seed": seed, **(options or {})}
+    store = None if checkpoint is None else Checkpoint(checkpoint, walk, identity)
     rows: dict[str, dict[str, Any]] = {}
-    owners, steps = Owners(ranks.world_size()), iter(walk)
+    owners = Owners(ranks.world_size())
     with progress_of(verb or title, len(walk.layers), show=progress) as bar, torch.no_grad():
-        while True:
-            with ranks.telling_others():
-                step = next(steps, None)
-            if step is None:
-                break
+        for step in _steps(walk):
             bar.now(", ".join(layer.site for layer in step.layers))
             results = _solve_step(step, walk, solver, gathers, seed, owners.assign(step.layers), store)
             with ranks.telling_others():
                 for layer, problem, solved, seconds in results:
                     solution = _unless_codes_get_lost(layer, problem, solved)
-                    _write(walk, layer, solution)
+                    _write(walk, layer, problem, solution, rounded)
                     rows[layer.site] = _row(layer.site, solution, seconds)
                     bar.log(error_before=solution.error_before, error_after=solution.error_after)
-                    if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
-                        rounded[layer.bias] = _mean_shift(problem, solution.weight)
             bar.done(len(step.layers))
     ranks.require_same_layers([])
     return _report(title, walk, rows, time.perf_counter() - start)
+
+
+def _steps(walk: Walk) -> Iterator[WalkStep]:
+    """Yield the steps of a walk; an error on the way to the next one reaches all ranks."""
+    steps = iter(walk)
+    while True:
+        with ranks.telling_others():
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 def _report(title: str, walk: Walk, rows: Mapping[str, dict[str, Any]], spent: float) -> Report:
@@ -150,7 +154,11 @@ def _mean_shift(problem: LayerProblem, weight: Tensor) -> Any:
     return lost.reshape(-1).cpu().numpy()
 
 
-def _write(walk: Walk, layer: Layer, solution: Solution) -> None:
+def _write(
+    walk: Walk, layer: Layer, problem: LayerProblem, solution: Solution, rounded: MutableMapping[str, Any] | None
+) -> None:
+    if rounded is not None and solution.weight is not None and solution.bias_shift is not None:
+        rounded[layer.bias] = _mean_shift(problem, solution.weight)
     if solution.note:
         return
     same = solution.encoding == walk.encoding(layer.site)

@@ -252,6 +252,7 @@ def solve_each_layer(
     with ExitStack() as stack:
         with ranks.telling_others():
             walk, rounded = stack.enter_context(door_of(sim).layer_walk(data, run.forward, run.max_memory))
+        ranks.require_same_layers([])
         return solve_layers(
             walk,
             solver,
