@@ -38,9 +38,8 @@ def solve_layers(
 ) -> Report:
     """Solve each layer of a walk and write its solution before going on to the next.
 
-    Where `torch.distributed` is initialised, each rank walks its own batches, and each layer is solved by the rank that
-    owns it, from sums over the inputs of all ranks, and sent to the others. If rank r of N has the batches r, r + N,
-    r + 2 N, ... and as many threads, the solutions have the bits of those that one process finds with all batches.
+    Under `torch.distributed` each rank walks its own batches, and a layer is solved by the rank that owns it. If rank r
+    of N has the batches r, r + N, ... and as many threads, the solutions have the bits of those of one process.
 
     Args:
         walk: of either side.
@@ -51,8 +50,7 @@ def solve_layers(
         options: of the solver; a checkpoint belongs to one choice of them.
         progress: shows a bar.
         seed: of whatever is sampled.
-        checkpoint: a folder for the solutions of each step; a second run of the same model, options and data continues
-            from them. None stores nothing.
+        checkpoint: a folder for the solutions; a second run of the same model, options and data continues from them.
         rounded: receives, by site of the bias, the shift of the float model's bias where a rounded weight replaces the
             float one and the bias has absorbed its error.
 
