@@ -20,6 +20,7 @@ def after(sim, door, *verbs):
     return network_error(sim, door)
 
 
+@pytest.mark.spread(1)
 @both
 @pytest.mark.parametrize("rounding", [adaround, gptq])
 def test_a_verb_on_top_of_another_does_not_shift_biases_twice(door, rounding):
@@ -82,6 +83,7 @@ def test_new_ranges_of_weights_take_shifts_back(door):
     assert stored_bytes(sim) == original
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("door", "scaling"), [("torch", smooth_quant), ("onnx", smooth_quant), ("onnx", equalize)])
 def test_scaled_channels_start_from_the_float_model(door, scaling):
     plain, corrected = narrow_sim(door), narrow_sim(door)

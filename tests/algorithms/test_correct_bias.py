@@ -415,6 +415,7 @@ def test_the_onnx_door_reads_the_same_and_unfolded_norms_too(tmp_path):
 # --- a network that was trained ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_demo_network_recovers_from_ranges_that_are_far_too_narrow():
     """With means in front of the ReLUs alone, it falls from 0.867 to 0.767 on 2,000 images."""
     images = load_images()

@@ -85,6 +85,7 @@ def behind_relu(seed: int, off: float, rows: int = 2048, bias: torch.Tensor | No
     return problem_from_moments("fc:weight", spec, encoding, layout, weight[None], *moments, rows, **others)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("shift_bias", "share"), [(False, 0.9), (True, 1.05)])
 def test_with_the_activation_in_the_loss_the_error_behind_it_is_lower_on_unseen_data(
     shift_bias: bool, share: float

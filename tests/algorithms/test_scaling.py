@@ -228,6 +228,7 @@ def with_outliers():
 GROUPS = {"norm1 -> q, k, v", "q x k", "v -> o", "norm2 -> gate, up", "up -> down"}
 
 
+@pytest.mark.spread(2)
 @both
 @pytest.mark.parametrize("alpha", [0.5, "auto"])
 def test_smooth_quant_finds_every_group_of_a_block_and_gets_closer(door, alpha):
@@ -278,6 +279,7 @@ class Reader(nn.Module):
         return self.attention(self.norm(x), x, x, need_weights=False)[0]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_awq_clips_the_rows_of_a_packed_weight_that_one_layer_reads(dtype):
     torch.manual_seed(0)
@@ -353,6 +355,7 @@ class Broken(list):
             raise KeyboardInterrupt
 
 
+@pytest.mark.spread(3)
 @both
 @pytest.mark.parametrize("verb", ["equalize", "smooth_quant", "awq"])
 def test_an_interrupt_leaves_the_sim_bit_for_bit_as_it_was(door, verb):

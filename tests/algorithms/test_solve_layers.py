@@ -100,6 +100,7 @@ def held_out_error(sim: QuantSim, model: nn.Module) -> float:
     return float((sim(x) - reference).square().sum() / (reference - reference.mean(0)).square().sum())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("block_size", [None, 2])
 @pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
 def test_every_layer_gets_better_in_order(model: nn.Module, solver: Solver, block_size: int | None) -> None:

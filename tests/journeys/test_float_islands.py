@@ -111,6 +111,7 @@ def captured(sim, x):
     return {site: torch.from_numpy(value) for site, value in values.items()}
 
 
+@pytest.mark.spread(1)
 @alone
 def test_the_sim_computes_what_the_submodule_computes_in_that_type(road, rule, dtype):
     model, sim, batches, _ = road(rule, dtype)
@@ -268,6 +269,7 @@ def test_an_integer_model_names_the_island_and_not_what_it_reads(road, tmp_path)
     assert set(named) <= {node.name for node in onnx.load(path).graph.node}  # and no cast that is not in the file
 
 
+@pytest.mark.spread(1)
 @both_types
 def test_an_onnx_file_gets_islands_too(dtype, tmp_path):
     model, batches = made(Block)

@@ -90,6 +90,7 @@ def test_a_file_of_another_float_type_goes_the_whole_road(name: str, tmp_path):
     check_road(build(*facts), tmp_path, qsdk.w8a8())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("net", [cnn, transformer])
 def test_a_mixed_file_goes_the_whole_road(net, dtype: str, tmp_path):

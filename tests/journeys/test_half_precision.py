@@ -101,6 +101,7 @@ NETWORKS_BY_COST = ["block", pytest.param("convolutions", marks=pytest.mark.slow
 DTYPES_BY_COST = ["float16", "bfloat16", pytest.param("float64", marks=pytest.mark.slow)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("network", "dtype", "config"), WAYS)
 def test_the_file_computes_what_the_sim_does(road, network, dtype, config):
     sim, batches, path = road(network, dtype, config)
@@ -185,6 +186,7 @@ class Padded(nn.Module):
         return self.head(self.attend(x, x, x, key_padding_mask=padding, need_weights=False)[0])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("longer", [False, True])  # torch pads the mask for keys of its own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_a_padding_mask_has_an_integer_model_in_any_type(tmp_path, dtype, longer):
@@ -210,6 +212,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_states_between_steps_are_as_wide_in_the_sim_as_in_the_file(tmp_path, kind, dtype):
@@ -255,6 +258,7 @@ def test_validate_finds_nothing_wrong_with_a_half_file(road, dtype):
     ] == []
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_coverage_names_the_modules_own_type_where_it_stays_float(dtype):
     model, batches = made("block", dtype)
@@ -264,6 +268,7 @@ def test_coverage_names_the_modules_own_type_where_it_stays_float(dtype):
     assert (rows["head:output"]["dtype"], rows["head:output"]["state"]) == (dtype, "float")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("later", DTYPES_BY_COST)
 def test_a_sim_that_changes_its_type_after_calibration_exports_in_the_new_one(tmp_path, later):
     torch.manual_seed(0)

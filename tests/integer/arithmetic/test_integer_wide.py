@@ -308,6 +308,7 @@ def test_what_is_said_of_a_function_is_true(name, attrs):
 SPANS = [(-(1 << 20), 1 << 20), (-(1 << 27), 1 << 26), (-5, 7), (1 << 25, 1 << 26), (-(1 << 38), 1 << 38)]
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize("bounds", SPANS)
 @pytest.mark.parametrize("scale", [3.7e-6, -3.7e-6])
 @pytest.mark.parametrize(("name", "attrs"), CASES)

@@ -75,6 +75,7 @@ def rows_by_output(result):
     return {made[row["tensor"]]: row for row in result.certificate["requantizations"]}
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("out", [UINT16, UINT8])
 @pytest.mark.parametrize("encoding", INPUTS)
 def test_every_code_is_off_by_exactly_what_the_row_says(encoding, out):

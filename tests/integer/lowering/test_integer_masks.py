@@ -54,6 +54,7 @@ def attention(kind, low, form, dtype):
 FORMS = ["(1 - m) * low", "(m - 1) * -low", "where", "causal too"]
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("low", [LOWEST, -1e4])
 @pytest.mark.parametrize("kind", ["FLOAT", "INT64", "BOOL"])

@@ -18,6 +18,7 @@ EPSILONS = [1e-12, 1e-5, 0.1]
 GAINS = ["none", "float", "quantized", "bias"]
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("scale", [0.004, 0.05, 1.3])

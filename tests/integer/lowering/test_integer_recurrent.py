@@ -64,6 +64,7 @@ def feeds(initial=None, direction="forward", op="LSTM", length=LENGTH, seed=3):
     return found
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize(
     ("direction", "initial"),
@@ -79,6 +80,7 @@ def test_directions_and_initial_states(op, direction, initial):
         assert row["error_bound"] < 1.0, row["error_bound"]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize(
     ("granularity", "dtype", "bias"), [("tensor", INT8, True), ("row", INT4, False), ("direction", INT8, False)]
@@ -129,6 +131,7 @@ def exact(model, x):
     return np.stack(found), c
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "GRU behind"])
 @pytest.mark.parametrize("size", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("length", [1, 12])
@@ -147,6 +150,7 @@ def test_states_stay_within_the_stated_error_of_float64(op, size, length):
         assert worst < 2e-3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 def test_long_sequences_stay_close_whatever_is_proven(op):
     model = network(op, length=30, size=3.0)

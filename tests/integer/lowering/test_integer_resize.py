@@ -34,6 +34,7 @@ def network(
 # --- nearest ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_nearest_indices_are_the_runtimes(transformation, rounding):

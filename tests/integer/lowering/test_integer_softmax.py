@@ -86,6 +86,7 @@ CAUSAL = np.tril(np.ones((24, 24), bool))
 LOWEST = float(np.finfo(np.float32).min)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("lowest", [-np.inf, LOWEST, -1e9, -10000.0])
 @pytest.mark.parametrize("form", ["added", "where", "chosen", "filled"])

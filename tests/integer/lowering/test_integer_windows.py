@@ -61,6 +61,7 @@ def test_average_pools(name, counted):
     compare(net.model(), {"x": noise((3, 3, *sizes))}, tolerance=0.01)
 
 
+@pytest.mark.spread(36)
 @pytest.mark.parametrize("counted", [0, 1])
 @pytest.mark.parametrize("opset", [17, 21, 22])
 @pytest.mark.parametrize(

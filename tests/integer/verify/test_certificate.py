@@ -109,6 +109,7 @@ def test_a_bound_that_is_too_small_by_one_is_refused():
         measure(model, result.model, inputs, edges="float", operations=[wrong])
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_exceeds_a_bound(name, tmp_path):
     model, feeds = MODELS[name]()
@@ -129,6 +130,7 @@ def runtimes(tmp_path):
     return {row["runtime"]: row for row in certificate["runtimes"]}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("edges", ["float", "integer"])
 def test_a_portable_certificate_names_every_runtime_that_gave_the_same_integers(edges, tmp_path):
     model, _ = MODELS["softmax"]()

@@ -106,6 +106,7 @@ def demo(tmp_path_factory):
     return folder, data.test_images[:24], data.test_labels[:24]
 
 
+@pytest.mark.slow
 def test_the_demo_network_on_real_images(demo, tmp_path):
     folder, images, labels = demo
     made = compare(onnx.load(folder / "model.onnx"), {"images": images}, tmp_path)
@@ -114,6 +115,7 @@ def test_the_demo_network_on_real_images(demo, tmp_path):
     assert (logits.argmax(1) == labels).mean() > 0.85
 
 
+@pytest.mark.slow
 def test_the_readme_does_as_it_says(demo, monkeypatch):
     folder, images, labels = demo
     (folder / "examples").symlink_to(EXAMPLE.parent)

@@ -43,6 +43,7 @@ def require_same(standard, portable, feeds, without=()):
             np.testing.assert_array_equal(one, other, err_msg=runtime)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "joined"])
 def test_a_network_has_the_integers_of_the_standard_target_on_every_runtime(name):
     model, _ = MODELS[name]()
@@ -130,6 +131,7 @@ def guarded():
     return net.model()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("make", [layer_norm, log_softmax, root, curve, masked, joined_scales, gru, guarded])
 def test_fixed_point_of_64_bits_is_the_same_in_parts_of_32(make):
     standard, portable = both(make(), edges="integer")
@@ -191,6 +193,7 @@ def test_options_that_portable_does_not_know_are_refused():
         convert(model, target="portable", allow_float=["Relu", "head"])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["cnn", "residual", "16 bits"])
 def test_the_firmware_is_that_of_the_standard_target(name, tmp_path):
     model, _ = MODELS[name]()

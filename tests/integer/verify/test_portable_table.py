@@ -175,6 +175,7 @@ def computed(op_type, limit):
     return expected, model, feeds
 
 
+@pytest.mark.spread(30)
 @pytest.mark.parametrize("op_type", sorted(LIMITS))
 def test_every_operator_is_exact_within_its_limit_and_the_limit_is_no_smaller_than_it_is(op_type):
     limit = LIMITS[op_type]

@@ -36,6 +36,7 @@ def exported(config: QuantConfig, path, **options):
     return sim, sim(example).numpy()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize(
     ("config", "expected"),

@@ -51,6 +51,7 @@ def test_composed_ops_are_listed_once_at_each_trace(monkeypatch: pytest.MonkeyPa
         assert kernels.Callable is annotation
 
 
+@pytest.mark.slow
 def test_a_trace_is_the_same_when_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch):
     model, example = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.zeros(2, 3, 8)
     qsdk.quantize(model, example)

@@ -6,6 +6,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from shared_translations import shared_translations
 from torch import nn
 
 import qsdk
@@ -58,7 +59,8 @@ def traces(monkeypatch):
 @pytest.fixture
 def sim():
     torch.manual_seed(1)
-    sim = qsdk.quantize(Scaled().eval(), X, qsdk.w8a8())
+    with shared_translations():  # of the first trace alone
+        sim = qsdk.quantize(Scaled().eval(), X, qsdk.w8a8())
     qsdk.calibrate(sim, [X], progress=False)
     return sim
 
@@ -79,6 +81,7 @@ def test_exports_of_the_same_network_trace_once(sim, traces, tmp_path):
     assert (tmp_path / "0.onnx").read_bytes() == (tmp_path / "2.onnx").read_bytes()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_is_traced_once_whatever_it_learns(kind, traces, tmp_path):
     torch.manual_seed(1)
@@ -157,6 +160,7 @@ def change_an_unregistered_module(sim):
 UNSEEN = [change_number, change_inside_a_container, change_a_callable, change_an_array, change_an_unregistered_module]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("change", UNSEEN)
 def test_a_changed_attribute_that_the_forward_reads_causes_a_new_trace(sim, traces, tmp_path, change):
     before = sim(X)

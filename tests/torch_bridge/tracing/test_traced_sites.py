@@ -38,6 +38,7 @@ def batch(*, padded: bool, rows: int = 2, length: int = 5) -> tuple[Tensor, Tens
 SHAPES: Any = ({0: "batch", 1: "sequence"}, {0: "batch", 1: "sequence"})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_padded_and_an_all_ones_mask_both_work(tmp_path: Path, padded: bool):

@@ -120,6 +120,7 @@ def simulated(how: Callable[[Model, Tensor], Tensor]) -> QuantSim:
     return calibrated(Model(how), seeded(4, 6))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_those_of_the_run_without(name: str):
     sim = simulated(MODULES[name])
@@ -128,6 +129,7 @@ def test_gradients_are_those_of_the_run_without(name: str):
         assert_equal(plain, passed(sim, functools.partial(checkpoint, use_reentrant=reentrant)))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_is_no_module_is_refused_by_name(name: str, reentrant: bool):

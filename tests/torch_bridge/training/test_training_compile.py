@@ -68,6 +68,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_block_in_one_compiled_graph():
     torch.manual_seed(0)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):

@@ -177,6 +177,7 @@ SMALL: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_batches_of_one_sample_and_of_none_run(name: str):
     make, shape, options = SMALL[name]
