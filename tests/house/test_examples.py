@@ -115,6 +115,7 @@ def test_the_harness_reads_a_sim(tmp_path: Path):
     assert cut == told[: told.index(told[2])]
 
 
+@pytest.mark.slow
 def test_an_exported_decoder_generates_text_without_qsdk(tmp_path: Path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -77,6 +77,7 @@ def test_the_installed_packages_are_those_of_the_wheel(python: Path, tmp_path: P
     assert [home in path.parents for path in found] == [True] * len(PACKAGES), found
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_installed_command_explains_itself(python: Path, tmp_path: Path, command: str):
     qsdk = python.with_name("qsdk")

@@ -20,6 +20,7 @@ def sim_of(dtype: torch.dtype, dialect: str):
     return sim
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("dialect", PACKAGES)
 def test_the_runtime_computes_the_simulated_codes(tmp_path, dialect, dtype):
@@ -32,6 +33,7 @@ def test_the_runtime_computes_the_simulated_codes(tmp_path, dialect, dtype):
     assert report.summary["sqnr_db"] > 35
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dialect", ["onnx", "tensorrt"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_other_dialects_write_a_valid_file(tmp_path, dialect, dtype):
