@@ -19,6 +19,7 @@ from torch_bridge.sites.runtime import Runtime
 from torch_bridge.sites.source_lines import RecordedCall, lines_of_ambiguous_calls
 from torch_bridge.torch_values.batches import Example, as_example
 from torch_bridge.torch_values.decoder_step import as_step, require_whole_caches
+from torch_bridge.torch_values.dispatched import is_dispatched, undispatched
 from torch_bridge.torch_values.module_state import (
     Attributes,
     attributes_of,
@@ -89,12 +90,15 @@ def prepare(
         ModelError: the model cannot be copied, wrapped or run on the example.
     """
     require_wrappable(model)
+    dispatched = is_dispatched(model)
+    if dispatched:
+        model = _without_device_map(model, in_place)
     given = as_example(example)
     if config.has_kv_cache and not given.has_cache:
         given = as_step(model, given)
     require_whole_caches(given)
     given = replace(given, dynamic_shapes=plain_shapes(dynamic_shapes)).beside(model)
-    own = model if in_place else _copy_model(model)
+    own = model if in_place or dispatched else _copy_model(model)
     modes = {module: module.training for module in own.modules()} if in_place else {}
     undo_steps: list[Callable[[], None]] = []
 
@@ -229,6 +233,20 @@ def record_sites(model: nn.Module, runtime: Runtime, example: Example) -> tuple[
 def _restore_attributes(attributes: Attributes) -> None:
     for (module, name), image in attributes.items():
         vars(module)[name] = restore_contents(image)
+
+
+def _without_device_map(model: nn.Module, in_place: bool) -> nn.Module:
+    """Return a copy of a model that accelerate has dispatched, with all its weights.
+
+    Raises:
+        ModelError: it is to be quantized in place, or cannot be copied whole.
+    """
+    if in_place:
+        raise ModelError(
+            "accelerate's device_map put hooks on the model, which bring weights from elsewhere; leave out "
+            "in_place=True, and the sim holds a whole copy, or load the model without device_map"
+        )
+    return undispatched(model)
 
 
 def require_wrappable(model: nn.Module) -> None:

@@ -33,6 +33,7 @@ from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example, as_example
 from torch_bridge.torch_values.parameters import find_stored, main_dtype, to_float32, to_numpy
 from torch_bridge.torch_values.relu6 import relu6_bounds, set_relu6_bounds
+from torch_bridge.torch_values.sharding import require_not_sharded
 from torch_bridge.tracing.trace import Trace, trace_marked
 from torch_bridge.training.batch_norm_training import (
     active_norms,
@@ -169,6 +170,7 @@ class QuantSim(StatefulSim):
         Raises:
             ExportError: torch cannot trace the model any more, or a foreign module is in it.
         """
+        require_not_sharded(self.model, "export")
         for path, what in foreign_modules(self.model).items():
             raise ExportError(
                 f"{path} ({what}) came into the model after that was quantized, so it has no encodings; take it out "
@@ -383,6 +385,7 @@ class QuantSim(StatefulSim):
         `equalize`, `smooth_quant` and `awq` leave scaled channels, and training trained values. It is not a reference
         to measure a loss from: that is the model that was given, from which `mixed_precision` counts.
         """
+        require_not_sharded(self.model, "unwrap")
         copied = copy.deepcopy(self.model)
         fold_norms(copied)
         unwrap_model(copied)

@@ -39,6 +39,25 @@ def reshard_parameters(model: nn.Module) -> None:
             reshard()
 
 
+def require_not_sharded(model: nn.Module, what: str) -> None:
+    """Refuse a model of which each rank holds a part.
+
+    Args:
+        model: the whole model.
+        what: cannot be done with it.
+
+    Raises:
+        ModelError: names a parameter and the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise ModelError(
+                f"{what} needs whole weights, and FSDP has sharded {name} over ranks; inside the training block call "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and load what it returns "
+                "into sim.model of a sim of the model before fully_shard"
+            )
+
+
 def zero_if_sharded(parameter: Tensor) -> None:
     """Set a learned parameter that is being removed to 0 if it is sharded: FSDP restores it when it gathers next."""
     if hasattr(parameter, "full_tensor"):

@@ -92,13 +92,27 @@ def fsdp(half: slice, folder: Path) -> dict[str, Any]:
     sim, options = sim_of(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
     state = train(sim, shard, half, at_end=lambda model: get_model_state_dict(model, options=options))
     evaluated = sim(BATCHES[0])
+    refused = [_refusal(sim.unwrap), _refusal(lambda: qsdk.export(sim, str(folder / "sharded.onnx")))]
     buffers = all(type(buffer) is Tensor for buffer in sim.model.buffers())
     whole = sim_of()
     whole.model.load_state_dict(state)
-    found = {**facts(whole), "buffers": buffers, "off": float((whole(BATCHES[0]) - evaluated).abs().max())}
+    found = {
+        **facts(whole),
+        "buffers": buffers,
+        "refused": refused,
+        "off": float((whole(BATCHES[0]) - evaluated).abs().max()),
+    }
     if torch.distributed.get_rank() == 0:
         found["parity"] = exported(whole, folder / "fsdp.onnx")
     return found
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def exported(sim: QuantSim, path: Path) -> dict[str, Any]:

@@ -59,6 +59,13 @@ def test_a_sharded_sim_has_plain_encodings_after_training_and_simulates_with_the
     assert [facts["fsdp"]["off"] for facts in found] == [0.0, 0.0]
 
 
+def test_a_sharded_sim_says_how_to_export_it(found: list[dict[str, Any]]):
+    for facts in found:
+        for message, what in zip(facts["fsdp"]["refused"], ("unwrap", "export"), strict=True):
+            assert message.startswith(f"{what} needs whole weights, and FSDP has sharded ")
+            assert "full_state_dict=True" in message
+
+
 def test_sites_that_a_step_skips_are_unused_parameters(found: list[dict[str, Any]]):
     one, other, alone = found[0]["skipping"], found[1]["skipping"], found[0]["skipping alone"]
     assert one == other
