@@ -10,6 +10,7 @@ import torch
 from _pytest.doctest import DoctestModule
 from exact_products import exact_sessions
 from hypothesis import HealthCheck, settings
+from processor_time import ProcessorTime
 from shared_translations import shared_translations
 from spread import spread_parametrizations
 
@@ -29,6 +30,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 gc.disable()  # until all is collected: what imports make stays to the end, so the collector need not look at it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that shows what the tests cost."""
+    parser.addoption("--processor-time", action="store_true", help="show what each folder of tests costs (with -n0)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure if asked."""
+    if config.getoption("--processor-time"):
+        config.pluginmanager.register(ProcessorTime())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,6 +71,7 @@ def test_both_doors_shift_alike():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.spread(1)
 @both
 def test_a_second_correction_replaces_the_first(door, tmp_path):
     sim = narrow_sim(door)

@@ -36,6 +36,7 @@ def test_both_doors_find_nearly_the_same(verb):
     assert errors[0] == pytest.approx(errors[1], rel=0.25)
 
 
+@pytest.mark.spread(1)
 @each
 def test_the_same_call_gives_the_same_sim(verb):
     sims = [sim_at("torch") for _ in range(2)]

@@ -295,6 +295,7 @@ def test_awq_clips_the_rows_of_a_packed_weight_that_one_layer_reads(dtype):
         assert (sim.encodings[site].scale < 0.95 * before[site]).any()
 
 
+@pytest.mark.spread(1)
 @both
 def test_two_runs_give_the_same_bits(door):
     model = with_outliers()

@@ -12,16 +12,13 @@ from pages import ROOT, blocks_of, difference, pages, run_page
 from qsdk.core.counterparts import COUNTERPARTS
 
 RUN = {"python", "bash"}
-#: pages that take seconds; all others run with the slow tests
-QUICK = {"docs/start/first_network.md"}
 NEEDS = {"docs/guides/runtimes.md": ("openvino", "onnxruntime_qnn")}
 RUNNING = [page for page in pages() if page != "README.md" and RUN & {block.language for block in blocks_of(page)}]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize(
-    "page", [page if page in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in RUNNING]
-)
+@pytest.mark.parametrize("page", RUNNING)
 def test_a_page_runs_from_its_top(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in NEEDS.get(page, ()):
         pytest.importorskip(package, reason=f"{package} has no wheel for this system")

@@ -144,6 +144,7 @@ def assert_one_group(graph, name: str) -> None:
     assert [d.reason for d in outputs] == [name]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", MODULES)
 def test_what_torch_exports_is_one_group(name):
     make, example, expected = MODULES[name]
@@ -151,6 +152,7 @@ def test_what_torch_exports_is_one_group(name):
     assert_one_group(read_graph(model), expected)
 
 
+@pytest.mark.spread(16)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("opset", [13, 17, 18])
 @pytest.mark.parametrize("name", MODULES)
@@ -160,6 +162,7 @@ def test_what_torchscript_exports_is_one_group(name, opset):
     assert_one_group(read_graph(model), expected)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_sim_of_a_module_has_the_same_group(name):
     make, example, expected = MODULES[name]

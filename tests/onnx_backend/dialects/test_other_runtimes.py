@@ -42,7 +42,7 @@ def require_same(table: RuntimeTable, dtype: str, found: dict[str, Fault], label
         assert found[label].where == table.off[dtype][label].where, (label, found[label])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("runtime", "dtype"), [case for case in CASES if case[1] in ("uint8", "uint16")])
 def test_some_ops_are_what_the_installed_runtime_makes_of_them(runtime, dtype):
     table = table_of(runtime)

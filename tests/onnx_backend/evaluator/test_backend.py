@@ -62,6 +62,7 @@ def refuse(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("another evaluator was asked")
 
 
+@pytest.mark.slow
 def test_the_tests_of_quantization_ops_pass_with_no_other_evaluator(
     node_tests: type[unittest.TestCase], recording: Any, monkeypatch: pytest.MonkeyPatch
 ):

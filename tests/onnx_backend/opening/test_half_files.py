@@ -73,6 +73,7 @@ def test_a_file_of_any_float_type_is_quantized_as_its_float32_twin(net, dtype: s
     assert stored_types(sim) == {CODES[dtype]} | of_resize
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("net", NETS)
 def test_the_simulation_is_as_close_to_the_float_model_as_in_float32(net, dtype: str):
@@ -118,6 +119,7 @@ SOLVERS = {
 ROUND_TO_GRID = ("adaround", "gptq")
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_write_back_the_type_of_the_file(dtype: str, solver: str):

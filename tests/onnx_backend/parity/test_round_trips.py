@@ -75,6 +75,7 @@ def _different(left: Path, right: Path) -> list[str]:
     return found
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(("dialect", "opset"), FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_exported_file_opens_and_exports_to_the_same_bytes(name, dialect, opset, tmp_path):

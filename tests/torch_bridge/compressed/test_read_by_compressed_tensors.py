@@ -100,6 +100,7 @@ def weights_of(sim) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.spread(18)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_package_decompresses_the_weights_of_the_sim(name: str, dtype: torch.dtype, tmp_path: Path):

@@ -70,6 +70,7 @@ def difference(sim: QuantSim, model: nn.Module, example: Tensor) -> float:
         return float((inner(example) - model(example)).abs().max())
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("name", FOLDED)
 def test_folding_keeps_the_output_and_removes_the_batch_norm(name: str):
     torch.manual_seed(len(name))

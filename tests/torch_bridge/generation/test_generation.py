@@ -19,6 +19,7 @@ def _sim(name: str) -> QuantSim:
     return plain_sim(DECODERS[name]())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name: str) -> None:
     sim = _sim(name)
@@ -28,6 +29,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name
     assert len(wanted[0].unique()) > 3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
     sim = _sim(name)
@@ -38,6 +40,7 @@ def test_a_padded_row_generates_what_it_does_alone(name: str) -> None:
     assert torch.equal(both[1, 3:], sim.model.generate(ids[1:, 3:], **OPTIONS)[0])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}])
 def test_beams_samples_and_a_cache_of_fixed_length(options: dict[str, object]) -> None:
     sim = _sim("llama")

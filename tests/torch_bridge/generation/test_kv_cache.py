@@ -23,6 +23,7 @@ def _sim(config: QuantConfig, model: nn.Module | None = None) -> QuantSim:
     return sim
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("config", "granularity"),
     [

@@ -126,6 +126,7 @@ def train(sim):
         optimizer.step()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("change", [fill, assign_data, replace_parameter, replace_buffer, load_state, train])
 def test_new_values_are_exported_without_a_new_trace(sim, traces, tmp_path, change):
     before = sim(X)

@@ -28,6 +28,7 @@ from resumed_training import (
 import qsdk
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("at", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_goes_on_bit_for_bit(kind: str, at: int, tmp_path: Path):

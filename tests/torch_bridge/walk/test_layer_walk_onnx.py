@@ -138,6 +138,7 @@ def branched(config: QuantConfig | None = None) -> tuple[OnnxSim, list[Feeds]]:
     return calibrated(model, data, config), data
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -223,6 +224,7 @@ def spellings() -> dict[str, Callable[[], tuple[ModelProto, list[Feeds]]]]:
     }
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("name", spellings())
 @pytest.mark.parametrize("config", [w4a8(), w4a16(block_size=2)], ids=["channels", "blocks"])
 def test_every_spelling_of_a_layer(name: str, config: QuantConfig) -> None:

@@ -122,6 +122,7 @@ def missed(sim: QuantSim, model: nn.Module, data: list[Tensor]) -> float:
 # ---- which modules are blocks
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("model", "example", "expected", "left"),
     [
@@ -248,6 +249,7 @@ def test_a_memory_bound_changes_no_bit(monkeypatch) -> None:
 # ---- any sim
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "config",
     [
