@@ -86,8 +86,8 @@ class Moments:
     WD, which is cheaper where there are no more outputs than inputs. Summing D, not X, keeps small differences of the
     inputs, which would be lost in the difference of large sums.
 
-    Rows are multiplied in lots of whole calls, the same lots on any of `LANES` or fewer ranks, and the products are
-    added up exactly (`ExactSum`).
+    Rows are multiplied in lots of whole calls, the same lots on any number of ranks that divides `LANES`, and the
+    products are added up exactly (`ExactSum`).
     """
 
     def __init__(self, weight: Tensor, bounds: Bounds, *, second: bool = True, few: int | None = None) -> None:
