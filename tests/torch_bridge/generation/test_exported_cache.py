@@ -23,7 +23,7 @@ def _sim(name: str = "llama") -> QuantSim:
     return sim
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_256_tokens_of_the_file_are_those_of_the_simulation(name: str, tmp_path: Path) -> None:
     sim = _sim(name)

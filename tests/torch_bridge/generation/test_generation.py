@@ -19,7 +19,7 @@ def _sim(name: str) -> QuantSim:
     return plain_sim(DECODERS[name]())
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_with_a_cache_gives_the_tokens_of_generation_without_one(name: str) -> None:
     sim = _sim(name)

@@ -83,6 +83,7 @@ def own_encodings(sim: QuantSim | OnnxSim, *kinds: str):
     return [found[site] for site, d in sim.plan.decisions.items() if d.kind in kinds and d.quantized and not d.tied_to]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_both_doors_find_the_same_encodings_within_a_bin(both_doors, method: str):
     data = batches(scale=3.0)
