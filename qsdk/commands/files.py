@@ -1,5 +1,6 @@
 """The commands that read a quantized model: inspect and to-integer."""
 
+import sys
 from argparse import Namespace
 
 from qsdk.commands.outputs import require_output
@@ -30,6 +31,7 @@ def run_to_integer(options: Namespace) -> int:
         shapes=dict(options.shape),
         allow_float=options.allow_float,
         firmware=options.firmware,
+        progress=sys.stderr.isatty() and not options.json,
     )
     show(report, as_json=options.json)
     return 0

@@ -370,5 +370,10 @@ def test_a_page_after_adaround_says_what_its_noise_leaves_out(tmp_path: Path) ->
     assert "above their quantization noise" in before.summary["sentence"]
     qsdk.adaround(sim, batches, progress=False)
     after = qsdk.report(sim, tmp_path / "after.html", data=batches, progress=False)
-    assert "above the noise of all but 2 weights that are rounded for good" in after.summary["sentence"]
-    assert "compare the outputs with those of the model that you began with" in (tmp_path / "after.html").read_text()
+    assert "above their quantization noise" in after.summary["sentence"]
+    assert "counted from the model as it was given" in (tmp_path / "after.html").read_text()
+    qsdk.export(sim, tmp_path / "model.onnx")
+    opened = qsdk.quantize(tmp_path / "model.onnx")  # which has no float values
+    page = qsdk.report(opened, tmp_path / "opened.html", data=[batches[0].numpy()], progress=False)
+    assert "above the noise of all but 2 weights that came rounded" in page.summary["sentence"]
+    assert "compare with the model that you began with" in (tmp_path / "opened.html").read_text()

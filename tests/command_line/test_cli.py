@@ -347,6 +347,7 @@ def test_parity_refuses_an_invalid_file(at: Path, capsys):
 def test_to_integer(at: Path, capsys):
     assert said(capsys, "quantize", "mlp.onnx", at / "mlp.q.onnx", "--data", "vectors.npy")[0] == 0
     found = document(capsys, "to-integer", at / "mlp.q.onnx", at / "mlp.int.onnx", "--edges", "integer")
+    assert said(capsys, "to-integer", at / "mlp.q.onnx", at / "no_bar.onnx")[2] == ""  # a bar is for terminals alone
     assert found["summary"]["float_tensors"] == 0
     assert (at / "mlp.int.onnx.certificate.json").exists()
     assert said(capsys, "validate", at / "mlp.int.onnx", "--strict")[0] == 0

@@ -28,7 +28,8 @@ class OutputNoise:
 
     Attributes:
         signal: power of the float outputs.
-        all_quantized: power of their change when every site is quantized.
+        all_quantized: power of their change when every site is quantized, from the model as it was given.
+        stored: the part of that which is in the stored values by now, so that no site's quantization causes it.
         alone: site -> power of their change when it alone is quantized.
         without: layer -> power of their change when all but its sites are quantized, where that was measured.
         silent: the outputs that are 0 in all batches, which nothing can be compared with.
@@ -36,6 +37,7 @@ class OutputNoise:
 
     signal: float = 0.0
     all_quantized: float = 0.0
+    stored: float = 0.0
     alone: dict[str, float] = field(default_factory=dict)
     without: dict[LayerSites, float] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
@@ -84,7 +86,7 @@ def sensitivity_report(
     rows = []
     for layer in layers:
         share = noise.of(layer) / total
-        rest = noise.without.get(layer, noise.all_quantized * (1.0 - share))
+        rest = noise.without.get(layer, noise.stored + (noise.all_quantized - noise.stored) * (1.0 - share))
         row: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind, "dtype": layer.dtype}
         row |= {"sqnr_db": _sqnr(noise.of(layer), noise), "sqnr_db_without": _sqnr(rest, noise), "share": share}
         rows.append(row | ({"drop": drops[layer]} if layer in drops else {}) | {"sites": len(layer.sites)})

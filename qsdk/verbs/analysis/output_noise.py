@@ -12,6 +12,7 @@ from qsdk.algorithms.noise_probe import NoiseProbe
 from qsdk.core.errors import DataError, QsdkError
 from qsdk.core.precision.sensitivity import LayerSites, OutputNoise
 from qsdk.progress import over_batches, tqdm
+from qsdk.verbs.analysis.rounded_weights import outputs_as_given
 from qsdk.verbs.analysis.sampled_rows import every_third, rows_of
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Door, Forward
@@ -19,6 +20,8 @@ from qsdk.verbs.doors.door import Door, Forward
 FloatArrays = Sequence[npt.NDArray[np.float32]]
 #: what a model raises that does not take fewer rows than it was made for
 _REFUSALS = (QsdkError, RuntimeError, TypeError, ValueError, IndexError)
+#: batches whose rows compare the simulation with the model as it was given
+_COMPARED = 4
 
 
 @dataclass
@@ -81,6 +84,7 @@ def estimate_noise(
     stored = {site for site, decision in sim.plan.decisions.items() if decision.kind in ("weight", "bias")}
     axes = {site: encoding.axis or 0 for site, encoding in sim.encodings.items() if site in stored}
     probe = NoiseProbe(door.fake_quantizer(), {**dict.fromkeys(stored, 0), **axes}, seed)
+    kept: list[tuple[Any, FloatArrays]] = []
     for (number, batch), thirds in every_third(_batches(data, progress)):
         used = rows_of(batch, thirds)
         try:
@@ -89,7 +93,8 @@ def estimate_noise(
             if used is batch:
                 raise
             probe.forget()
-            outputs, quantized = _both_outputs(door, batch, probe, forward, f"batch {number}")
+            used = batch
+            outputs, quantized = _both_outputs(door, used, probe, forward, f"batch {number}")
         if outputs is None:
             return None
         in_float = [_to_numpy(y) for y in outputs]
@@ -97,8 +102,34 @@ def estimate_noise(
         noise.signal += weights.power(in_float)
         probe.measure(outputs, weights.values)
         noise.all_quantized += weights.power_of_changes(quantized, [in_float])
+        kept += [(used, quantized[0])] if len(kept) < _COMPARED else []
+    _compare_with_given(sim, noise, weights, kept, forward)
     noise.alone, noise.silent = probe.noise, weights.silent
     return noise, probe.unreached
+
+
+def _compare_with_given(
+    sim: Sim,
+    noise: OutputNoise,
+    weights: OutputWeights,
+    kept: Sequence[tuple[Any, FloatArrays]],
+    forward: Forward | None,
+) -> None:
+    """Count the noise of everything from the model as it was given, where verbs have changed stored values since.
+
+    Args:
+        sim: calibrated.
+        noise: whose `all_quantized` is replaced then, in its own unit.
+        weights: of the outputs.
+        kept: some batches, and the simulation's outputs for them.
+        forward: calls the module on a batch.
+    """
+    given = outputs_as_given(sim, [batch for batch, _ in kept], forward)
+    signal = 0.0 if given is None else sum(weights.power(outputs) for outputs in given)
+    if given is not None and signal > 0.0:
+        changes = weights.power_of_changes([quantized for _, quantized in kept], given)
+        all_now, noise.all_quantized = noise.all_quantized, noise.signal * changes / signal
+        noise.stored = max(noise.all_quantized - all_now, 0.0)
 
 
 def _both_outputs(
@@ -147,12 +178,13 @@ def measure_noise(
     unit = noise.signal / signal if signal > 0.0 else 0.0
     every = frozenset(site for site, decision in sim.plan.decisions.items() if decision.spec is not None)
 
-    def with_only(sites: Iterable[str]) -> float:
+    def with_only(sites: Iterable[str], exact: Sequence[FloatArrays] = in_float) -> float:
         with door.quantizing_only(frozenset(sites)):
-            return unit * weights.power_of_changes(door.outputs(batches, forward, in_float=False), in_float)
+            return unit * weights.power_of_changes(door.outputs(batches, forward, in_float=False), exact)
 
     if known is None:
-        noise.all_quantized = with_only(every)
+        given = outputs_as_given(sim, batches, forward) or in_float
+        noise.all_quantized = with_only(every, given) * signal / (sum(map(weights.power, given)) or 1.0)
     for layer in tqdm(layers, desc="sensitivity", unit="layer", disable=not progress, leave=False):
         noise.alone |= dict.fromkeys(layer.sites, 0.0) | {layer.sites[0]: with_only(layer.sites)}
         if reverse:

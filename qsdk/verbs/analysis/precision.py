@@ -15,6 +15,7 @@ from qsdk.core.precision.time_budget import TimeBudget
 from qsdk.core.report import Report
 from qsdk.progress import progress_of
 from qsdk.verbs.analysis.profile import ProfiledRuntime, profile
+from qsdk.verbs.analysis.rounded_weights import rounded_facts
 from qsdk.verbs.analysis.sensitivity import noise_of_layers
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
@@ -35,8 +36,8 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
 
     Returns:
         Rows `site`, `dtype`, `sqnr_db` (of its own values), `share` (of all noise at the model's outputs, the largest
-        first), `finding`, `remedy` (a line for the config), `sqnr_db_then`. Summary: `sites`, and `ranking`: the rows
-        of `sensitivity`.
+        first), `finding`, `remedy` (a line for the config), `sqnr_db_then`. Summary: `sites`, `ranking`: the rows of
+        `sensitivity`, and its `rounded`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -51,7 +52,7 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
     """
     samples, noise, ranking = _ranked(sim, data, forward, progress)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)
-    return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
+    return Report(report.title, report.rows, {**report.summary, **rounded_facts(sim), "ranking": ranking})
 
 
 def mixed_precision(
@@ -110,10 +111,11 @@ def mixed_precision(
     require_budget(metric, max_drop)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
     samples, noise, ranking = _ranked(sim, data, forward, progress)
+    rounded = rounded_facts(sim)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
-    return Report(report.title, report.rows, {**report.summary, "ranking": ranking})
+    return Report(report.title, report.rows, {**report.summary, **rounded, "ranking": ranking})
 
 
 def _ranked(

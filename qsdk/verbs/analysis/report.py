@@ -27,6 +27,7 @@ from qsdk.verbs.analysis.page.facts import LayerFacts, ModelFacts
 from qsdk.verbs.analysis.page.gather import Measured, model_facts
 from qsdk.verbs.analysis.profile import model_to_run
 from qsdk.verbs.analysis.profile import profile as profiled
+from qsdk.verbs.analysis.rounded_weights import rounded_weights
 from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
@@ -211,22 +212,21 @@ def _measured_sim(sim: Sim, data: Iterable[Any] | None, forward: Forward | None,
         return found
     rows = sensitivity(sim, data, forward=forward, progress=progress)
     found = replace(found, sensitivity=rows, sqnr_db=rows.summary["sqnr_db"])
-    count = _rounded_for_good(sim)
+    count = len(rows.summary.get("rounded", ()))
     if not count:
         return found
     remark = (
-        f"{count} weights hold the values that they were rounded to, by adaround or the like, so no number here "
-        "says what that cost: compare the outputs with those of the model that you began with."
+        f"{count} weights hold the values that they were rounded to, by adaround or the like, so the shares of the "
     )
-    return replace(found, remarks=(remark,), noise=f"the noise of all but {count} weights that are rounded for good")
-
-
-def _rounded_for_good(sim: Sim) -> int:
-    """Return how many weights lie on their grid already: what their rounding cost cannot be seen in the sim."""
-    encodings = sim.encodings
-    weights = [d.site for d in sim.plan.decisions.values() if d.kind == "weight" and d.site in encodings]
-    held = sim.stored_floats(weights)
-    return sum(np.array_equal(encodings[site].fake_quantize(x), x) for site, x in held.items())
+    with door_of(sim).as_given():
+        lost = len(rounded_weights(sim))
+    if not lost:
+        counted = "layers leave out what that cost; the noise of the whole is counted from the model as it was given."
+        return replace(found, remarks=(remark + counted,))
+    unknown = (
+        f"layers leave out what that cost, and {lost} of them came so: compare with the model that you began with."
+    )
+    return replace(found, remarks=(remark + unknown,), noise=f"the noise of all but {lost} weights that came rounded")
 
 
 def _sqnr(sim: Sim, in_float: OnnxSim, data: Iterable[Any]) -> float:

@@ -10,6 +10,7 @@ from qsdk.core.report import Report
 from qsdk.progress import tqdm
 from qsdk.verbs.analysis.output_noise import estimate_noise, measure_noise
 from qsdk.verbs.analysis.profile import ProfiledRuntime, ms_by_layer, profile
+from qsdk.verbs.analysis.rounded_weights import rounded_facts
 from qsdk.verbs.doors.choose import Sim, door_of
 from qsdk.verbs.doors.door import Forward
 
@@ -49,10 +50,12 @@ def sensitivity(
         Rows `layer`, `kind` (weights or activations), `dtype`, `sqnr_db` of the outputs when it alone is quantized,
         `sqnr_db_without` (when all but it is), `share` of the noise of all rows, `drop` of the metric (with one), the
         number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
-        equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, `layers`,
-        `rows_with_80_percent` of the noise, `method` (estimated or measured), `not_counted` (outputs that are 0 in all
-        batches used, where there are such), and with a metric `reference` (nothing quantized), `metric` (all of it) and
-        `drop`.
+        equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, from the model as it was
+        given, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), `not_counted` (outputs
+        that are 0 in all batches used, where there are such), `rounded` (weights that `adaround`, `gptq`,
+        `tune_blocks` or the file have stored as they are rounded: a `remark` says what rows leave out), and with a
+        metric `reference` (the model as given), `float_now` (nothing quantized, where verbs have changed stored values
+        since: what the rows are compared with), `metric` (all quantized) and `drop`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
@@ -74,7 +77,8 @@ def sensitivity(
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
     _require_signal(noise)
     facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
-    report = sensitivity_report(layers, noise, drops, {"method": method, **facts})
+    facts |= {"method": method, **rounded_facts(sim)}
+    report = sensitivity_report(layers, noise, drops, facts)
     return report if times is None else _with_ms(report, times)
 
 
@@ -107,16 +111,19 @@ def _with_ms(report: Report, times: Mapping[str, float]) -> Report:
 def _drops(
     sim: Sim, metric: Callable[[Any], float], layers: Sequence[LayerSites], progress: bool
 ) -> tuple[dict[str, float], dict[LayerSites, float]]:
-    """Return the metric with nothing and with all quantized, and what it loses with each layer alone."""
+    """Return the metric as given, with nothing and with all quantized, and what it loses with each layer alone."""
     door = door_of(sim)
     with door.quantizing_only(()):
-        reference = metric_value(metric(sim))
+        in_float = reference = metric_value(metric(sim))
+        with door.as_given() as moved:
+            reference = metric_value(metric(sim)) if moved else in_float
     now = metric_value(metric(sim))
     drops: dict[LayerSites, float] = {}
     for layer in tqdm(layers, desc="metric of each layer", disable=not progress, leave=False):
         with door.quantizing_only(frozenset(layer.sites)):
-            drops[layer] = reference - metric_value(metric(sim))
-    return {"reference": reference, "metric": now, "drop": reference - now}, drops
+            drops[layer] = in_float - metric_value(metric(sim))
+    float_now = {"float_now": in_float} if moved else {}
+    return {"reference": reference, **float_now, "metric": now, "drop": reference - now}, drops
 
 
 def noise_of_layers(

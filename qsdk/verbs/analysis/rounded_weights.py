@@ -1,0 +1,47 @@
+"""What verbs have done to a model's stored values for good, which no noise of quantizing them now can show."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsdk.verbs.doors.choose import Sim, door_of
+from qsdk.verbs.doors.door import Forward
+
+
+def rounded_weights(sim: Sim) -> list[str]:
+    """Return the weights that lie on their grid already: rounded by a verb, by training, or in the file they are from.
+
+    Args:
+        sim: calibrated, of either side.
+    """
+    encodings = sim.encodings
+    weights = [d.site for d in sim.plan.decisions.values() if d.kind == "weight" and d.site in encodings]
+    held = sim.stored_floats(weights)
+    return [site for site in held if np.array_equal(encodings[site].fake_quantize(held[site]), held[site])]
+
+
+def rounded_facts(sim: Sim) -> dict[str, Any]:
+    """Return the entries of a summary that say what rows of weights leave out; empty where they leave out nothing."""
+    found = rounded_weights(sim)
+    if not found:
+        return {}
+    remark = (
+        f"{len(found)} weights are stored as they are rounded (by adaround, gptq, tune_blocks, or in the file): their "
+        "rows have none of the noise that rounding made; run this before such a verb to see it"
+    )
+    return {"rounded": found, "remark": remark}
+
+
+def outputs_as_given(
+    sim: Sim, batches: Iterable[Any], forward: Forward | None
+) -> list[Sequence[npt.NDArray[np.float32]]] | None:
+    """Return the float outputs of the model as the user gave it, for each batch.
+
+    Returns:
+        None where no verb has changed a stored value since.
+    """
+    door = door_of(sim)
+    with door.as_given() as moved:
+        return list(door.outputs(batches, forward, in_float=True)) if moved else None
