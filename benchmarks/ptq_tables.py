@@ -5,12 +5,14 @@ float forward passes over the calibration data in the same process; scores are t
 `python benchmarks/ptq_tables.py resnet14 mobile` measures a few; `--write` puts their tables into
 `docs/results/ptq_tables.md`.
 `--config="W8A16, weights per tensor"` measures that config alone, and writes nothing.
+`--methods="seq_mse;seq_mse, adaround"` measures these rows alone, beside float and the first one, and with `--write`
+replaces them in the tables.
 """
 
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +103,13 @@ def methods(case: Case, config: str) -> dict[str, Work]:
     return SPECIAL.get(config, usual)
 
 
-def measured(case: Case, config: str) -> list[dict[str, Any]]:
-    """One row for each method; the first is the float network."""
+def measured(case: Case, config: str, only: Collection[str] = ()) -> list[dict[str, Any]]:
+    """One row for each method, or for those of `only` and the plain one; the first is the float network."""
     unit = float_pass(case.model, case.batches)
     rows: list[dict[str, Any]] = [{"method": "float", **rounded(case.score(case.model)), "passes": None}]
-    for name, work in methods(case, config).items():
+    for number, (name, work) in enumerate(methods(case, config).items()):
+        if number and only and name not in only:
+            continue
         sim = qsdk.quantize(case.model, case.batches[0], case.configs[config], **case.options)
         qsdk.calibrate(sim, case.batches, progress=False)
         spent = seconds(lambda work=work, sim=sim: work(sim, case.batches))
@@ -136,11 +140,28 @@ def write(case: Case, name: str, tables: dict[str, list[dict[str, Any]]]) -> Non
     DOCUMENT.write_text(f"{before}{start}\n{found}\n\n{end}{rest.partition(end)[2]}")
 
 
+def replace_rows(case: Case, tables: dict[str, list[dict[str, Any]]]) -> None:
+    """Put some rows in place of those of the same methods in the document."""
+    text = DOCUMENT.read_text()
+    for config, rows in tables.items():
+        start = f"### {case.title}, {config}\n"
+        before, _, rest = text.partition(start)
+        own, mark, after = rest.partition("\n###")
+        if not mark:
+            own, mark, after = rest.partition("\n<!-- end")
+        fresh = {line.split(" | ")[0]: line for line in table(rows).splitlines()[4:]}
+        lines = [fresh.get(line.split(" | ")[0], line) for line in own.splitlines()]
+        text = before + start + "\n".join(lines) + mark + after
+    DOCUMENT.write_text(text)
+
+
 def main(*given: str) -> None:
     logging.disable(logging.WARNING)
     one_thread()
     wanted = [name for name in given if not name.startswith("--")]
     only = next((name.partition("=")[2] for name in given if name.startswith("--config=")), "")
+    chosen = next((name.partition("=")[2] for name in given if name.startswith("--methods=")), "")
+    rows = [name for name in chosen.split(";") if name]
     found: dict[str, Any] = {}
     for make in CASES:
         if wanted and make.__name__ not in wanted:
@@ -150,9 +171,14 @@ def main(*given: str) -> None:
         except pytest.skip.Exception as reason:
             print(f"skipped {make.__name__}: {reason}", file=sys.stderr)
             continue
-        tables = {config: measured(case, config) for config in case.configs if only in ("", config)}
+        configs = [config for config in case.configs if only in ("", config)]
+        tables = {
+            config: measured(case, config, rows) for config in configs if not rows or {*rows} & {*methods(case, config)}
+        }
         found[make.__name__] = tables
-        if "--write" in given and not only:
+        if "--write" in given and rows:
+            replace_rows(case, tables)
+        elif "--write" in given and not only:
             write(case, make.__name__, tables)
     print(json.dumps({"benchmark": "ptq_tables", **found}))
 

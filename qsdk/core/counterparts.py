@@ -19,7 +19,7 @@ _AIMET = {
     "encodings_to_onnx_qdq": "qsdk.apply_encodings(model, encodings, out)",
     "to_onnx_qdq": "qsdk.export(sim, path)",
     "from_onnx_qdq": "qsdk.quantize(path, None) opens a Q/DQ file with its own encodings",
-    "QuantScheme": f'{_RANGES}; "post_training_tf" and "post_training_tf_enhanced" too',
+    "QuantScheme": f'{_RANGES}; "post_training_tf", "post_training_tf_enhanced" and "post_training_percentile" too',
     "QuantizationDataType": _DTYPES,
     "apply_seq_mse": "qsdk.seq_mse(sim, batches)",
     "SequentialMse": "qsdk.seq_mse(sim, batches)",

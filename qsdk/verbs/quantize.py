@@ -184,8 +184,8 @@ def calibrate(
         sim: of either side.
         data: an iterable of tensors, tuples (positional) or mappings (keywords); `inputs_only` drops labels.
         method: for activations. `min_max` (also `post_training_tf`) covers every value, and is the one to begin with;
-            `moving_average` follows the batches; `percentile`, `mse`, `tf_enhanced` (also `sqnr` and
-            `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
+            `moving_average` follows the batches; `percentile` (also `post_training_percentile`), `mse`, `tf_enhanced`
+            (also `sqnr` and `post_training_tf_enhanced`) and `entropy` cut off outliers: try them where accuracy falls.
         weight_method: for weights, one of the same; None for `min_max`. Try `mse` at 4 bits.
         percentile: share of the values, in percent, that `percentile` keeps below the upper end and above the lower.
         max_batches: batches to stop after, for a DataLoader of a whole training set; None for all.

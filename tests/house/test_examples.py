@@ -1,27 +1,16 @@
 """The examples, run as they are."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from example_files import FOLDER, example
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qsdk
-
-FOLDER = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", [pytest.param("hugging_face_trainer", marks=pytest.mark.slow), "lightning_module"])

@@ -1,25 +1,13 @@
 """The examples that read folders of pictures, run at their smallest."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from example_files import FOLDER, example
 
 import qsdk
-
-FOLDER = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_folder_of_pictures_becomes_a_quantized_classifier(tmp_path: Path):

@@ -2,16 +2,21 @@
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from typing import Any
 
 from onnx_backend.proto.inputs import inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.qdq.quantized_parts import is_anything_quantized
+from onnx_backend.sim import OnnxSim
 from qsdk.commands.batches import batches_of_options
 from qsdk.commands.config_of_options import config_of
 from qsdk.commands.printing import show
 from qsdk.commands.scores.metric import scorer_of_options
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import Graph
+from qsdk.core.report import Report
+from qsdk.core.site import owner_of
 from qsdk.verbs.analysis.sensitivity import sensitivity
 from qsdk.verbs.quantize import calibrate, quantize
 
@@ -41,5 +46,34 @@ def run(options: Namespace) -> int:
     found = sensitivity(
         sim, data, metric=None if scorer is None else metric, exact=options.exact, progress=progress, seed=options.seed
     )
-    show(found, as_json=options.json)
+    show(_with_modules(found, sim), as_json=options.json)
     return 0
+
+
+def _with_modules(report: Report, sim: OnnxSim) -> Report:
+    """Return a report with the paths of modules as layers, where a file that torch exported has them.
+
+    A path that several layers have is followed by the layer's own name, which is in `node` as well.
+    """
+    paths = _module_paths(sim.graph)
+    counts = Counter(paths.values())
+
+    def shown(layer: str) -> str:
+        path = paths.get(layer, layer)
+        return path if counts[path] < 2 else f"{path} ({layer})"
+
+    rows = [{**row, "layer": shown(row["layer"]), "node": row["layer"]} for row in report.rows]
+    changed = any(row["layer"] != row["node"] for row in rows)
+    return Report(report.title, rows, report.summary) if changed else report
+
+
+def _module_paths(graph: Graph) -> dict[str, str]:
+    """Return owner of a site -> path of the module whose op makes the tensor, or reads it where it is stored."""
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        for tensor in (*op.outputs, *(index for index in op.inputs if index is not None)):
+            site = graph.tensors[tensor].site
+            own = tensor in op.outputs or not (tensor in graph.producer or tensor in graph.inputs)
+            if op.module and site is not None and own:
+                found.setdefault(owner_of(site), op.module)
+    return found

@@ -21,7 +21,7 @@ from qsdk.core.ranges.histogram import BINS, Histogram, histogram_of, percentile
 from qsdk.core.ranges.ranges import Range, range_of, scale_and_zero_point
 from qsdk.core.ranges.search import cast_to, least_error, least_error_counted
 
-#: the names that `calibrate` accepts; the last three are synonyms
+#: the names that `calibrate` accepts; the last four are synonyms
 CalibrationMethod = Literal[
     "min_max",
     "moving_average",
@@ -31,12 +31,14 @@ CalibrationMethod = Literal[
     "entropy",
     "post_training_tf",
     "post_training_tf_enhanced",
+    "post_training_percentile",
     "sqnr",
 ]
 #: each of these names -> the estimator
 METHODS: Mapping[str, str] = MappingProxyType(
     {name: name for name in ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy")}
     | {"post_training_tf": "min_max", "post_training_tf_enhanced": "tf_enhanced", "sqnr": "tf_enhanced"}
+    | {"post_training_percentile": "percentile"}
 )
 PERCENTILE = 99.99
 MOMENTUM = 0.1

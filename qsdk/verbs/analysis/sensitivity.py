@@ -77,8 +77,7 @@ def sensitivity(
     noise, method = noise_of_layers(sim, data, layers, exact=exact, forward=forward, progress=progress, seed=seed)
     _require_signal(noise)
     facts, drops = _drops(sim, metric, layers, progress) if metric is not None else ({}, {})
-    facts |= {"method": method, **rounded_facts(sim)}
-    report = sensitivity_report(layers, noise, drops, facts)
+    report = sensitivity_report(layers, noise, drops, {"method": method, **facts, **rounded_facts(sim)})
     return report if times is None else _with_ms(report, times)
 
 

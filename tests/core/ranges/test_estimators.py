@@ -267,7 +267,8 @@ def test_a_short_block_counts_only_its_own_values():
 def test_names():
     assert estimator("post_training_tf") == Estimator("min_max")
     assert estimator("sqnr") == estimator("post_training_tf_enhanced") == Estimator("tf_enhanced")
-    assert estimator("percentile").percentile == 99.99
+    assert estimator("percentile").percentile == estimator("post_training_percentile").percentile == 99.99
+    assert estimator("post_training_percentile", 99.0) == estimator("percentile", 99.0)
     with pytest.raises(ConfigError, match="unknown calibration method 'magic'; choose one of min_max, moving_average"):
         estimator("magic")
     for wrong in (50, 100.1, 0.999, float("nan")):
