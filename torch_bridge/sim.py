@@ -43,7 +43,7 @@ from torch_bridge.training.batch_norm_training import (
     temporarily_folded,
     unfolded_norms,
 )
-from torch_bridge.training.frozen_values import holding_values
+from torch_bridge.training.frozen_values import guard_values, holding_values
 from torch_bridge.training.schedule_state import ScheduleState
 from torch_bridge.training.training import Learning, eval_mode, leave_training, parameter_groups, training
 from torch_bridge.weight_files.weight_files import WeightFiles
@@ -347,6 +347,13 @@ class QuantSim(StatefulSim):
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:
         """Return optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
         return parameter_groups(self.model, list(self.quantizers.values()), lr=lr, scale_lr=scale_lr)
+
+    def freeze(self, match: str = "*", *, values: bool = False) -> int:
+        """Freeze as `StatefulSim.freeze`, and refuse gradients of frozen values outside of `training`."""
+        before = self.frozen_values
+        count = super().freeze(match, values=values)
+        guard_values(self.model, self.frozen_values - before, lambda: self.frozen_values)
+        return count
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep the sim to this thread for a while, see `Runtime.alone`."""

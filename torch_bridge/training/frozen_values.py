@@ -1,13 +1,15 @@
 """Frozen values in training: no optimizer changes them, whatever it does besides following gradients."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qsdk.core.errors import ConfigError
 from torch_bridge.torch_values.gate_order import is_recurrent
 from torch_bridge.torch_values.parameters import find_stored
 
@@ -39,6 +41,26 @@ def holding_values(model: nn.Module, sites: Collection[str]) -> Iterator[None]:
         restore_values()
         for parameter in untrained:
             parameter.requires_grad_(True)
+
+
+def guard_values(model: nn.Module, sites: Collection[str], frozen: Callable[[], Collection[str]]) -> None:
+    """Let a gradient that reaches a stored tensor at one of these sites raise an error, as long as it is frozen.
+
+    Inside of `holding_values` none does; outside, nothing would hold the tensor against an optimizer.
+    """
+    for site in sites:
+        for tensor in _tensors(model, [site]):
+            if tensor.requires_grad and tensor.is_leaf:
+                tensor.register_post_accumulate_grad_hook(partial(_refuse_gradient, site=site, frozen=frozen))
+
+
+def _refuse_gradient(parameter: Tensor, *, site: str, frozen: Callable[[], Collection[str]]) -> None:
+    if site in frozen():
+        parameter.grad = None
+        raise ConfigError(
+            f"a gradient has reached {site}, whose values are frozen, outside of sim.training(), where nothing holds "
+            f"them: train inside `with sim.training():`, or call sim.unfreeze({site!r})"
+        )
 
 
 def _tensors(model: nn.Module, sites: Collection[str]) -> list[Tensor]:

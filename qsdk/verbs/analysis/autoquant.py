@@ -82,10 +82,9 @@ def autoquant(
     """Quantize a model so that a metric stays within a budget of the float model's, in as few steps as that takes.
 
     The steps are the guide's, the cheapest first: ranges by min-max and other estimators, `rotate` (which unties
-    nothing here), `equalize`, `smooth_quant`, `correct_bias`, or for weights below 8 bits `seq_mse` (which shifts
-    biases too), `gptq`, `adaround`, at last `mixed_precision`; the first one that meets the budget is the last. One
-    that does not improve the metric is undone. Is the preset too large, the weights that matter least (`sensitivity`)
-    take 4 bits at the start.
+    nothing here), `equalize`, `smooth_quant`, `correct_bias` or, below 8 bits, `seq_mse`, `gptq`, `adaround`, at last
+    `mixed_precision`; the first one that meets the budget is the last. One that does not improve the metric is undone.
+    Is the preset too large, the weights that matter least (`sensitivity`) take 4 bits at the start.
 
     Args:
         model: an nn.Module, an ONNX path or an onnx model; it is left as it is.

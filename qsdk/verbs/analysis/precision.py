@@ -50,9 +50,9 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
         >>> qsdk.advise(sim, [x], progress=False).summary["ranking"][0]["kind"]
         'weights'
     """
-    samples, noise, ranking = _ranked(sim, data, forward, progress)
+    samples, noise, facts = _ranked(sim, data, forward, progress)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)
-    return Report(report.title, report.rows, {**report.summary, **rounded_facts(sim), "ranking": ranking})
+    return Report(report.title, report.rows, report.summary | facts)
 
 
 def mixed_precision(
@@ -110,18 +110,17 @@ def mixed_precision(
     """
     require_budget(metric, max_drop)
     time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
-    samples, noise, ranking = _ranked(sim, data, forward, progress)
-    rounded = rounded_facts(sim)
+    samples, noise, facts = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
-    return Report(report.title, report.rows, {**report.summary, **rounded, "ranking": ranking})
+    return Report(report.title, report.rows, report.summary | facts)
 
 
 def _ranked(
     sim: Sim, data: Iterable[Any], forward: Forward | None, progress: bool
-) -> tuple[dict[str, SiteSample], dict[str, float], list[dict[str, Any]]]:
-    """Return a sample and the noise at the outputs, over their power, of each site, and the rows of `sensitivity`."""
+) -> tuple[dict[str, SiteSample], dict[str, float], dict[str, Any]]:
+    """Return a sample and the noise at the outputs, over their power, of each site, and `ranking` and `rounded`."""
     batches = list(data) if isinstance(data, Iterator) else data
     samples = _samples(sim, batches, forward, progress)
     layers = layers_of(sim.plan)
@@ -131,7 +130,8 @@ def _ranked(
     else:  # outputs without floats, such as classes, show no noise: each site's own ranks it
         values = {site: sample.values for site, sample in samples.items()} | dict(sim.stored_floats(sim.encodings))
         noise = {s: advice.noise_to_signal(values[s], known) for s, known in sim.encodings.items() if s in values}
-    return samples, noise, sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
+    ranking = sensitivity_report(layers, found, {}, {}).to_dict()["rows"]
+    return samples, noise, {**rounded_facts(sim), "ranking": ranking}
 
 
 @contextmanager

@@ -38,8 +38,7 @@ def sensitivity(
     Args:
         sim: calibrated, of either side; it is left as it is.
         data: as for `calibrate`; re-iterable, or kept as a list where layers are measured.
-        metric: called with the sim; larger is better. It is called once per row, with that row alone quantized, and
-            must run the sim that it is given.
+        metric: of the sim that it is called with, once per row, with that row alone quantized; larger is better.
         exact: measure every layer, on all data, in two passes per row: it alone quantized, and all but it.
         runtime: also time the exported file there, as `profile` does on random values.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
@@ -52,10 +51,9 @@ def sensitivity(
         number of `sites`, and with `runtime` `ms` of the layer (None: it is fused to another). Several outputs count
         equally, each in units of its own power. Summary: `sqnr_db` of the whole simulation, from the model as it was
         given, `layers`, `rows_with_80_percent` of the noise, `method` (estimated or measured), `not_counted` (outputs
-        that are 0 in all batches used, where there are such), `rounded` (weights that `adaround`, `gptq`,
-        `tune_blocks` or the file have stored as they are rounded: a `remark` says what rows leave out), and with a
-        metric `reference` (the model as given), `float_now` (nothing quantized, where verbs have changed stored values
-        since: what the rows are compared with), `metric` (all quantized) and `drop`.
+        that are 0 in all batches used), `rounded` (weights that a verb or the file has stored as they are rounded: a
+        `remark` says what rows leave out), and with a metric `reference` (the model as given), `float_now` (nothing
+        quantized, where verbs have changed it: rows count from there), `metric` (all quantized) and `drop`.
 
     Raises:
         CalibrationError: the sim is not calibrated.
