@@ -150,7 +150,7 @@ def replace_rows(case: Case, tables: dict[str, list[dict[str, Any]]]) -> None:
         if not mark:
             own, mark, after = rest.partition("\n<!-- end")
         fresh = {line.split(" | ")[0]: line for line in table(rows).splitlines()[4:]}
-        lines = [fresh.get(line.split(" | ")[0], line) for line in own.splitlines()]
+        lines = [fresh.get(line.split(" | ")[0], line) for line in own.split("\n")]
         text = before + start + "\n".join(lines) + mark + after
     DOCUMENT.write_text(text)
 

@@ -51,7 +51,8 @@ def guard_values(model: nn.Module, sites: Collection[str], frozen: Callable[[], 
     for site in sites:
         for tensor in _tensors(model, [site]):
             if tensor.requires_grad and tensor.is_leaf:
-                tensor.register_post_accumulate_grad_hook(partial(_refuse_gradient, site=site, frozen=frozen))
+                guard: Any = tensor.register_post_accumulate_grad_hook
+                guard(partial(_refuse_gradient, site=site, frozen=frozen))
 
 
 def _refuse_gradient(parameter: Tensor, *, site: str, frozen: Callable[[], Collection[str]]) -> None:

@@ -52,7 +52,7 @@ def advise(sim: Sim, data: Iterable[Any], *, forward: Forward | None = None, pro
     """
     samples, noise, facts = _ranked(sim, data, forward, progress)
     report = advice.advise(sim.plan, sim.encodings, samples, noise)
-    return Report(report.title, report.rows, report.summary | facts)
+    return Report(report.title, report.rows, {**report.summary, **facts})
 
 
 def mixed_precision(
@@ -114,7 +114,7 @@ def mixed_precision(
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, progress) as counted:
         report = search_precision(sim, samples, noise, counted, as_given=door_of(sim).as_given, **options)
-    return Report(report.title, report.rows, report.summary | facts)
+    return Report(report.title, report.rows, {**report.summary, **facts})
 
 
 def _ranked(
