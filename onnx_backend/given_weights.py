@@ -24,11 +24,14 @@ _FOLDER = "given/"
 @contextmanager
 def as_given(sim: OnnxSim) -> Iterator[bool]:
     """Set the stored tensors of the sim to the user's own inside the block; yield True if any had changed."""
+    if not sim.given.before:  # to restore what is stored already would cost the session
+        yield False
+        return
     before = sim.snapshot(weights=True)
     _, *rest = before.stored
     sim.restore(replace(before, stored=(sim.given, *rest)))
     try:
-        yield bool(sim.given.before)
+        yield True
     finally:
         sim.restore(before)
 
