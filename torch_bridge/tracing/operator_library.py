@@ -4,22 +4,9 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-
-def _module(name: str) -> ModuleType | None:
-    """Return a module of torch, or None where another version of torch lacks it; tracing is only slower then."""
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-registration = _module("torch.onnx._internal.exporter._registration")
-composites = _module("torch._export.utils")
-kernels = _module("torch._ops")
+from torch_bridge.tracing.exporter_modules import composites, kernels, registration
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch_bridge.sites.runtime import Runtime
 from torch_bridge.torch_values.batches import Example
 from torch_bridge.torch_values.caches import CacheKey
 from torch_bridge.torch_values.pytree import Path, argument_leaves, leaves_of, map_leaves, name_leaves
+from torch_bridge.tracing.decompositions import single_nodes_decomposed
 from torch_bridge.tracing.dynamic_shapes import Axes, batch_axes, named_axes
 from torch_bridge.tracing.export_errors import (
     OutputForm,
@@ -148,7 +149,7 @@ def _export(
             if eager is not None:
                 require_same_outputs(eager, output_forms(outputs))
             conditions = _conditions(captured, inputs, shapes)
-            with operators_read_once():
+            with operators_read_once(), single_nodes_decomposed():
                 program = torch.onnx.export(
                     captured, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, optimize=False, verbose=False
                 )
