@@ -4,7 +4,7 @@
 than to capture it. Most ops are translated as they are, so only those that are not are traced here, each by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -37,8 +37,8 @@ _NEEDED = (
 def single_nodes_decomposed() -> Iterator[None]:
     """Let torch's exporter decompose single nodes inside the block.
 
-    It takes its own way for a program with an op that changes a tensor in a manner that `make_functional` leaves, and
-    where the installed torch lacks a function that this builds on.
+    It takes its own way for a program with an op that changes a tensor in a manner that `make_functional` leaves or
+    that has no translation by itself, and where the installed torch lacks a function that this builds on.
     """
     if not all(hasattr(module, name) for module, name in _NEEDED):
         yield
@@ -46,7 +46,8 @@ def single_nodes_decomposed() -> Iterator[None]:
     whole = exporter_passes.decompose_with_registry
 
     def decompose(program: ExportedProgram, registry: Any) -> Any:
-        return _decompose(program, registry) if make_functional(program.graph) else whole(program, registry)
+        singly = make_functional(program.graph) and _decompose(program, registry)
+        return program if singly else whole(program, registry)
 
     exporter_passes.decompose_with_registry = decompose
     try:
@@ -55,29 +56,45 @@ def single_nodes_decomposed() -> Iterator[None]:
         exporter_passes.decompose_with_registry = whole
 
 
-def _decompose(program: ExportedProgram, registry: Any) -> ExportedProgram:
-    """Replace the nodes of a program that a registry of translations lacks, in the program's own graph."""
+def _decompose(program: ExportedProgram, registry: Any) -> bool:
+    """Replace the nodes of a program that a registry of translations lacks, in the program's own graph.
+
+    Returns:
+        False, with the program as it was, where one of the nodes, or of those that it is made of, has no translation.
+    """
     translated = set(operator_tables.get_onnx_implemented_overloads(registry))
     table = operator_tables.create_onnx_friendly_decomposition_table(translated)
     composite, others = programs._split_decomp_table_to_cia_and_python_decomp(table)
-    graph = program.graph
-    lengths: dict[Any, fx.Node] = {}
+    nodes = list(program.graph.nodes)
     with (
-        program.graph_module._set_replace_hook(program.graph_signature.get_replace_hook()),
-        detect_fake_mode([node.meta.get("val") for node in graph.nodes]) or nullcontext(),
+        detect_fake_mode([node.meta.get("val") for node in nodes]) or nullcontext(),
         torch.no_grad(),
         capture._ignore_backend_decomps(),
         capture._compiling_state_context(),
         programs._override_composite_implicit_decomp(composite),
     ):
-        for node in list(graph.nodes):
-            if _is_decomposed(node.target, composite, others):
-                _replace(node, others, lengths)
+        parts = {node: _parts(node, others) for node in nodes if _is_decomposed(node.target, composite, others)}
+    kept = [node for node in nodes if node not in parts]
+    kept += [part for made_of in parts.values() for part in made_of.nodes]
+    if not all(_is_translated(node.target, translated) for node in kept):
+        return False
+    lengths: dict[Any, fx.Node] = {}
+    with program.graph_module._set_replace_hook(program.graph_signature.get_replace_hook()):
+        for node in nodes:
+            if node in parts:
+                _replace(node, parts[node], lengths)
             elif (length := _length(node)) is not None:
                 lengths.setdefault(length, node)
-    graph.eliminate_dead_code()
+    program.graph.eliminate_dead_code()
     program.graph_module.recompile()
-    return program
+    return True
+
+
+def _is_translated(op: Any, translated: Collection[Any]) -> bool:
+    """Return whether the exporter translates an op, or drops it as it drops assertions."""
+    return (
+        not isinstance(op, OpOverload) or op in translated or "_assert" in op._opname or "sym_constrain" in op._opname
+    )
 
 
 def _is_decomposed(op: Any, composite: Decompositions, others: Decompositions) -> bool:
@@ -96,14 +113,8 @@ def _length(node: fx.Node) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else None
 
 
-def _replace(node: fx.Node, decompositions: Decompositions, lengths: Mapping[Any, fx.Node]) -> None:
-    """Put the nodes that a node is made of in its place.
-
-    Args:
-        node: of the graph to change.
-        decompositions: by op.
-        lengths: nodes before it that give a length, by its expression: they are read instead of giving it again.
-    """
+def _parts(node: fx.Node, decompositions: Decompositions) -> fx.Graph:
+    """Return the nodes that a node is made of, as a graph whose inputs are those of the node."""
     leaves, form = pytree.tree_flatten((node.args, node.kwargs))
     inputs = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
     op: Any = node.target
@@ -114,8 +125,13 @@ def _replace(node: fx.Node, decompositions: Decompositions, lengths: Mapping[Any
         return op(*args, **kwargs)
 
     traced = make_fx(run, decomposition_table=dict(decompositions))
-    parts = traced(*(leaf.meta["val"] for leaf in inputs.values())).graph
-    copies = dict(zip((part for part in parts.nodes if part.op == "placeholder"), inputs.values(), strict=True))
+    return traced(*(leaf.meta["val"] for leaf in inputs.values())).graph
+
+
+def _replace(node: fx.Node, parts: fx.Graph, lengths: Mapping[Any, fx.Node]) -> None:
+    """Put the nodes that a node is made of in its place; a length that a node before it gives is read there."""
+    given = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+    copies = dict(zip((part for part in parts.nodes if part.op == "placeholder"), given, strict=True))
     with node.graph.inserting_before(node):
         for part in parts.nodes:
             if part.op not in ("placeholder", "output"):

@@ -129,7 +129,7 @@ def bounds_of(layer: Layer, everywhere: Sequence[Surveyed]) -> Bounds:
     groups, _, k = layer.layout.matrix_shape
     found = [each.largest for each in everywhere if each.largest is not None]
     if not found:
-        zeros = torch.zeros(groups, k)
+        zeros = torch.zeros(groups, k, device="cpu")  # on the host, as what was seen is
         return Bounds(zeros, zeros, 0)
     largest = torch.stack(found).amax(0).reshape(2, groups, -1)
     taps = k // largest.shape[-1]  # a patch has as many elements of each channel

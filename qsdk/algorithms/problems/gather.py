@@ -283,7 +283,7 @@ class _Part:
         ordered = sorted((each for some in every for each in some), key=lambda each: each[0])
         limit, device = self._gathers.samples, self._weights[0].device
         groups, _, k = self._layers[0].layout.matrix_shape
-        nothing = torch.zeros(groups, 0, k)
+        nothing = torch.zeros(groups, 0, k, device="cpu")  # as the samples are
         x = torch.cat([nothing, *(each[1] for each in ordered)], 1)[:, :limit]
         x_quantized = torch.cat([nothing, *(each[2] for each in ordered)], 1)[:, :limit]
         return x.to(device), x_quantized.to(device)

@@ -106,7 +106,7 @@ class Moments:
         self._lanes: list[list[_Rows]] = [[] for _ in range(LANES)]
         self._lots: list[list[_Rows]] = []
         self._kept = 0  # rows in lanes and lots
-        self._count = exponents(torch.tensor(max(bounds.count, 1.0))).to(weight.device) + 1  # float32 products round
+        self._count = exponents(weight.new_tensor(max(bounds.count, 1.0))) + 1  # float32 products round
         self._x, self._difference = (exponents(v.to(weight.device)) for v in (bounds.x_quantized, bounds.difference))
         # the largest W (X~ - X)
         self._out = exponents((weight.abs().double() @ bounds.difference.to(weight).double()[..., None])[..., 0]) + 1

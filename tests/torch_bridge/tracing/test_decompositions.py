@@ -72,6 +72,8 @@ MODELS = {
         lambda: torch.randn(2, 3, 6, 6),
     ),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), lambda: torch.randn(2, 5, 8)),
+    # parts without a translation: torch's own way
+    "bags": (lambda: nn.EmbeddingBag(10, 6), lambda: torch.randint(0, 10, (2, 3))),
     "recurrent": (lambda: nn.LSTM(4, 6, batch_first=True), lambda: torch.randn(2, 5, 4)),
     "decoder": (decoder, lambda: {"input_ids": torch.randint(0, 32, (2, 5))}),
 }
