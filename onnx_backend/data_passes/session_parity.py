@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.data_passes.overflow import overflow_reason
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.parity.cuts import Cut, cut_at_codes, find_cuts
 from onnx_backend.parity.parity import require_values
@@ -135,7 +135,8 @@ def check_session(
             codes = _run(asked, site_feeds, where), _run(exact, site_feeds, where)
             _compare_codes(cuts, codes, captured, encodings, sites)
     gates = [(outputs, least_sqnr_db), (to_float, least_float_sqnr_db)]
-    return _report(sites, outputs, gates, level, {} if original is None else {"float_sqnr_db": to_float.decibels()})
+    extra = {} if original is None else {"float_sqnr_db": to_float.decibels()}
+    return _report(sites, outputs, gates, level, overflow_reason(sites_in), extra)
 
 
 def _cuttable(model: ModelProto) -> list[Cut]:
@@ -149,6 +150,7 @@ def _report(
     outputs: _OutputDifference,
     gates: Sequence[tuple[_OutputDifference, float | None]],
     level: str,
+    likely: str,
     extra: Mapping[str, float],
 ) -> Report:
     rows = [
@@ -162,7 +164,7 @@ def _report(
         for site, found in sites.items()
     ]
     worst = max((found.largest for found in sites.values()), default=0.0)
-    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off{_why_off()}"]
+    reasons = [] if worst <= 1 else [f"a site is {worst:g} steps off" + (f" ({likely})" if likely else "")]
     if any(found.invented for found, _ in gates):
         reasons.append("an output is NaN or infinite where it should be finite")
     reasons += [
@@ -178,16 +180,6 @@ def _report(
     facts = {"session": f"onnxruntime {ort.__version__}, level {level}", "activations_max_lsb": worst}
     ends = {"sqnr_db": outputs.decibels(), "outputs_max_difference": outputs.largest, "passed": passed, **reason}
     return Report("Parity of the session with the simulation", rows, {**facts, **ends, **extra})
-
-
-def _why_off() -> str:
-    """Return the likely cause and its remedies on a processor whose 8-bit kernels overflow, else ""."""
-    if not products_saturate():
-        return ""
-    return (
-        " (this processor has no VNNI, and the runtime's 8-bit kernels overflow on it: quantize with weights of 7 "
-        "bits, --override '*' weight=int7, or convert with to-integer --weights unsigned)"
-    )
 
 
 def _compare_codes(

@@ -32,6 +32,7 @@ class FileBatches:
     Attributes:
         inputs: of the model.
         paths: files, in the order in which they are read.
+        folders: the names of the folders that files lie in, also of files that `--max-samples` leaves out.
         batch_size: samples per batch, where the model leaves that open.
         preprocess: makes an array of a picture, or of any file for a function of the user.
         reads_all: whether it makes the arrays of every file, .npy and .npz too.
@@ -40,6 +41,7 @@ class FileBatches:
 
     inputs: Sequence[ModelInput]
     paths: Sequence[Path]
+    folders: frozenset[str]
     batch_size: int
     preprocess: Preprocess | None = None
     reads_all: bool = False
@@ -148,6 +150,18 @@ def batches_of_options(options: Namespace, inputs: Sequence[ModelInput]) -> File
     return replace(found, paths=paths, preprocess=preprocess, reads_all=bool(options.preprocess), most=most)
 
 
+def source_in_words(options: Namespace, batches: FileBatches | list[Batch]) -> str:
+    """Return what the data are, and how arrays are made of them."""
+    reader = getattr(batches, "preprocess", None)
+    made = f" ({options.preprocess or reader})" if reader is not None else ""
+    return ", ".join(options.data or ["random inputs"]) + made
+
+
+def one_sample(batches: FileBatches | list[Batch]) -> FileBatches | list[Batch]:
+    """Return the batches with one sample each, where the model leaves the size of batches open."""
+    return replace(batches, batch_size=1) if isinstance(batches, FileBatches) else batches
+
+
 def from_files(
     inputs: Sequence[ModelInput], given: Sequence[str], batch_size: int, *, all_files: bool = False
 ) -> FileBatches:
@@ -170,7 +184,7 @@ def from_files(
         if not path.exists():
             raise FileFormatError(f"there is no file or folder {path}; check the path")
         paths += _held(path, all_files) if path.is_dir() else [path]
-    return FileBatches(inputs, paths, batch_size)
+    return FileBatches(inputs, paths, frozenset(path.parent.name for path in paths), batch_size)
 
 
 def _held(folder: Path, all_files: bool) -> list[Path]:

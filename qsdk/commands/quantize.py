@@ -12,7 +12,7 @@ from typing import Any
 from onnx_backend.proto.inputs import ModelInput, inputs_of
 from onnx_backend.proto.model_io import load
 from onnx_backend.sim import OnnxSim
-from qsdk.commands.batches import Batch, FileBatches, batches_of_options
+from qsdk.commands.batches import Batch, FileBatches, batches_of_options, one_sample, source_in_words
 from qsdk.commands.checkpoint import quantize_folder
 from qsdk.commands.config_of_options import config_of
 from qsdk.commands.data.modules import TensorBatches, arrays_of, made_module
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
     sim, method = opened.sim, options.method
     calibrate(sim, opened.data, method=method, weight_method=options.weight_method, progress=progress)
     apply_verbs(sim, opened.data, verbs, progress=progress)
-    facts: dict[str, Any] = {"calibration": f"{method} on {_source(options, opened.files)}"}
+    facts: dict[str, Any] = {"calibration": f"{method} on {source_in_words(options, opened.files)}"}
     facts |= {"verbs": ", ".join(verbs)} if verbs else {}
     if options.mixed_precision:
         facts |= _raise_precision(opened, metric_files, options, progress)
@@ -123,13 +123,14 @@ def _opened(options: Namespace) -> _Opened:
     if not names_function(options.model):
         inputs = [result for result in inputs_of(load(options.model)) if result.name not in fixed]
         files = _files(options, inputs)
-        sim: Sim = quantize(options.model, next(iter(files), None), config, **more)
+        example = one_sample(files) if dialect == "qnn" else files  # the example fixes the sizes of that file
+        sim: Sim = quantize(options.model, next(iter(example), None), config, **more)
         return _Opened(sim, files, files, inputs, lambda files: files, list)
     made = made_module(options.model)
     files = _files(options, made.inputs)
     taken = partial(TensorBatches, made=made)
-    example: Any = next(iter(taken(files)), None)
-    sim = quantize(made.module, example, config, **more)
+    first: Any = next(iter(taken(files)), None)
+    sim = quantize(made.module, first, config, **more)
     return _Opened(sim, taken(files), files, made.inputs, taken, arrays_of)
 
 
@@ -141,13 +142,6 @@ def _files(options: Namespace, inputs: Any) -> FileBatches | list[Batch]:
             file=sys.stderr,
         )
     return batches_of_options(options, inputs)
-
-
-def _source(options: Namespace, files: FileBatches | list[Batch]) -> str:
-    """Return what the data are, in words."""
-    reader = getattr(files, "preprocess", None)
-    made = f" ({options.preprocess or reader})" if reader is not None else ""
-    return ", ".join(options.data or ["random inputs"]) + made
 
 
 def _metric_files(opened: _Opened, options: Namespace) -> FileBatches | list[Batch]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 from onnx import ModelProto
 from torch import nn
 
+from onnx_backend.data_passes.overflow import with_overflow
 from onnx_backend.dialects.dialect import Dialect
 from onnx_backend.export import without_uncalibrated
 from onnx_backend.integer.files import write_integer
@@ -289,7 +290,8 @@ def check_parity(
         progress: show a progress bar.
         runtime: run the file as an application would, with the fusions of that runtime: `onnxruntime` at its default
             level, `openvino`, or `qnn` (Qualcomm's HTP, emulated on x86-64). The summary names the first site that is
-            more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does.
+            more than one step off (`first_off`). None runs Q/DQ as written, as the simulation does; where the default
+            session may differ from that on this processor, `default_session` in the summary says so.
 
     Raises:
         ConfigError: the runtime is unknown or not installed.
@@ -306,8 +308,11 @@ def check_parity(
         >>> qsdk.check_parity(sim, folder + "/model.onnx", [x], progress=False).summary["weights_max_lsb"]
         0.0
     """
-    door = door_of(sim)
-    return door.check_parity(opened_qdq(model), data, forward, progress, runtime)
+    opened = opened_qdq(model)
+    report = door_of(sim).check_parity(opened, data, forward, progress, runtime)
+    if runtime not in (None, "onnxruntime"):
+        return report
+    return with_overflow(report, opened, in_session=runtime is not None)
 
 
 def to_integer(

@@ -1,6 +1,7 @@
 """The shell does the whole job: pictures in, verbs, mixed precision, scores, the layers that hurt."""
 
 import json
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -286,7 +287,37 @@ def test_folder_names_need_a_folder_per_class(at: Path, capsys):
     command = ("evaluate", "float.onnx", "--data", "pictures/a", *PLAIN, "--labels", "folder-names")
     returned, out, err = said(capsys, *command)
     assert (returned, out) == (2, "")
-    assert "--labels folder-names needs a folder per class, and all files lie in pictures/a;" in err
+    assert "--labels folder-names needs a folder per class, and all files lie in 'a';" in err
+
+
+@pytest.mark.parametrize(
+    ("renamed", "code", "message"),
+    [
+        (dict(zip("abcde", ("1", "2", "3", "9", "10"), strict=True)), 2, "where '10' comes before '2'; write"),
+        (dict(zip("abcd", "abcd", strict=True)), 1, "there are 4 folders (a, b, c, d ...) and 5 classes in the model"),
+    ],
+    ids=["numbers", "one_is_missing"],
+)
+def test_folders_that_cannot_be_told_to_be_classes_are_refused(at: Path, capsys, renamed, code: int, message: str):
+    for name, new in renamed.items():
+        shutil.copytree(f"pictures/{name}", at / "renamed" / new)
+    command = ("evaluate", "float.onnx", "--data", at / "renamed", *PLAIN, "--labels", "folder-names")
+    returned, out, err = said(capsys, *command)
+    assert (returned, out) == (code, "")
+    assert message in err
+
+
+def test_evaluate_says_how_pictures_were_read_and_which_folder_is_which_class(at: Path, capsys):
+    command = ("evaluate", "float.onnx", "--data", "pictures", *PLAIN, "--labels", "folder-names", "--max-samples", "3")
+    summary = document(capsys, *command)["summary"]
+    assert summary["classes"] == "0 = a, 1 = b, 2 = c, 3 = d, 4 = e"
+    assert summary["data"].startswith("pictures (")
+
+
+def test_a_file_for_the_htp_takes_one_sample_unless_told_otherwise(at: Path, capsys):
+    command = ("quantize", "float.onnx", at / "q.onnx", "--data", "arrays.npz", "--dialect", "qnn")
+    assert document(capsys, *command)["summary"]["fixed_shapes"]["x"][0] == 1
+    assert document(capsys, *command, "--shape", "x=4,3,8,8")["summary"]["fixed_shapes"]["x"][0] == 4
 
 
 def test_errors_of_a_users_function_name_it_and_the_file(at: Path, capsys):

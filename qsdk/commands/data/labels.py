@@ -1,7 +1,7 @@
 """Labels for the command line: from .npy, .npz and .csv files, or from the folders that pictures lie in."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ Array = npt.NDArray[Any]
 FOLDERS = "folder-names"
 
 
-def read_labels(source: str, paths: Sequence[Path], samples: int) -> Array:
+def read_labels(source: str, paths: Sequence[Path], folders: Collection[str], samples: int) -> Array:
     """Return one label per sample.
 
     Args:
         source: `folder-names`, or a file: `.npy`; `.npz` with an array `labels`; `.csv` with a label per line in the
             order of the samples, or with the name of a file and its label.
         paths: of the samples, where each is a file of its own.
+        folders: the names of all folders, one per class.
         samples: that were read; labels beyond them are left.
 
     Raises:
@@ -29,7 +30,7 @@ def read_labels(source: str, paths: Sequence[Path], samples: int) -> Array:
         DataError: there are fewer labels than samples, or none for a file.
     """
     if source == FOLDERS:
-        return _folder_names(paths, samples)
+        return _folder_names(paths, folders, samples)
     path = Path(source)
     if not path.is_file():
         raise FileFormatError(f"there is no file of labels {path}; check the path, or give {FOLDERS}")
@@ -44,16 +45,46 @@ def read_labels(source: str, paths: Sequence[Path], samples: int) -> Array:
     return labels[:samples]
 
 
-def _folder_names(paths: Sequence[Path], samples: int) -> Array:
-    """Return the place of each sample's folder in the sorted list of folders, as torchvision's ImageFolder does."""
+def folder_classes(folders: Collection[str]) -> dict[str, int]:
+    """Return folder -> class: its place in the sorted list of folders, as torchvision's ImageFolder has it.
+
+    Raises:
+        ConfigError: there is one folder, or their names are numbers whose order as text is another.
+    """
+    names = sorted(folders)
+    if len(names) == 1:
+        raise ConfigError(
+            f"--labels {FOLDERS} needs a folder per class, and all files lie in {names[0]!r}; sort them into folders, "
+            "or give a file of labels (.csv: a file's name and its label on each line)"
+        )
+    if all(name.isdecimal() for name in names) and names != (by_number := sorted(names, key=int)):
+        first = next(name for name, other in zip(names, by_number, strict=True) if name != other)
+        raise ConfigError(
+            f"--labels {FOLDERS} counts folders in the order of their names, where {first!r} comes before "
+            f"{by_number[names.index(first)]!r}; write the numbers with equally many digits, or give a file of labels"
+        )
+    return {name: place for place, name in enumerate(names)}
+
+
+def require_all_classes(folders: Collection[str], outputs: int) -> None:
+    """Refuse folders that are fewer or more than the model's classes: which folder is which class would be a guess.
+
+    Raises:
+        DataError: says how many there are.
+    """
+    names = folder_classes(folders)
+    if len(names) != outputs:
+        raise DataError(
+            f"there are {len(names)} folders ({', '.join(list(names)[:5])} ...) and {outputs} classes in the model, so "
+            f"--labels {FOLDERS} cannot tell which is which; add the folders that are missing (they may not be empty), "
+            "or give a file of labels"
+        )
+
+
+def _folder_names(paths: Sequence[Path], folders: Collection[str], samples: int) -> Array:
     if len(paths) < samples:
         raise ConfigError(f"--labels {FOLDERS} needs one file per sample, in a folder per class; give a file of labels")
-    classes = {name: place for place, name in enumerate(sorted({path.parent.name for path in paths}))}
-    if len(classes) == 1:
-        raise ConfigError(
-            f"--labels {FOLDERS} needs a folder per class, and all files lie in {paths[0].parent}; sort them into "
-            "folders, or give a file of labels (.csv: a file's name and its label on each line)"
-        )
+    classes = folder_classes(folders)
     return np.array([classes[path.parent.name] for path in paths[:samples]])
 
 

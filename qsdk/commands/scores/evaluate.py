@@ -14,7 +14,7 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.runtime.compare_runs import unloadable_message
 from onnx_backend.runtime.feeds import as_feeds, run_session
 from onnx_backend.runtime.session_input import session_of
-from qsdk.commands.batches import batches_of_options
+from qsdk.commands.batches import batches_of_options, source_in_words
 from qsdk.commands.printing import show
 from qsdk.commands.scores.metric import scorer_of_options
 from qsdk.core.errors import ConfigError, FileFormatError, ModelError, QsdkError
@@ -28,14 +28,16 @@ def run(options: Namespace) -> int:
         ConfigError: neither labels nor a metric are given.
         ModelError: a file takes or gives codes.
     """
-    scorer = scorer_of_options(options, batches_of_options(options, inputs_of(load(options.model))))
+    batches = batches_of_options(options, inputs_of(load(options.model)))
+    scorer = scorer_of_options(options, batches)
     if scorer is None:
         raise ConfigError("nothing to score by: give --labels FILE, or --metric FILE.py:function")
     rows: list[dict[str, Any]] = []
     for path in filter(None, (options.model, options.against)):
         rows.append({"model": path, **scorer.scores(partial(_run, _session(path)))})
     name = next(iter(scorer.functions))
-    summary = {"metric": name, name: rows[0][name]}
+    summary = {"metric": name, name: rows[0][name], "data": source_in_words(options, batches)}
+    summary |= {"classes": scorer.classes} if scorer.classes else {}
     if options.against:
         summary |= {"against": rows[1][name], "drop": rows[1][name] - rows[0][name]}
     show(Report("Scores", rows, summary), as_json=options.json)

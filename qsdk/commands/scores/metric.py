@@ -3,13 +3,14 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from qsdk.commands.batches import Batch, FileBatches
-from qsdk.commands.data.labels import read_labels
+from qsdk.commands.data.labels import FOLDERS, folder_classes, read_labels, require_all_classes
 from qsdk.commands.data.user_functions import load_function
 from qsdk.core.errors import ConfigError, DataError
 
@@ -26,11 +27,28 @@ class Scorer:
         data: the batches, and the files that they come from.
         functions: name -> score; the first is the one that searches use.
         labels: where the labels are, or None.
+        of_classes: whether the scores read one value per class from the first output.
     """
 
     data: FileBatches | list[Batch]
     functions: Mapping[str, ScoreFunction]
     labels: str | None
+    of_classes: bool = False
+
+    @property
+    def classes(self) -> str:
+        """Return which folder is which class, in words; "" where folders are no classes."""
+        if self.labels != FOLDERS:
+            return ""
+        return ", ".join(f"{place} = {name}" for name, place in folder_classes(self._folders).items())
+
+    @property
+    def _folders(self) -> frozenset[str]:
+        return self.data.folders if isinstance(self.data, FileBatches) else frozenset()
+
+    @property
+    def _paths(self) -> Sequence[Path]:
+        return self.data.paths if isinstance(self.data, FileBatches) else ()
 
     def scores(self, run: Callable[[Any], Sequence[Any]], data: Iterable[Any] | None = None) -> dict[str, float]:
         """Return the scores, and the number of `samples`, of a model.
@@ -45,8 +63,9 @@ class Scorer:
         """
         outputs = outputs_over(run, self.data if data is None else data)
         samples = len(outputs[0])
-        paths = self.data.paths if isinstance(self.data, FileBatches) else ()
-        labels = None if self.labels is None else read_labels(self.labels, paths, samples)
+        labels = None if self.labels is None else read_labels(self.labels, self._paths, self._folders, samples)
+        if self.labels == FOLDERS and self.of_classes and outputs[0].ndim > 1:
+            require_all_classes(self._folders, outputs[0].size // samples)
         found = {name: _number(name, score(outputs, labels)) for name, score in self.functions.items()}
         return {**found, "samples": samples}
 
@@ -61,7 +80,7 @@ def scorer_of_options(options: Namespace, data: FileBatches | list[Batch]) -> Sc
         name = options.metric.rpartition(":")[2]
         return Scorer(data, {name: load_function(options.metric, "--metric")}, options.labels)
     if options.labels:
-        return Scorer(data, {"top1": _top(1), "top5": _top(5)}, options.labels)
+        return Scorer(data, {"top1": _top(1), "top5": _top(5)}, options.labels, of_classes=True)
     return None
 
 

@@ -1,0 +1,67 @@
+"""Say whether the 8-bit kernels of ONNX Runtime can overflow for a model on this processor."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.proto.external_data import array
+from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
+from qsdk.core.report import Report
+
+_KERNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_EXACT_CODE = 64  # two products of 255 and codes up to this fit into 16 bits
+
+
+def overflow_reason(model: ModelProto) -> str:
+    """Return why a session at the runtime's default level may be off on this processor, with the remedies.
+
+    Processors of the x86 family without VNNI add pairs of products of uint8 activations and int8 weights in 16 bits,
+    which saturate. A model can only meet that where such a layer has weights beyond 7 bits.
+
+    Args:
+        model: a Q/DQ model.
+
+    Returns:
+        The reason, or "" where nothing can overflow.
+    """
+    if not products_saturate():
+        return ""
+    pairs = {pair.output: pair for pair in qdq_pairs(model)}
+    stored = stored_tensors(model)
+
+    def overflows(read: QdqPair | None, weight: QdqPair | None) -> bool:
+        if read is None or weight is None or weight.stored is None or read.encoding.dtype.name != "uint8":
+            return False
+        return weight.encoding.dtype.name == "int8" and _reaches(array(stored[weight.stored]))
+
+    layers = (node.input for node in model.graph.node if node.op_type in _KERNELS)
+    if not any(overflows(pairs.get(names[0]), pairs.get(names[1])) for names in layers):
+        return ""
+    return (
+        "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: weights "
+        "of 7 bits (int7) are exact there, and so is to_integer with weights='unsigned'"
+    )
+
+
+def with_overflow(report: Report, model: ModelProto, *, in_session: bool) -> Report:
+    """Add to a report on parity what the processor's 8-bit kernels do to the model.
+
+    Args:
+        report: on parity.
+        model: the Q/DQ model that it is about.
+        in_session: whether the default session was compared; then this is the `reason` of a failure. Else it is
+            a warning, `default_session`, that what was compared is not what an application runs here.
+    """
+    reason = "" if in_session and report.summary["passed"] else overflow_reason(model)
+    if not reason:
+        return report
+    warning = f"not what was compared: {reason}; runtime='onnxruntime' compares it"
+    fact = {"reason": reason} if in_session else {"default_session": warning}
+    return Report(report.title, report.rows, {**report.summary, **fact})
+
+
+def _reaches(codes: npt.NDArray[Any]) -> bool:
+    return bool(np.max(np.abs(codes.astype(np.int16)), initial=0) > _EXACT_CODE)

@@ -1,0 +1,51 @@
+"""Parity says where the 8-bit kernels of the default session overflow on this processor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import qsdk
+from onnx_backend.data_passes import overflow
+
+X = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) * 4  # codes up to 255
+REASON = "has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it"
+
+
+class Product(nn.Module):
+    """A MatMul of uint8 activations and weights whose products add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16, 4), 0.5))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def parity(tmp_path: Path, weight: str, runtime: str | None = None) -> dict:
+    config = qsdk.w8a8().override("*", weight=weight)
+    sim = qsdk.quantize(Product(), X, config)
+    qsdk.calibrate(sim, [X], progress=False)
+    qsdk.export(sim, tmp_path / "m.onnx")
+    return qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False, runtime=runtime).summary
+
+
+def test_weights_of_8_bits_are_named_where_products_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overflow, "products_saturate", lambda: True)
+    eight = parity(tmp_path, "int8")
+    assert eight["passed"]
+    assert REASON in eight["default_session"]
+    assert eight["default_session"].endswith("runtime='onnxruntime' compares it")
+    assert "default_session" not in parity(tmp_path, "int7")
+
+
+def test_nothing_is_said_where_products_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overflow, "products_saturate", lambda: False)
+    assert "default_session" not in parity(tmp_path, "int8")
+
+
+def test_a_session_that_is_off_has_the_reason(tmp_path: Path):
+    found = parity(tmp_path, "int8", "onnxruntime")
+    assert found["passed"] != (REASON in found.get("reason", ""))  # whichever processor this is
