@@ -223,6 +223,15 @@ def test_bad_data_is_named_and_changes_nothing(sim: QuantSim) -> None:
     assert_same(before, state(sim))
 
 
+@pytest.mark.parametrize("solver", [seq_mse.solve, adaround.solve])
+def test_inputs_whose_squares_are_beyond_float32_are_an_error(solver: Solver) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3) * 1e20,)]
+    sim = sim_of(nn.Linear(3, 2), batches)
+    with pytest.raises(DataError, match=r"weight: its inputs reach .*e\+20, and float32 cannot add up"):
+        solve_each_layer(sim, batches, solver)
+
+
 def test_an_uncalibrated_sim_is_refused(model: nn.Module) -> None:
     sim = quantize(model, data(1)[0], w4a8())
     with pytest.raises(CalibrationError, match="call qsdk"):

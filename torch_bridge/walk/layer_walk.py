@@ -142,7 +142,7 @@ class LayerWalk:
         if one in self._collecting:
             wanted, inputs = self._collecting[one]
             if site == wanted:
-                inputs.append(x)
+                inputs.append(x.clone())  # the pass goes on, and may write over it
             return
         layer_input = LayerInput.to(site, x)
         if site in self._done or any(

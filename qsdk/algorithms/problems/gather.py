@@ -13,7 +13,7 @@ from torch import Tensor
 from qsdk.algorithms import ranks
 from qsdk.algorithms.problems.calls import CallPlaces, InputSurvey, Surveyed, bounds_of, owned
 from qsdk.algorithms.problems.embeddings import EmbeddingPart
-from qsdk.algorithms.problems.moments import CHUNK, Moments, Sums
+from qsdk.algorithms.problems.moments import CHUNK, Bounds, Moments, Sums
 from qsdk.algorithms.problems.patches import (
     PATCHES,
     ROWS,
@@ -154,6 +154,8 @@ class _Part:
     ) -> None:
         self._layers, self._weights, self._gathers, self._owners = layers, weights, gathers, owners
         self._batches, self._bounds = max(places.batches, 1), bounds_of(layers[0], surveyed)
+        if gathers.second_moments:
+            _require_summable(layers[0].site, self._bounds)
         self._by_batch = gathers.held_back > 0 and self._batches >= 2 * gathers.held_back
         counts = [[1] * len(each.rows) if self._means_of_patches else each.rows for each in surveyed]
         self._before = places.rows_before(counts, self._limit)
@@ -287,6 +289,20 @@ class _Part:
         x = torch.cat([nothing, *(each[1] for each in ordered)], 1)[:, :limit]
         x_quantized = torch.cat([nothing, *(each[2] for each in ordered)], 1)[:, :limit]
         return x.to(device), x_quantized.to(device)
+
+
+def _require_summable(site: str, bounds: Bounds) -> None:
+    """Refuse inputs that are so large that float32 cannot add up their squares.
+
+    Raises:
+        DataError: names the site.
+    """
+    largest = max(float(bounds.x_quantized.max()), float(bounds.difference.max()))
+    if largest * largest * bounds.count > torch.finfo(torch.float32).max:
+        raise DataError(
+            f"{site}: its inputs reach {largest:.2g}, and float32 cannot add up the squares of {bounds.count:.0f} such "
+            "rows; give data in the range of real inputs, or scale the model's inputs"
+        )
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -352,3 +352,29 @@ def test_forwards_run_as_the_thread_that_walks() -> None:
     with torch.device("cpu"), walk_layers(sim, rows(2)):
         pass
     assert set(seen) == {(False, False, torch.float32)}
+
+
+class Residual(nn.Module):
+    """A layer that is called three times, and whose input is written over after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2.0
+        for _ in range(3):
+            x += torch.tanh(self.layer(x))
+        return x
+
+
+def test_inputs_of_a_repeated_layer_are_those_of_its_calls_though_they_are_written_over() -> None:
+    torch.manual_seed(0)
+    model, x = Residual().eval(), seeded(5, 4)
+    with walk_layers(calibrated(model, x, config=w4a8()), [x]) as walk:
+        found = [given.clone() for step in walk for given, _ in step.inputs()]
+    wanted = [x * 2.0]
+    with torch.no_grad():
+        for _ in range(2):
+            wanted.append(wanted[-1] + torch.tanh(model.layer(wanted[-1])))
+    torch.testing.assert_close(found, wanted)
