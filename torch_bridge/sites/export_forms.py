@@ -2,7 +2,8 @@
 
 It fails on a BatchNorm whose statistics are sites. For `squeeze` it removes axes that are not one long. For `mean` with
 `dim=None` it writes an op without its input. Of a softmax or mean with `dtype=` it casts the result, which was
-computed in the dtype of the input, where torch casts the input.
+computed in the dtype of the input, where torch casts the input. A dropout that drops nothing returns its very argument;
+traced as an op, what is written into its result would be missing from the argument.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,6 +83,15 @@ def _mean(input: Tensor, dim: None = None, keepdim: bool = False, *, dtype: torc
     return torch.mean(input, tuple(range(input.dim())), keepdim, dtype=dtype)
 
 
+def _given(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input
+
+
+def _drops(input: Tensor, p: float = 0.5, training: bool = True, *_: Any, train: bool = True, **__: Any) -> bool:
+    """Return whether a call of `F.dropout`, or of `torch.dropout` with its own name for `training`, drops anything."""
+    return training and train and p > 0.0
+
+
 def _computed_in(func: Callable[..., Any], at: int | None) -> Callable[..., Any]:
     """Return a function of x and others whose dtype, by keyword or at a position, x is cast to first."""
 
@@ -95,11 +105,22 @@ def _computed_in(func: Callable[..., Any], at: int | None) -> Callable[..., Any]
 
 
 def export_form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function to trace in the place of a torch function: mostly the function itself."""
+    """Return the function to trace in the place of a torch function: mostly the function itself.
+
+    Raises:
+        ExportError: torch's exporter would drop an argument.
+    """
     if func is F.batch_norm:
         return _batch_norm
     if func is torch.batch_norm:
         return _native_batch_norm
+    if func in _DROPOUTS and not _drops(*args, **kwargs):
+        return _given
+    if func in _AVERAGES and (args[6] if len(args) > 6 else kwargs.get("divisor_override")) is not None:
+        raise ExportError(
+            "torch's exporter drops divisor_override= of an average pooling, so a file would hold other values; leave "
+            "it out, and multiply the result by the size of the window over the divisor"
+        )
     if func in _CAST_FIRST and (func not in _MEANS or kwargs.get("dtype") is not None):
         form = _mean if func in _MEANS and _names_no_axis(args, kwargs) else func
         return _computed_in(form, _CAST_FIRST[func])
@@ -118,6 +139,8 @@ def _names_no_axis(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 _SQUEEZES = (torch.squeeze, Tensor.squeeze, Tensor.squeeze_)
 _MEANS = (torch.mean, Tensor.mean)
+_AVERAGES = (F.avg_pool2d, F.avg_pool3d)
+_DROPOUTS = (F.dropout, torch.dropout)
 #: functions whose exported op ignores `dtype=` -> the position of that argument behind x; None where it is by keyword
 _CAST_FIRST: Mapping[Callable[..., Any], int | None] = {
     F.softmax: 3,

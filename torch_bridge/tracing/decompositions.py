@@ -60,7 +60,8 @@ def _decompose(program: ExportedProgram, registry: Any) -> bool:
     """Replace the nodes of a program that a registry of translations lacks, in the program's own graph.
 
     Returns:
-        False, with the program as it was, where one of the nodes, or of those that it is made of, has no translation.
+        False, with the program as it was, where one of the nodes, or of those that it is made of, has no translation,
+        is a constant, or cannot be traced by itself.
     """
     translated = set(operator_tables.get_onnx_implemented_overloads(registry))
     table = operator_tables.create_onnx_friendly_decomposition_table(translated)
@@ -73,10 +74,14 @@ def _decompose(program: ExportedProgram, registry: Any) -> bool:
         capture._compiling_state_context(),
         programs._override_composite_implicit_decomp(composite),
     ):
-        parts = {node: _parts(node, others) for node in nodes if _is_decomposed(node.target, composite, others)}
+        try:
+            parts = {node: _parts(node, others) for node in nodes if _is_decomposed(node.target, composite, others)}
+        except Exception:  # torch's kernels raise what they like, where a node by itself lacks the values of another
+            return False
     kept = [node for node in nodes if node not in parts]
     kept += [part for made_of in parts.values() for part in made_of.nodes]
-    if not all(_is_translated(node.target, translated) for node in kept):
+    constants = any(part.op == "get_attr" for made_of in parts.values() for part in made_of.nodes)
+    if constants or not all(_is_translated(node.target, translated) for node in kept):
         return False
     lengths: dict[Any, fx.Node] = {}
     with program.graph_module._set_replace_hook(program.graph_signature.get_replace_hook()):

@@ -128,6 +128,24 @@ def test_single_nodes_give_the_graph_of_torchs_own_way(name, monkeypatch):
     assert singly[1]  # marks
 
 
+class SplitAt(nn.Module):
+    """An op whose decomposition reads the values of a tensor."""
+
+    def forward(self, x):
+        first, second = torch.tensor_split(x, torch.tensor([2]), dim=1)
+        return first, second * 2
+
+
+def test_a_node_that_cannot_be_decomposed_by_itself_takes_torchs_own_way():
+    x = torch.randn(3, 4)
+    program = torch.export.export(SplitAt(), (x,), strict=False)
+    with decompositions.single_nodes_decomposed(), torch.no_grad():
+        made = torch.onnx.export(program, dynamo=True, opset_version=21, optimize=False, verbose=False)
+    first, second = made(x)
+    assert torch.equal(first, x[:, :2])
+    assert torch.equal(second, x[:, 2:] * 2)
+
+
 def test_a_torch_without_the_functions_takes_its_own_way(monkeypatch):
     class Lacking:
         pass

@@ -16,7 +16,7 @@ import qsdk
 from qsdk.core.errors import ModelError
 
 X = seeded(2, 3, 4, 4)
-KEPT = nn.ReLU(inplace=True)
+KEPT, DROPPING = nn.ReLU(inplace=True), nn.Dropout().eval()
 
 
 def read_after(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -115,6 +115,11 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "unbind": lambda z: z.unbind(1)[1].mul_(2.0),
     "detach": lambda z: z[:, :2].detach().add_(1.0),
     "transpose_": lambda z: z.transpose_(2, 3),
+    # what drops nothing returns its argument itself
+    "dropout": lambda z: F.dropout(z, 0.5, False).add_(1.0),
+    "dropout_of_none": lambda z: F.dropout(input=z[:, :2], p=0.0).mul_(2.0),
+    "torch_dropout": lambda z: torch.dropout(z, 0.5, train=False).mul_(2.0),
+    "dropout_module": lambda z: DROPPING(z).sub_(1.0),
     **{change.__name__: change for change in (halves, parts, twice, one_longer_and_back)},
     **{change.__name__: change for change in (assigned, added_to_a_slice, masked, assigned_to_a_view)},
 }

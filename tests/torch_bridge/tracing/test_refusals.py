@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_models import seeded
 
@@ -31,6 +32,10 @@ def leaves_torch(x: Tensor) -> Any:
     return torch.from_numpy(x.detach().numpy()) * 2
 
 
+def divides_by_another_number(x: Tensor) -> Any:
+    return F.avg_pool2d(x[None], 2, divisor_override=3)
+
+
 def has_no_form(x: Tensor) -> Any:
     return torch.special.airy_ai(x)
 
@@ -51,6 +56,7 @@ def has_no_form(x: Tensor) -> Any:
             leaves_torch,
             r"cannot trace the model at .*\(return torch\.from_numpy.*numpy.*write that part with tensor ops",
         ),
+        (divides_by_another_number, "drops divisor_override= of an average pooling.*multiply the result by the size"),
         (has_no_form, r"torch has no ONNX form for aten\.special_airy_ai.*compute it with other ops"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
