@@ -76,6 +76,7 @@ class QuantSim(StatefulSim):
 
     documented = (*StatefulSim.documented, "model", "example", "not_exercised", "training", "parameter_groups")
     documented = (*documented, "unwrap", "float_phase", "captured", "quantizers")
+    _frozen_values: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -111,6 +112,16 @@ class QuantSim(StatefulSim):
         return state_of(self.model).runtime
 
     @property
+    def frozen_values(self) -> frozenset[str]:
+        """The sites of stored tensors that no verb changes; outside of `training` their gradients are refused."""
+        return self._frozen_values
+
+    @frozen_values.setter
+    def frozen_values(self, sites: frozenset[str]) -> None:
+        guard_values(self.model, sites - self._frozen_values, lambda: self._frozen_values)
+        self._frozen_values = sites
+
+    @property
     def quantizers(self) -> Mapping[str, Quantizer]:
         """Return site -> quantizer, for every site that does not keep float32."""
         return {site: quantizer for site, quantizer in self.runtime.quantizers.items() if quantizer is not None}
@@ -132,19 +143,14 @@ class QuantSim(StatefulSim):
 
     def coverage(self) -> Report:
         """List every tensor: quantized, tied to another, or float and why."""
-        only_training = self.runtime.only_training
-        report = coverage_report(
-            self.plan, not_exercised=self.not_exercised, dead=self._dead, only_training=only_training
-        )
+        only = self.runtime.only_training
+        report = coverage_report(self.plan, not_exercised=self.not_exercised, dead=self._dead, only_training=only)
         report = with_reasons(report, self.bias_remarks())
         notes = {f"{path} (BatchNorm) not folded": reason for path, reason in self._unfolded.items()}
         staying = reasons_to_stay_folded(self.model)
         notes |= {f"{path} (BatchNorm) stays folded in training": reason for path, reason in staying.items()}
-        foreign = foreign_modules(self.model).items()
-        notes |= {
-            f"{path} ({what})": "float, because it came into the model after that was quantized"
-            for path, what in foreign
-        }
+        late = "float, because it came into the model after that was quantized"
+        notes |= {f"{path} ({what})": late for path, what in foreign_modules(self.model).items()}
         return Report(report.title, report.rows, {**report.summary, "folded": len(self._folded), **notes, **self.notes})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,6 +158,7 @@ class QuantSim(StatefulSim):
         fold_norms(self.model)  # a copy is not in the training block of the original
         leave_training(self.model, list(self.quantizers.values()))
         self.given.end_recording(self.model)
+        guard_values(self.model, self._frozen_values, lambda: self._frozen_values)  # copied tensors have no hooks
         link_sim(self.model, self)
 
     def __repr__(self) -> str:
@@ -347,13 +354,6 @@ class QuantSim(StatefulSim):
     def parameter_groups(self, *, lr: float, scale_lr: float | None = None) -> list[dict[str, Any]]:
         """Return optimizer groups: the model's parameters, and its learned scales at `scale_lr`."""
         return parameter_groups(self.model, list(self.quantizers.values()), lr=lr, scale_lr=scale_lr)
-
-    def freeze(self, match: str = "*", *, values: bool = False) -> int:
-        """Freeze as `StatefulSim.freeze`, and refuse gradients of frozen values outside of `training`."""
-        before = self.frozen_values
-        count = super().freeze(match, values=values)
-        guard_values(self.model, self.frozen_values - before, lambda: self.frozen_values)
-        return count
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep the sim to this thread for a while, see `Runtime.alone`."""

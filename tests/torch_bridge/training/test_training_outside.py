@@ -1,5 +1,8 @@
 """Training `sim.model` outside of `sim.training()`: the same steps, but nothing holds frozen values there."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +53,19 @@ def test_a_gradient_of_frozen_values_outside_is_an_error():
     sim.unfreeze("0")
     steps(sim.model)
     assert not torch.equal(sim.model[0].weight, weight)
+
+
+@pytest.mark.parametrize("other", ["copied", "loaded"])
+def test_frozen_values_are_guarded_in_a_sim_made_of_another(other: str, tmp_path: Path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    sim, x = qsdk.quantize(model, torch.randn(8, 4), qsdk.w8a8()), torch.randn(8, 4)
+    qsdk.calibrate(sim, [x], progress=False)
+    sim.freeze("0", values=True)
+    qsdk.save(sim, tmp_path / "sim.qsdk")
+    found = copy.deepcopy(sim) if other == "copied" else qsdk.load(tmp_path / "sim.qsdk", model)
+    with pytest.raises(qsdk.ConfigError, match="whose values are frozen"):
+        found.model(x).square().sum().backward()
+    found.unfreeze("0")
+    found.model(x).square().sum().backward()
+    with pytest.raises(qsdk.ConfigError, match="whose values are frozen"):  # the first sim is still frozen
+        sim.model(x).square().sum().backward()
