@@ -102,6 +102,11 @@ def _texts(tokens: Any, tokenizer: Any) -> Iterator[Tensor]:
         for one in tokens:
             if isinstance(one, int | np.integer):
                 raise DataError("ids and texts are mixed in one list; give a list of ids, or a list of such lists")
+            if isinstance(one, tuple | list) and sum(isinstance(part, Tensor | np.ndarray) for part in one) > 1:
+                raise DataError(
+                    "a batch holds several tensors, all of which would count as texts; give its token ids alone, "
+                    "[batch[0] for batch in data], or mappings with input_ids"
+                )
             yield from _texts(one, tokenizer)
     else:
         raise DataError(f"token ids are a tensor, a list of integers or a list of these, not {type(tokens).__name__}")
@@ -118,8 +123,12 @@ def _rows(ids: Tensor) -> Iterator[Tensor]:
 def _unpadded(batch: Mapping[Any, Any]) -> Iterator[Tensor]:
     if "input_ids" not in batch:
         raise DataError(f"a batch has no input_ids, but {', '.join(map(str, batch))}; name the token ids so")
-    texts = list(_texts(batch["input_ids"], None))
-    masks = list(_texts(batch["attention_mask"], None)) if batch.get("attention_mask") is not None else []
+    texts, mask = list(_texts(batch["input_ids"], None)), batch.get("attention_mask")
+    if isinstance(mask, Tensor | np.ndarray) and torch.as_tensor(mask).dtype == torch.bool:
+        mask = torch.as_tensor(mask).long()
+    masks = [] if mask is None else list(_texts(mask, None))
+    if masks and [len(one) for one in masks] != [len(text) for text in texts]:
+        raise DataError("the attention_mask has another shape than the input_ids; give one value for each token")
     for index, text in enumerate(texts):
         yield text[masks[index].bool()] if masks else text
 

@@ -146,6 +146,16 @@ def test_modules_sims_and_files_of_both_sides(tmp_path: Path):
     assert qsdk.perplexity(sim, texts, forward=lambda one, given: {"logits": one(given)}) == quantized
 
 
+def test_padding_may_be_a_mask_of_truth_values_and_a_batch_a_list_of_one_tensor():
+    torch.manual_seed(0)
+    model, texts = Bigram().eval(), torch.stack([ids(6), ids(6, seed=1)])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
+    wanted = qsdk.perplexity(model, [texts[0, :4], texts[1, 2:]])
+    for kind in (torch.int64, torch.bool):
+        assert qsdk.perplexity(model, [{"input_ids": texts, "attention_mask": mask.to(kind)}]) == wanted
+    assert qsdk.perplexity(model, [[texts]]) == qsdk.perplexity(model, texts)
+
+
 def test_decoders_of_transformers():
     model, text = decoder("Llama", num_hidden_layers=1), ids(20)
     with torch.no_grad():
@@ -181,6 +191,14 @@ def test_as_metrics():
         (lambda m: qsdk.perplexity(m, "some text"), qsdk.ConfigError, "the tokens are text; give the tokenizer="),
         (lambda m: qsdk.perplexity(m, "a", tokenizer=str), qsdk.ConfigError, "the tokenizer gives text, 'a', where"),
         (lambda m: qsdk.perplexity(m, [1, [2, 3]]), qsdk.DataError, "ids and texts are mixed in one list"),
+        (lambda m: qsdk.perplexity(m, [(ids(4)[None], ids(1))]), qsdk.DataError, "a batch holds several tensors"),
+        (
+            lambda m: qsdk.perplexity(
+                m, {"input_ids": torch.stack([ids(4)] * 2), "attention_mask": torch.ones(1, 4).int()}
+            ),
+            qsdk.DataError,
+            "the attention_mask has another shape than the input_ids",
+        ),
         (lambda m: qsdk.perplexity(m, []), qsdk.DataError, "there are no tokens; give ids as a tensor"),
         (lambda m: qsdk.perplexity(m, 3), qsdk.DataError, "a list of integers or a list of these, not int"),
         (lambda m: qsdk.perplexity(m, [[1], [2]]), qsdk.DataError, "no token has one before it, so there is nothing"),
