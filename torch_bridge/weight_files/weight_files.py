@@ -26,9 +26,11 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, *, resident: int, scratch: Path | None = None) -> None:
-        self._checkpoint = os.path.realpath(folder)
         self._scratch = os.path.realpath(scratch if scratch is not None else tempfile.gettempdir())
-        limit_pages(self, (self._checkpoint, self._scratch), resident)
+        # the files that the hub downloads are links to another folder, under whose name the system maps them
+        files = {os.path.dirname(os.path.realpath(file)) for file in folder.glob("*.safetensors")}
+        self._folders = (*sorted({os.path.realpath(folder), *files}), self._scratch)
+        limit_pages(self, self._folders, resident)
 
     def __deepcopy__(self, memo: object) -> "WeightFiles":
         return self  # copied weights are in memory; these files serve what is written in either sim
@@ -38,7 +40,7 @@ class WeightFiles:
         if tensor.device.type != "cpu" or tensor.is_meta or not tensor.numel():
             return False
         at = tensor.data_ptr()
-        return any(first <= at < last for first, last in mapped_ranges((self._checkpoint, self._scratch)))
+        return any(first <= at < last for first, last in mapped_ranges(self._folders))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor of this shape and dtype in a file of its own, filled with zeros.

@@ -30,6 +30,14 @@ def calibrated(folder: Path):
     return sim
 
 
+def test_weights_behind_links_are_in_files_too(folder: Path, tmp_path: Path):
+    for file in folder.iterdir():  # as the hub keeps what it has downloaded
+        (tmp_path / file.name).symlink_to(file)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    files = WeightFiles(tmp_path, resident=1 << 20)
+    assert all(files.hold(parameter) for parameter in model.parameters())
+
+
 def both_sims(folder: Path):
     """Return the sim of the folder, and that of the same model in memory."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
