@@ -34,7 +34,7 @@ def test_weights_behind_links_are_in_files_too(folder: Path, tmp_path: Path):
     for file in folder.iterdir():  # as the hub keeps what it has downloaded
         (tmp_path / file.name).symlink_to(file)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    files = WeightFiles(tmp_path, resident=1 << 20)
+    files = WeightFiles(tmp_path, resident=1 << 20, scratch=tmp_path)
     assert all(files.hold(parameter) for parameter in model.parameters())
 
 
@@ -112,7 +112,7 @@ def test_released_pages_are_read_again(tmp_path: Path):
     values.tofile(tmp_path / "weights.bin")
     mapped = torch.from_file(str(tmp_path / "weights.bin"), size=len(values), dtype=torch.float32)
     mapped[:1000] = -1  # a change in memory, which must survive
-    files = WeightFiles(tmp_path, resident=1 << 20)
+    files = WeightFiles(tmp_path, resident=1 << 20, scratch=tmp_path)
     assert files.hold(mapped)
     assert mapped_ranges([str(tmp_path)])
     release_pages([str(tmp_path)])
