@@ -3,6 +3,9 @@
 import sys
 from argparse import Namespace
 
+from onnx_backend.proto.inputs import inputs_of
+from onnx_backend.proto.model_io import load
+from qsdk.commands.batches import batches_of_options
 from qsdk.commands.outputs import require_output
 from qsdk.commands.printing import show
 from qsdk.verbs.qdq_files import inspect
@@ -31,6 +34,7 @@ def run_to_integer(options: Namespace) -> int:
         shapes=dict(options.shape),
         allow_float=options.allow_float,
         firmware=options.firmware,
+        data=batches_of_options(options, inputs_of(load(options.model))) if options.data or options.random else None,
         progress=sys.stderr.isatty() and not options.json,
     )
     show(report, as_json=options.json)

@@ -147,6 +147,23 @@ def test_mixed_precision_meets_what_rounding_does_not(model, sqnr):
     assert sqnr(report.sim) >= 48.0
 
 
+@pytest.mark.slow  # the demo network: small ones are rounded again after mixed precision
+def test_the_path_keeps_the_steps_that_its_lines_repeat():
+    network, images = qsdk.demo.network(), torch.from_numpy(qsdk.demo.data().calibration_images)
+    with torch.no_grad():
+        exact = network(images[64:256])
+
+    def closeness(sim) -> float:
+        return -float((sim(images[64:256]) - exact).detach().square().mean())
+
+    config = qsdk.w4a8().override("*", weight="int3")
+    report = run(network, closeness, data=[images[:64]], max_drop=0.01, config=config)
+    kept = [row["step"] for row in report.rows if row["kept"]]
+    assert {"gptq", "mixed_precision"} <= set(steps(report))
+    for step in ("seq_mse", "gptq", "adaround"):
+        assert (step in kept) == (f"qsdk.{step}(" in report.code), report.full()
+
+
 @pytest.mark.parametrize("side", ["module", "file"])
 def test_the_file_fits_into_max_bytes(model, exported, sqnr, tmp_path, side):
     given = model if side == "module" else exported

@@ -220,6 +220,16 @@ def test_evaluate_counts_right_answers(at: Path, capsys):
     assert score("--metric", "mine.py:closeness")["closeness"] < 0
 
 
+def test_integers_are_measured_on_the_users_data(at: Path, capsys):
+    said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz")
+    found = document(
+        capsys, "to-integer", at / "m.onnx", at / "i.onnx", "--data", "pictures", *PLAIN, "--max-samples", "3"
+    )
+    wanted = qsdk.to_integer(at / "m.onnx", at / "j.onnx", progress=False)
+    assert found["summary"]["float_tensors"] == 0
+    assert [row["node"] for row in found["rows"]] == [row["node"] for row in wanted.rows]
+
+
 def test_labels_by_name_of_file(at: Path, capsys):
     right = np.load("right.npy")
     lines = [

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qsdk.commands.options.shared import add_command, shape
+from qsdk.commands.options.shared import add_command, add_data
 
 
 def add_inspect(commands: Any) -> None:
@@ -43,14 +43,6 @@ def add_to_integer(commands: Any) -> None:
     integer.add_argument(
         "--weights", choices=("auto", "unsigned", "signed"), default="auto", help="of kernels (see the guide)"
     )
-    integer.add_argument(
-        "--shape",
-        type=shape,
-        action="append",
-        default=[],
-        metavar="INPUT=1,3,224,224",
-        help="fix the open dimensions of an input",
-    )
     integer.add_argument("--product-bits", type=int, choices=(32, 64), default=64, help="of requantization")
     integer.add_argument(
         "--tables", choices=("exact", "interpolated"), default="exact", help="of functions of 16-bit codes"
@@ -61,6 +53,7 @@ def add_to_integer(commands: Any) -> None:
     integer.add_argument(
         "--firmware", metavar="PATH", help="write the network without ONNX too: .npz (arrays) or .h (a C header)"
     )
+    add_data(integer, required=False)
     integer.set_defaults(run="qsdk.commands.files:run_to_integer")
 
 

@@ -39,7 +39,7 @@ def add_data(command: argparse.ArgumentParser, *, required: bool = True) -> None
         action="append",
         default=[],
         metavar="INPUT=1,3,224,224",
-        help="the shape of an input whose dimensions are open, for --random, and for --dialect qnn, which fixes it",
+        help="the shape of an input whose dimensions are open, for --random; --dialect qnn and to-integer fix it",
     )
     command.add_argument("--seed", type=int, default=0, help="of --random")
     command.add_argument(

@@ -193,7 +193,7 @@ def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
     """
     here = path.held()
     path.bar.now("mixed_precision")
-    path.go_back(path.unrounded or here)
+    path.go_back(begin := path.unrounded or here)
     steps: Sequence[Mapping[str, Any]] = ({}, {"levels": _ACTIVATIONS_ALONE})
     for number, levels in enumerate(steps if budgets.max_bytes is not None else steps[:1]):
         before, seconds = path.held(), Stopwatch(path)
@@ -217,7 +217,9 @@ def _mix(path: Path, rounding: Sequence[Step], budgets: _Budgets) -> None:
     for step in rounding:
         if path.reference - path.now > budgets.max_drop:
             path.try_step(step)
-    if path.now < here.now:
+    if path.now >= here.now:
+        path.mark_undone(begin, here)
+    else:
         path.go_back(here)
         path.rows.append({**dict.fromkeys(path.rows[0]), "step": "back to before", "metric": path.now, "kept": True})
 

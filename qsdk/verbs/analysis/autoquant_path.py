@@ -33,12 +33,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Place:
-    """A place on the path, to go back to: the state of the sim, its metric, its bytes and the code so far."""
+    """A place on the path, to go back to: the state of the sim, its metric, its bytes, the code and rows so far."""
 
     state: SimState
     now: float
     size: int
     code: tuple[str, ...]
+    rows: int
 
 
 @dataclass
@@ -82,12 +83,18 @@ class Path:
 
     def held(self) -> Place:
         """Return the place where the path is."""
-        return Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code))
+        return Place(self.sim.snapshot(weights=True), self.now, self.size, tuple(self.code), len(self.rows))
 
     def go_back(self, place: Place) -> None:
         """Return to a place, with the sim."""
         self.sim.restore(place.state)
         self.now, self.size, self.code = place.now, place.size, list(place.code)
+
+    def mark_undone(self, since: Place, until: Place) -> None:
+        """Say of the steps between two places that mixed precision has put them back."""
+        for row in self.rows[since.rows : until.rows]:
+            if row["kept"]:
+                row |= {"kept": False, "note": "put back: a rounded weight gains nothing from more bits"}
 
     def measured(self) -> float:
         """Return the metric of the sim, and count the call."""
