@@ -5,7 +5,8 @@
     python examples/generate_text.py decoder.onnx --tokenizer tokenizer.json --text "Once upon a time"
 
 The file is one that `qsdk.export` has written for an example with a cache, or with `kv_cache=` in the config: it takes
-the keys and values of earlier tokens as `past_key_values.0.key` and so on, and gives those of all as `present.0.key`.
+the keys and values of earlier tokens as `past_key_values.0.key` and so on, and gives those of all as `present.0.key`,
+as floats or, after `qsdk.export(..., cache="integer")`, as integers.
 The first run takes the whole prompt and an empty cache, each later one a single token.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 PAST, PRESENT = "past_key_values", "present"
-TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+TYPES = {"float": np.float32, "float16": np.float16, "int8": np.int8, "uint8": np.uint8, "int16": np.int16}
 
 
 def open_decoder(path: str) -> ort.InferenceSession:
@@ -32,7 +33,7 @@ def next_tokens(session: ort.InferenceSession, prompt: Sequence[int]) -> Iterato
     inputs = {one.name: one for one in session.get_inputs()}
     names = [one.name for one in session.get_outputs()]
     cache = {
-        name: np.zeros((1, one.shape[1], 0, one.shape[3]), TYPES[one.type])
+        name: np.zeros((1, one.shape[1], 0, one.shape[3]), TYPES[one.type[len("tensor(") : -1]])
         for name, one in inputs.items()
         if name.startswith(PAST)
     }

@@ -2,11 +2,12 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar, cast
 
 import numpy.typing as npt
 import onnx
@@ -16,14 +17,16 @@ from onnx_backend.dialects.dialect import Dialect, writing_of
 from onnx_backend.dialects.older_opsets import LOWEST
 from onnx_backend.dialects.onnxruntime_table import require_kernels
 from onnx_backend.passes.decided_sizes import with_decided_sizes, with_stored_codes
-from onnx_backend.passes.fixed_shapes import with_shapes
+from onnx_backend.passes.empty_inputs import leave_out_empty_inputs
+from onnx_backend.passes.fixed_shapes import sizes_by_input, with_shapes
+from onnx_backend.passes.integer_cache import CACHE_KEY, take_integer_cache
 from onnx_backend.proto.graph_queries import nodes_reaching
 from onnx_backend.proto.inputs import noted_example, open_inputs
-from onnx_backend.proto.model_io import set_properties
+from onnx_backend.proto.model_io import drop_properties, set_properties
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, replace_nodes
 from onnx_backend.proto.sizes import sizes
 from onnx_backend.proto.weightless import checkable
-from onnx_backend.proto.write_file import write_file
+from onnx_backend.proto.write_file import write_file, write_sharing
 from onnx_backend.qdq.frozen import mark_frozen
 from onnx_backend.qdq.insert import lower
 from onnx_backend.qdq.islands.narrow import narrow_islands, sites_inside
@@ -38,15 +41,18 @@ from qsdk.core.planning.plan import Plan, casts_of
 from qsdk.core.precision.no_gain import wide_containers
 from qsdk.core.report import Report
 
-ENCODINGS_KEY, HASH_KEY = "qsdk.encodings", "qsdk.encodings.sha256"
+ENCODINGS_KEY, HASH_KEY, FILE_KEY = "qsdk.encodings", "qsdk.encodings.sha256", "qsdk.encodings.file"
+_SUFFIX = ".encodings.json"
 _OPSETS = range(LOWEST, 26)
 _IN_MEMORY = 1 << 24  # bytes of an encodings file
 T = TypeVar("T")
+#: input name -> all of its sizes, or the name of an open axis -> its size
+Shapes = Mapping[str, int | Sequence[int]]
 
 
 def encodings_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of the encodings of a model file: `model.onnx` -> `model.encodings.json`."""
-    return Path(path).with_suffix(".encodings.json")
+    return Path(path).with_suffix(_SUFFIX)
 
 
 def write_model(
@@ -62,11 +68,10 @@ def write_model(
     external_data: bool | None = None,
     weights: Mapping[str, npt.NDArray[Any]] | None = None,
     in_use: Collection[Path] = (),
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | Mapping[str, Shapes] | None = None,
+    integer_edges: Collection[str] | None = None,
 ) -> Report:
-    """Lower a marked model, check it and write it with its encodings; nothing is ever half-written.
-
-    One large weight at a time is held besides the marked model.
+    """Lower a marked model, check it and write it with its encodings, holding one large weight at a time.
 
     Args:
         marked: the float model with marks.
@@ -77,38 +82,101 @@ def write_model(
         dialect: see `qsdk.export`.
         provenance: the origin that the encodings file records.
         tensors: site -> name of its tensor in the float model, for the encodings file.
-        external_data: True to keep large weights in a file of their own; None for only where one file cannot hold them.
+        external_data: see `qsdk.export`.
         weights: the values of stored tensors that the model has only stubs of, by name.
         in_use: data files that a sim still reads.
-        shapes: input name -> all of its sizes, to fix open axes.
+        shapes: see `qsdk.export`.
+        integer_edges: the inputs and outputs with keys and values, which are to be integers; None for float ones.
 
     Raises:
-        ConfigError: an opset or dialect that cannot be written.
+        ConfigError: an opset, dialect or cache that cannot be written.
         ExportError: the folder cannot be written, or the lowered model is invalid.
     """
     _require_choices(path, opset, dialect)
     if writing_of(dialect).for_onnxruntime:
         require_kernels(encodings)
     qdq = lower(marked, plan, encodings, opset=opset, dialect=dialect, weights=weights)
-    sizes = _fix_sizes(qdq.model, shapes, required=writing_of(dialect).fixed_sizes)
-    lowered, rows = qdq.model, qdq.rows
-    narrow_islands(lowered, dialect)
-    remarks = require_readable(lowered, dialect)
-    companion = encodings_path(path)
+    parts = _parts(path, shapes)
+    models = {Path(path): qdq.model} if parts is None else {part: _copy(qdq.model) for part in parts}
+    wanted = [cast("Shapes | None", shapes)] if parts is None else [*parts.values()]
+    forms = [_form(m, own, dialect, integer_edges, parts) for m, own in zip(models.values(), wanted, strict=True)]
+    base = Path(path) if parts is None else Path(path).with_suffix(".shared")
+    companion = encodings_path(path) if parts is None else base.with_name(f"{base.name}{_SUFFIX}")
+    shared = companion.name if parts else ""
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as text:
-        _embed_facts(lowered, text, plan, encodings, provenance, tensors or {})
-        _require_valid(lowered)
-        files = {companion: text}
-        written = write_file(path, lowered, qdq.large, external_data=external_data, companions=files, in_use=in_use)
-    summary: dict[str, Any] = {
-        **_size_facts(lowered, [name for name in written if name != companion], encodings),
-        **_types_of(plan, rows),
-        "zero_point_bytes_saved": sum(int(row["zero_point_bytes_saved"]) for row in rows),
-        "paths": [str(name) for name in written],
-    }
-    options = needed_options(lowered, dialect)
-    facts = {**remarks, "fixed_shapes": sizes, "session_options": options}
-    return Report("Export", rows, summary | {name: value for name, value in facts.items() if value})
+        _embed_facts([*models.values()], text, plan, encodings, provenance, tensors or {}, shared)
+        for model, form in zip(models.values(), forms, strict=True):
+            _require_valid(model, form["fixed_shapes"])
+        files: dict[str, Any] = {"companions": {companion: text}, "in_use": in_use}
+        if parts is None:
+            written = write_file(path, qdq.model, qdq.large, external_data=external_data, **files)
+        else:
+            written = write_sharing(models, qdq.large, base=base, **files)
+    facts = {"paths": [str(name) for name in written], **_facts_of(forms, parts)}
+    sizes = _size_facts(next(iter(models.values())), [name for name in written if name != companion], encodings)
+    return _report(plan, qdq.rows, sizes, facts)
+
+
+def _report(plan: Plan, rows: list[dict[str, Any]], sizes: Mapping[str, Any], facts: Mapping[str, Any]) -> Report:
+    saved = {"zero_point_bytes_saved": sum(int(row["zero_point_bytes_saved"]) for row in rows)}
+    return Report("Export", rows, {**sizes, **_types_of(plan, rows), **saved, **facts})
+
+
+def _facts_of(forms: Sequence[Mapping[str, Any]], parts: Mapping[Path, Shapes] | None) -> dict[str, Any]:
+    facts = {name: value for form in forms for name, value in form.items() if value}
+    if parts is not None:
+        facts["fixed_shapes"] = {part.name: form["fixed_shapes"] for part, form in zip(parts, forms, strict=True)}
+    return facts
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    return copied
+
+
+def _parts(path: str | os.PathLike[str], shapes: Shapes | Mapping[str, Shapes] | None) -> dict[Path, Shapes] | None:
+    """Return the files that `shapes` asks for, `decoder.prefill.onnx` and so on, with their sizes; None for one file.
+
+    Raises:
+        ConfigError: sizes and names of files are mixed, or a name cannot be part of a file's.
+    """
+    named = {name: sizes for name, sizes in (shapes or {}).items() if isinstance(sizes, Mapping)}
+    if not named:
+        return None
+    wrong = [name for name in shapes or {} if name not in named or not re.fullmatch(r"[\w-]+", name)]
+    if wrong:
+        raise ConfigError(
+            f"shapes has files ({', '.join(named)}), and {wrong[0]!r} is none: give every file a name of letters and "
+            "digits, and a mapping of its sizes"
+        )
+    whole = Path(path)
+    return {whole.with_name(f"{whole.stem}.{name}{whole.suffix}"): sizes for name, sizes in named.items()}
+
+
+def _form(
+    model: ModelProto,
+    shapes: Shapes | None,
+    dialect: Dialect,
+    integer_edges: Collection[str] | None,
+    parts: Mapping[Path, Shapes] | None,
+) -> dict[str, Any]:
+    """Give a lowered model the sizes and the edges that are wanted, in place, and return facts for the report.
+
+    Args:
+        model: lowered.
+        shapes: see `write_model`.
+        dialect: that it is for.
+        integer_edges: see `write_model`.
+        parts: of several files that are written; None for one. Several have no open axis.
+    """
+    sizes = _fix_sizes(model, shapes, dialect, required=parts is not None or writing_of(dialect).fixed_sizes)
+    narrow_islands(model, dialect)
+    drop_properties(model, (CACHE_KEY, FILE_KEY))
+    if integer_edges is not None:
+        take_integer_cache(model, integer_edges)
+    facts = {"fixed_shapes": sizes, "session_options": needed_options(model, dialect)}
+    return {**require_readable(model, dialect), **facts, "cache": metadata(model).get(CACHE_KEY)}
 
 
 def _types_of(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -149,18 +217,19 @@ def _what_dominates(size: Report, total: int) -> list[str]:
 
 
 def _embed_facts(
-    lowered: ModelProto,
+    models: Sequence[ModelProto],
     text: IO[bytes],
     plan: Plan,
     encodings: Mapping[str, Encoding],
     provenance: Mapping[str, Any],
     tensors: Mapping[str, str],
+    shared: str,
 ) -> None:
-    """Write the encodings file, and into a lowered model its hash and what the nodes cannot express.
+    """Write the encodings file, and into lowered models its hash and what the nodes cannot express.
 
-    The scales stand in the nodes, so the model has no second copy of them.
+    The scales stand in the nodes, so the models have no second copy of them.
     """
-    ordered, casts = _in_order_of_nodes(encodings, lowered), _in_order_of_nodes(casts_of(plan), lowered)
+    ordered, casts = _in_order_of_nodes(encodings, models[0]), _in_order_of_nodes(casts_of(plan), models[0])
     kinds = {site: decision.kind for site, decision in plan.decisions.items()}
     digest = hashlib.sha256()
     for piece in qsdk_format.pieces(ordered, provenance, casts, tensors=tensors, kinds=kinds):
@@ -169,19 +238,22 @@ def _embed_facts(
         text.write(data)
     text.seek(0)
     embedded = qsdk_format.dumps({}, provenance, casts, tensors=tensors, kinds=kinds)
-    set_properties(lowered, {ENCODINGS_KEY: embedded, HASH_KEY: digest.hexdigest()})
-    mark_frozen(lowered, ordered)
+    for model in models:
+        set_properties(model, {ENCODINGS_KEY: embedded, HASH_KEY: digest.hexdigest()})
+        set_properties(model, {FILE_KEY: shared} if shared else {})
+        mark_frozen(model, ordered)
 
 
 def _fix_sizes(
-    model: ModelProto, shapes: Mapping[str, Sequence[int]] | None, *, required: bool
+    model: ModelProto, shapes: Shapes | None, dialect: Dialect, *, required: bool
 ) -> dict[str, list[int | None]]:
     """Fix the open axes of a lowered model's inputs, in place, and compute all that follows from their sizes.
 
     Args:
         model: lowered.
-        shapes: input name -> all of its sizes; None for those of the example where fixed ones are required.
-        required: the runtime takes inputs of one size alone.
+        shapes: see `write_model`; None for those of the example where fixed ones are required.
+        dialect: that it is for.
+        required: no axis may stay open.
 
     Returns:
         The sizes of the inputs that were open; nothing where all stay as they are.
@@ -189,10 +261,13 @@ def _fix_sizes(
     Raises:
         ConfigError: an unknown input or sizes that contradict the model; or an axis stays open that must not.
     """
-    wanted = dict(shapes) if shapes is not None else noted_example(model) if required else {}
+    wanted: Mapping[str, Sequence[int | None]] = noted_example(model) if required and shapes is None else {}
+    if shapes is not None:
+        wanted = sizes_by_input(model, shapes)
     if wanted or required:
-        fixed = with_decided_sizes(with_shapes(model, wanted))
-        fixed = with_stored_codes(fixed) if required else fixed
+        fixed = with_decided_sizes(with_shapes(model, wanted, least=0))
+        leave_out_empty_inputs(fixed)
+        fixed = with_stored_codes(fixed) if writing_of(dialect).fixed_sizes else fixed
         replace_nodes(fixed.graph, nodes_reaching(fixed.graph.node, [value.name for value in fixed.graph.output]))
         drop_unused_initializers(fixed.graph)
         model.CopyFrom(fixed)
@@ -200,8 +275,8 @@ def _fix_sizes(
     if left:
         named = ", ".join(f"{name}: {tuple('?' if n is None else n for n in sizes)}" for name, sizes in left.items())
         raise ConfigError(
-            f"this dialect is compiled for one size of every input, and axes are open here: {named}; give all sizes, "
-            "such as shapes={" + f'"{next(iter(left))}": (1, 3, 224, 224)' + "}"
+            f"this file has one size of every input, and axes are open here: {named}; give all sizes, such as "
+            "shapes={" + f'"{next(iter(left))}": (1, 3, 224, 224)' + "}"
         )
     return {name: list(sizes) for name, sizes in wanted.items()}
 
@@ -214,10 +289,13 @@ def _require_choices(path: str | os.PathLike[str], opset: int, dialect: str) -> 
     writing_of(dialect)
 
 
-def _require_valid(model: ModelProto) -> None:
+def _require_valid(model: ModelProto, sizes: Mapping[str, Sequence[int | None]]) -> None:
     try:
         onnx.checker.check_model(checkable(model), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        if sizes and isinstance(error, onnx.shape_inference.InferenceError):
+            given = ", ".join(f"{name} {tuple(size)}" for name, size in sizes.items())
+            raise ConfigError(f"these sizes do not fit each other: {given}; {error}") from error
         raise ExportError(f"the lowered model is invalid, which is a defect of qsdk: {error}") from error
 
 
@@ -237,7 +315,7 @@ def require_companion(model: ModelProto, path: str | os.PathLike[str]) -> None:
         FileFormatError: the hashes differ, or it is no ordinary file.
     """
     recorded = metadata(model).get(HASH_KEY)
-    companion = encodings_path(path)
+    companion = Path(path).with_name(metadata(model).get(FILE_KEY) or encodings_path(path).name)
     if recorded is None or not companion.exists():
         return
     if not companion.is_file():  # a pipe would be waited for

@@ -20,10 +20,11 @@ from onnx_backend.integer.verify.other_runtimes import compare_runtimes
 from onnx_backend.integer.verify.run_both import measure, measured_inputs
 from onnx_backend.passes.decided_sizes import with_decided_sizes
 from onnx_backend.passes.fixed_shapes import with_shapes
+from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.proto import model_io
 from onnx_backend.proto.inputs import open_inputs
 from qsdk.core.atomic_files import write_with_companions
-from qsdk.core.errors import IntegerError, QsdkError
+from qsdk.core.errors import ConfigError, IntegerError, QsdkError
 from qsdk.core.report import Report
 from qsdk.progress import Progress, progress_of
 
@@ -48,8 +49,13 @@ def write_integer(
 
     Raises:
         IntegerError: lists every node that has no integer form, with its reason and remedy.
-        ConfigError: an option or shapes that do not exist.
+        ConfigError: an option or shapes that do not exist, or float edges for a file whose cache is integers.
     """
+    if has_integer_cache(model) and options.get("edges") != "integer":
+        raise ConfigError(
+            "the file takes and gives its cache as integers, and edges='float' would make it float again; pass "
+            "edges='integer' for integers at all edges, or convert a file exported with cache='float'"
+        )
     batches, model = None if data is None else _first(data), in_float32(model)
     with progress_of("to_integer", _PARTS, show=progress, unit="part") as bar:
         bar.now("convert")

@@ -14,6 +14,7 @@ from onnx_backend.opening.canonical_pairs import is_foreign, rewrite_foreign_pai
 from onnx_backend.opening.read_graph import inline_functions
 from onnx_backend.passes.canonicalize import canonicalize
 from onnx_backend.passes.convert_opset import raise_opset, require_known_opset
+from onnx_backend.passes.integer_cache import with_float_cache
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import initializers, nodes_reaching, producers
 from onnx_backend.proto.model_io import load
@@ -41,14 +42,14 @@ def normalize_qdq(model: ModelProto) -> ModelProto:
 
     Args:
         model: it is not changed. What it has in a narrow float type by a rule of its config comes in float32, between
-            casts.
+            casts, and a cache of integers as one of floats.
 
     Raises:
         FileFormatError: it holds quantization that is no Q/DQ, or Q/DQ that no encoding describes; names the node.
         ModelError: it cannot be raised.
     """
     _require_pairs(model)
-    model = widened(model)
+    model = with_float_cache(widened(model))
     if not _is_foreign(model):
         return model
     require_known_opset(model)

@@ -4,7 +4,7 @@ ONNX's inference does not follow them through every operator: a ratio of sizes, 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +114,13 @@ def with_stored_codes(model: ModelProto) -> ModelProto:
     result.CopyFrom(model)
     result.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in codes.items())
     replace_nodes(result.graph, nodes_reaching(nodes, outputs))
-    set_properties(result, {_CONSTANT_SITES: json.dumps(sorted({site for site in sites if site}))})
+    note_constant_sites(result, {site for site in sites if site})
     return result
+
+
+def note_constant_sites(model: ModelProto, sites: Collection[str]) -> None:
+    """Note in a file, in place, which activation sites of its sim it has no nodes for."""
+    set_properties(model, {_CONSTANT_SITES: json.dumps(sorted(sites))})
 
 
 def constant_sites(model: ModelProto) -> frozenset[str]:

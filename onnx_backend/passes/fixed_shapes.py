@@ -9,20 +9,61 @@ from onnx import ModelProto, shape_inference
 
 from onnx_backend.proto.graph_queries import declared_sizes, input_names
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import PAST, STEP, TOTAL
 
 #: Operators that ONNX defines by others, and whose shapes it then does not infer.
 _LIKE_THEIR_INPUT = ("GroupNormalization", "MeanVarianceNormalization", "RMSNormalization")
 
 
-def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -> ModelProto:
+def sizes_by_input(model: ModelProto, shapes: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int | None]]:
+    """Return the sizes of inputs that follow from sizes of inputs and of axes: input name -> sizes, None where open.
+
+    Of the numbers of tokens that a decoder with a cache has (past, new, and all of them), two give the third.
+
+    Args:
+        model: any.
+        shapes: input name -> all of its sizes, or the name of an open axis -> its size, in all inputs that have it.
+
+    Raises:
+        ConfigError: a name is of no input or open axis, or the numbers of tokens contradict each other.
+    """
+    axes = {name: size for name, size in shapes.items() if isinstance(size, int)}
+    if PAST in axes and STEP in axes:
+        axes.setdefault(TOTAL, axes[PAST] + axes[STEP])
+    found: dict[str, Sequence[int | None]] = {name: tuple(s) for name, s in shapes.items() if not isinstance(s, int)}
+    given: dict[str, int] = {}
+    known: set[str] = set()
+    for info in (info for info in model.graph.input if info.name in set(input_names(model.graph))):
+        named = [dim.dim_param for dim in info.type.tensor_type.shape.dim]
+        known.update(filter(None, named))
+        if info.name not in found and not axes.keys().isdisjoint(named):
+            pairs = zip(named, declared_sizes(info.type), strict=True)
+            found[info.name] = [axes.get(name, size) for name, size in pairs]
+        given.update(
+            (name, size) for name, size in zip(named, found.get(info.name, ()), strict=False) if size is not None
+        )
+    unknown = sorted(name for name in shapes if name in axes and name not in known)
+    if unknown:
+        raise ConfigError(f"shapes names the axes {', '.join(unknown)}; open are {', '.join(sorted(known)) or 'none'}")
+    past, step, total = (given.get(name) for name in (PAST, STEP, TOTAL))
+    if past is not None and step is not None and total not in (None, past + step):
+        raise ConfigError(
+            f"{past} tokens of the past ({PAST}) and {step} new ones ({STEP}) are not {total} ({TOTAL}); leave the "
+            "last one out, or make it their sum"
+        )
+    return found
+
+
+def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]], *, least: int = 1) -> ModelProto:
     """Return a copy whose inputs have these sizes; axes that share the name of a dynamic one change with it.
 
     Args:
         model: any.
         shapes: input name -> all of its sizes, None for one that stays open.
+        least: the smallest size.
 
     Raises:
-        ConfigError: an unknown input, another rank, a size below 1, or one that contradicts a fixed one.
+        ConfigError: an unknown input, another rank, a size below the least, or one that contradicts a fixed one.
     """
     fixed = ModelProto()
     fixed.CopyFrom(model)
@@ -33,8 +74,9 @@ def with_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int | None]]) -
     named: dict[str, set[int]] = {}
     for name, sizes in shapes.items():
         dims = infos[name].type.tensor_type.shape.dim
-        if len(sizes) != len(dims) or any(size is not None and size < 1 for size in sizes):
-            raise ConfigError(f"shapes[{name!r}] = {list(sizes)}: the input has {len(dims)} axes, of sizes above 0")
+        if len(sizes) != len(dims) or any(size is not None and size < least for size in sizes):
+            wanted = f"the input has {len(dims)} axes, of sizes above {least - 1}"
+            raise ConfigError(f"shapes[{name!r}] = {list(sizes)}: {wanted}")
         for dim, size in zip(dims, sizes, strict=True):
             if size is None:
                 continue

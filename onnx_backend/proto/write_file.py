@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -55,18 +55,68 @@ def write_file(
         raise ExportError(
             f"the model has {size} bytes, and one ONNX file holds 2 GiB; export it without external_data=False"
         )
-    drop_properties(model, (DATA_KEY,))  # that of the file it was opened from
-    with staging_with(path, companions or {}) as (stage, renames):
+    files = {Path(os.path.realpath(path)): model}
+    data = _commit(path, files, outside, beside=beside, companions=companions or {}, in_use=in_use)
+    return [Path(path), *(companions or {}), *data]
+
+
+def write_sharing(
+    models: Mapping[Path, ModelProto],
+    large: Mapping[str, LargeTensor],
+    *,
+    base: Path,
+    companions: Mapping[Path, str | bytes | IO[bytes]],
+    in_use: Collection[Path] = (),
+) -> list[Path]:
+    """Write models of one folder whose large tensors lie in one file, which is named after `base`.
+
+    Each model names the data and holds its hash. They are renamed into place last, one after the other: between two
+    renames, and after a crash there, the first is the new one and the next still the old one, with its own data.
+
+    Args:
+        models: by path, with stubs for large tensors; what they hold themselves they keep.
+        large: by name; equal names in two models are one tensor.
+        base: what data files are named after; nothing is written there.
+        companions: texts, or files open for reading, by path.
+        in_use: files that are still read, which are not removed.
+
+    Returns:
+        The paths that were written: the models, the companions, the data file.
+
+    Raises:
+        ExportError: the folder cannot be written.
+    """
+    outside: dict[str, LargeTensor] = {}
+    for model in models.values():
+        ours = {t.name for t in model.graph.initializer if is_stub(t) or is_reference(t)}
+        outside |= {name: tensor for name, tensor in outside_of(model, large).items() if name in ours}
+    return [*models, *companions, *_commit(base, models, outside, beside=True, companions=companions, in_use=in_use)]
+
+
+def _commit(
+    base: str | os.PathLike[str],
+    models: Mapping[Path, ModelProto],
+    outside: dict[str, LargeTensor],
+    *,
+    beside: bool,
+    companions: Mapping[Path, str | bytes | IO[bytes]],
+    in_use: Collection[Path],
+) -> list[Path]:
+    """Write everything under temporary names, rename it, the models last, and return the new data file, if there is."""
+    for model in models.values():
+        drop_properties(model, (DATA_KEY,))  # that of the file it was opened from
+    with staging_with(base, companions) as (stage, renames):
         kept = set(in_use)
         if beside and outside:
-            temporary, data = _staged_data(stage, model, outside)
+            temporary, data = _staged_data(stage, models.values(), outside)
             kept.add(data)
             outside = {}
             if data not in in_use:  # else it holds the same bytes, and its readers are not disturbed
                 renames.insert(0, (temporary, data))
-        renames.append((stage.write(lambda temporary: _write_message(temporary, model, outside)), stage.target))
+        for path, model in models.items():
+            renames.append((stage.write(partial(_write_message, model=model, outside=outside)), path))
         stage.commit(renames, drop=lambda: data_files(stage.target) - kept)
-    return [Path(path), *(companions or {}), *sorted(kept - set(in_use))]
+    return sorted(kept - set(in_use))
 
 
 def places_of(tensors: Mapping[str, LargeTensor]) -> dict[str, tuple[int, int]]:
@@ -140,17 +190,18 @@ def _outside(tensor: TensorProto, large: Mapping[str, LargeTensor]) -> LargeTens
     return as_stored(tensor) if is_reference(tensor) or is_large(tensor.dims) else None
 
 
-def _staged_data(stage: Stage, model: ModelProto, outside: Mapping[str, LargeTensor]) -> tuple[Path, Path]:
+def _staged_data(stage: Stage, models: Iterable[ModelProto], outside: Mapping[str, LargeTensor]) -> tuple[Path, Path]:
     temporary, at = stage.write(partial(_write_data, outside=outside)), places_of(outside)
     facts = facts_of(temporary)
     name = name_of(stage.target, str(facts["sha256"]))
-    for tensor in model.graph.initializer:
-        if tensor.name in at:
-            offset, length = at[tensor.name]
-            tensor.CopyFrom(outside[tensor.name].stub(tensor.name))
-            for key, value in {"location": name, "offset": offset, "length": length}.items():
-                tensor.external_data.add(key=key, value=str(value))
-    model.metadata_props.add(key=DATA_KEY, value=json.dumps({"file": name, **facts}))
+    for model in models:
+        for tensor in model.graph.initializer:
+            if tensor.name in at:
+                offset, length = at[tensor.name]
+                tensor.CopyFrom(outside[tensor.name].stub(tensor.name))
+                for key, value in {"location": name, "offset": offset, "length": length}.items():
+                    tensor.external_data.add(key=key, value=str(value))
+        model.metadata_props.add(key=DATA_KEY, value=json.dumps({"file": name, **facts}))
     return temporary, stage.target.with_name(name)
 
 

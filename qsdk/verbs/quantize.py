@@ -10,7 +10,7 @@ from torch import nn
 
 from onnx_backend.data_passes.overflow import with_overflow
 from onnx_backend.dialects.dialect import Dialect
-from onnx_backend.export import without_uncalibrated
+from onnx_backend.export import Shapes, without_uncalibrated
 from onnx_backend.integer.files import write_integer
 from onnx_backend.integer.firmware.files import require_firmware_path
 from onnx_backend.opening.fixed_inputs import with_fixed_inputs
@@ -220,14 +220,14 @@ def export(
     dialect: Dialect = "onnxruntime",
     external_data: bool | None = None,
     uncalibrated: Literal["error", "float"] = "error",
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | Mapping[str, Shapes] | None = None,
+    cache: Literal["float", "integer"] | None = None,
     format: Literal["onnx", "compressed-tensors"] = "onnx",
     max_shard_bytes: int | None = None,
 ) -> Report:
     """Write the sim as ONNX with QuantizeLinear/DequantizeLinear, and `model.encodings.json` beside it.
 
-    With `format="compressed-tensors"`, write a folder for vLLM and transformers instead: codes and scales of linear
-    layers in safetensors, and a config.json that says what they are. What it has no field for is an error.
+    With `format="compressed-tensors"`, write a folder for vLLM and transformers; what it cannot say is an error.
 
     Args:
         sim: of either side.
@@ -239,8 +239,9 @@ def export(
         external_data: whether large weights go to a file of their own, `<path>.<hash>.data`; None for only where one
             file cannot hold them (2 GiB).
         uncalibrated: `float` leaves sites without an encoding float.
-        shapes: input name -> all of its sizes, to fix axes that are open; None leaves them open, or, in dialect `qnn`,
-            which needs them fixed, takes those of the example.
+        shapes: input name -> all of its sizes, or open axis -> its size; None leaves axes open (those of dialect `qnn`
+            are the example's). `{"prefill": {...}, "decode": {...}}` writes two files that share their weights.
+        cache: `integer` takes and gives quantized keys and values as codes; None: floats, or as an opened file had it.
         format: `onnx`, or `compressed-tensors` (PyTorch side; `config.for_dialect("compressed-tensors")` before it).
         max_shard_bytes: of a file of that folder; None for 5 GB.
 
@@ -261,13 +262,14 @@ def export(
     plan = without_uncalibrated(sim.plan, sim.ready(), uncalibrated)
     ready = [site for site, is_ready in sim.ready().items() if is_ready and plan.decisions[site].quantized]
     encodings = door.encodings(ready)
-    onnx_only = {"opset": opset != 21, "dialect": dialect != "onnxruntime", "external_data": external_data is not None}
+    options: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": external_data}
+    options |= {"shapes": shapes, "cache": cache}
     if format != "onnx":
-        not_for_it = [name for name, given in {**onnx_only, "shapes": shapes is not None}.items() if given]
+        usual = {"opset": 21, "dialect": "onnxruntime"}
+        not_for_it = [name for name, given in options.items() if given != usual.get(name)]
         return write_compressed(sim, plan, encodings, path, format, max_shard_bytes, not_for_it)
     if max_shard_bytes is not None:
         raise ConfigError("max_shard_bytes= is for format='compressed-tensors'; an ONNX file has external_data=")
-    options: dict[str, Any] = {"opset": opset, "dialect": dialect, "external_data": external_data, "shapes": shapes}
     return with_notes(write_onnx(sim, plan, encodings, path, options), sim.bias_remarks())
 
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.graph import PAST, STEP, TOTAL
 from torch_bridge.torch_values.caches import CacheKey
 from torch_bridge.torch_values.pytree import Path
 
 #: axis -> its name, for one tensor
 Axes = Mapping[int, str]
-BATCH, PAST, STEP, TOTAL = "batch", "past_sequence_length", "sequence_length", "total_sequence_length"
+BATCH = "batch"
 
 
 def batch_axes(leaves: Sequence[tuple[Path, Any]]) -> dict[Path, Axes]:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 #: ops that return a stored tensor in another shape, order or type
 _VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
 _SHAPE_OPS = frozenset({"Shape", "Size"})
+#: the open axes of a decoder with a cache: tokens of the past, new ones, and all of them
+PAST, STEP, TOTAL = "past_sequence_length", "sequence_length", "total_sequence_length"
 
 
 @dataclass(frozen=True)

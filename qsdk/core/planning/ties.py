@@ -90,6 +90,13 @@ def find_caches(graph: Graph, movers: Iterable[int]) -> dict[int, int]:
     return {tensor: joined[classes.find(tensor)] for tensor in floats if classes.find(tensor) in joined}
 
 
+def cache_edges(graph: Graph) -> tuple[list[int], list[int]]:
+    """Return which inputs and which outputs of a graph hold values of a cache of keys and values, by their places."""
+    found = find_caches(graph, [index for index, op in enumerate(graph.ops) if keeps_grid(graph, op)])
+    places = [[at for at, tensor in enumerate(edge) if tensor in found] for edge in (graph.inputs, graph.outputs)]
+    return places[0], places[1]
+
+
 def find_assemblies(graph: Graph, choices: Mapping[int, bool | None], bounds: Mapping[str, object]) -> dict[int, str]:
     """Return, by tensor id, why a Concat of unlike parts that leaves the model stays float.
 

@@ -4,14 +4,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onnx import ModelProto
+
 from onnx_backend.export import write_model
 from onnx_backend.opening.plan_of_qdq import merge_provenance
 from onnx_backend.opening.stored_encodings import float_facts
+from onnx_backend.passes.integer_cache import has_integer_cache
 from onnx_backend.sim import OnnxSim
 from qsdk.core.encodings.provenance import provenance_of
 from qsdk.core.errors import ConfigError, ExportError
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
+from qsdk.core.planning.ties import cache_edges
 from qsdk.core.report import Report
 from qsdk.verbs.doors.choose import Sim, door_of
 from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
@@ -20,9 +24,16 @@ from torch_bridge.compressed.write import MAX_SHARD_BYTES, write_folder
 def write_onnx(
     sim: Sim, plan: Plan, encodings: Mapping[str, Encoding], path: str | os.PathLike[str], options: Mapping[str, Any]
 ) -> Report:
-    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX."""
-    door = door_of(sim)
+    """Write a sim as an ONNX file; `options` are those of `qsdk.export` that are for ONNX.
+
+    Raises:
+        ConfigError: an unknown form of the cache, or all that `write_model` raises.
+    """
+    door, cache = door_of(sim), options["cache"]
+    if cache not in ("float", "integer", None):
+        raise ConfigError(f"cache={cache!r} is unknown; choose 'float', 'integer', or None for that of an opened file")
     traced = door.traced()
+    integers = cache == "integer" or (cache is None and has_integer_cache(traced.model))
     provenance = provenance_of(sim.config, sim.graph)
     return write_model(
         traced.model,
@@ -33,8 +44,16 @@ def write_onnx(
         tensors={facts.site: facts.name for facts in float_facts(sim.graph, sim.plan)},
         weights=traced.weights,
         in_use=door.files_read(),
-        **options,
+        integer_edges=_edges_of_cache(sim, traced.model) if integers else None,
+        **{name: value for name, value in options.items() if name != "cache"},
     )
+
+
+def _edges_of_cache(sim: Sim, marked: ModelProto) -> list[str]:
+    """Return the names of the inputs and outputs that hold keys and values."""
+    inputs, outputs = cache_edges(sim.graph)
+    names = [sim.graph.tensors[tensor].name for tensor in sim.graph.inputs]
+    return [*(names[at] for at in inputs), *(marked.graph.output[at].name for at in outputs)]
 
 
 def write_compressed(
