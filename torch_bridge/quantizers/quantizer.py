@@ -191,6 +191,13 @@ class Quantizer:
         grid = self._grid(self._elements(x) / scale.numel(), dtype)
         if runs_per_tensor(x, scale):
             return fake_quantize(x, scale.to(x.dtype), zero_point.to(x.dtype), grid)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, scale, zero_point))
+        axis, size = axis_of(spec.granularity), block_size_of(spec.granularity)
+        if axis is not None and size is not None and not needs_grad and x.numel() and x.shape[axis] % size == 0:
+            axis %= x.ndim  # the numbers of a block get an axis of their own, so that its scale is not repeated
+            of_block, zero = (t.to(x.dtype).unsqueeze(axis + 1) for t in (scale, zero_point))
+            apart = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+            return fake_quantize(apart, of_block, zero, grid).flatten(axis, axis + 1)
         return fake_quantize(x, self._align(scale, x), self._align(zero_point, x), grid)
 
     def quantize_relu(self, x: Tensor, ceiling: float) -> Tensor | None:

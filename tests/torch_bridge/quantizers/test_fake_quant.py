@@ -21,6 +21,7 @@ from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.numerics.spec import PerBlock, PerChannel, PerTensor, Spec
 from qsdk.core.planning.plan import Decision
 from qsdk.verbs.quantize import calibrate
+from torch_bridge.quantizers import fake_quant
 from torch_bridge.quantizers.fake_quant import cast, fake_quantize, fake_quantize_minifloat
 from torch_bridge.quantizers.per_tensor import FakeQuantGrid
 from torch_bridge.quantizers.quantizer import Quantizer
@@ -112,6 +113,16 @@ def test_float_casts_are_torchs_own_and_straight_through(dtype: DType):
     assert torch.equal(y, x.to(getattr(torch, dtype.name)).float())
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(40))
+
+
+@pytest.mark.parametrize("shape", [(70, 1), (1, 40)])
+def test_a_large_tensor_is_quantized_in_pieces_to_the_same_bits(shape: tuple[int, int], monkeypatch: Any):
+    x, scale, zero_point = seeded(70, 40, scale=3), seeded(*shape).abs() + 0.01, torch.full(shape, 3.0)
+    whole = fake_quantize(x, scale, zero_point, FakeQuantGrid(-8, 7))
+    monkeypatch.setattr(fake_quant, "_PIECE", 100)
+    pieces = fake_quantize(x, scale, zero_point, FakeQuantGrid(-8, 7))
+    assert same_bits(pieces.numpy(), whole.numpy())
+    assert same_bits(pieces.numpy(), affine.fake_quantize(*(t.numpy() for t in (x, scale, zero_point)), -8, 7) + 0)
 
 
 # a quantizer is its encoding
