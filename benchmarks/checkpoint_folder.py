@@ -5,8 +5,7 @@ weights, the largest resident size of the process, both in MiB, and the processo
 Each runs in a process of its own; the weights are written by another one. Targets: at most 1536 MiB by
 round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of layers, and time in proportion to them.
 
-`python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers. In bfloat16 a processor without
-instructions for it needs minutes per pass and layer.
+`python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers.
 """
 
 import json

@@ -113,10 +113,11 @@ def test_an_exported_decoder_generates_text_without_qsdk(tmp_path: Path):
     prompt = torch.randint(0, 100, (1, 8))
     sim = qsdk.quantize(decoder, {"input_ids": prompt}, qsdk.w8a8(kv_cache="int8"))
     qsdk.calibrate(sim, [{"input_ids": torch.randint(0, 100, (1, 8))}], progress=False)
-    qsdk.export(sim, tmp_path / "decoder.onnx")
     wanted = sim.model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0].tolist()
     module = example("generate_text")
-    assert module.generate(str(tmp_path / "decoder.onnx"), prompt[0].tolist(), 20) == wanted
+    for cache in ("float", "integer"):
+        qsdk.export(sim, tmp_path / "decoder.onnx", cache=cache)
+        assert module.generate(str(tmp_path / "decoder.onnx"), prompt[0].tolist(), 20) == wanted
     assert "qsdk" not in vars(module)
 
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from qsdk.core.sims.corrected_biases import float_biases
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
+from torch_bridge.walk.float_products import float_products
 from torch_bridge.walk.layer_weights import LayerWeights
 from torch_bridge.walk.offload import Offloader
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by
@@ -51,7 +52,7 @@ class ForwardPairs:
         """
 
         def run() -> None:
-            with inside(), self._sim.float_phase():
+            with float_products(self._sim.model), inside(), self._sim.float_phase():
                 self._feed(*self._first)
 
         random = torch.get_rng_state()
@@ -100,6 +101,7 @@ class ForwardPairs:
 
         def run() -> None:
             with ExitStack() as stack:
+                stack.enter_context(float_products(self._sim.model))  # before the modes that know weights by identity
                 if modes is not None:
                     stack.enter_context(modes[quantized])
                 if self._offloader is not None:
