@@ -1,6 +1,7 @@
 """The parts of a saved sim of an nn.Module besides its state: weights and example, read without running code."""
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -92,6 +93,22 @@ def read_untied(facts: Mapping[str, Any], model: nn.Module, where: str) -> tuple
             f"{where} names parameters that the module lacks: {given!r}; pass the one it was saved of"
         )
     return tuple(given)
+
+
+def read_online_rotations(facts: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, list[int]]:
+    """Return path of each Linear that has a rotation in front of it in the sim -> the sizes of its factors.
+
+    Raises:
+        FileFormatError: they are none of this module.
+    """
+    given: dict[str, list[int]] = facts.get("online_rotations", {})
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    known = isinstance(given, dict) and layers.keys() >= given.keys()
+    if not known or any(math.prod(sizes) != layers[path].in_features for path, sizes in given.items()):
+        raise FileFormatError(
+            f"{where} rotates the inputs of layers that the module lacks; pass the one it was saved of"
+        )
+    return given
 
 
 def read_example(parts: Mapping[str, bytes], where: str) -> Example:

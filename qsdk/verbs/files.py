@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from onnx import ModelProto
 from torch import nn
 
@@ -48,7 +49,7 @@ from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import as_example
 from torch_bridge.torch_values.parameters import main_dtype
 from torch_bridge.torch_values.relu6 import remove_bounds
-from torch_bridge.torch_values.tied_parameters import untie
+from torch_bridge.torch_values.rotated_modules import rotate_input, untie
 
 
 def save_encodings(
@@ -340,9 +341,12 @@ def _module_sim(file: SimFile, model: nn.Module, where: str, example: Any) -> Qu
     if then is not None:
         model, given = copy.deepcopy(model).to(then), given.converted(now, then)
     untied = saved_torch.read_untied(file.facts, model, where)
-    if untied:
+    online = saved_torch.read_online_rotations(file.facts, model, where)
+    if untied or online:
         model = copy.deepcopy(model)
         untie(model, untied)
+    for layer, sizes in online.items():
+        rotate_input(model.get_submodule(layer), [np.eye(size) for size in sizes])  # the file has the values
     sim = quantize(model, given, first, dynamic_shapes=given.dynamic_shapes, fold_batch_norm=fold)
     assert isinstance(sim, QuantSim)
     sim.untied = untied

@@ -12,7 +12,7 @@ from qsdk.core.site import owner_of, port_of, site_name, without_calls
 from torch_bridge.compressed.inputs import also_read_by, input_site, read_by_layer, readers_of_weight
 from torch_bridge.compressed.scheme import Arguments, NoFieldError, format_of, input_arguments, weight_arguments
 from torch_bridge.sim import QuantSim
-from torch_bridge.torch_values.tied_parameters import sharing_paths
+from torch_bridge.torch_values.rotated_modules import sharing_paths
 from torch_bridge.wrapping.wrapper import float_class
 
 _REMEDY = 'quantize with config.for_dialect("compressed-tensors"), and skip what is named here'

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from torch_bridge.torch_values.gate_order import is_cell
+from torch_bridge.torch_values.rotated_modules import OnlineRotation
 
 _WEIGHT_BIAS = ("weight", "bias")
 # the packed projection is read by `torch_bridge.sites.attention`, in the parts that one op reads
@@ -33,7 +34,8 @@ _WITHOUT_OUTPUT = (nn.Identity, nn.modules.dropout._DropoutNd)
 def is_leaf(module: nn.Module) -> bool:
     """Return whether a module is one op of torch.nn, so that only its output is a site (a recurrent cell is many)."""
     defining = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    return defining.__module__.startswith("torch.nn.modules") and not module._modules and not is_cell(module)
+    alone = all(isinstance(child, OnlineRotation) for child in module.children())  # which runs before the module
+    return defining.__module__.startswith("torch.nn.modules") and alone and not is_cell(module)
 
 
 def has_output_site(module: nn.Module) -> bool:

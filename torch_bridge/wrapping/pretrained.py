@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qsdk.core.errors import ModelError
 from torch_bridge.torch_values.parameters import STATE, STEPS
+from torch_bridge.torch_values.rotated_modules import online_rotations
 from torch_bridge.wrapping.wrapped_state import SimBeside, state_of
 
 
@@ -30,6 +31,8 @@ def saving_with_sim(base: type[nn.Module]) -> Callable[..., Any]:
         """Write the checkpoint by the class's own method, and the sim beside it."""
         given = inspect.signature(inner).bind(self, *args, **kwargs)
         plain, training = _plain(self, base), STEPS in self._buffers
+        if not training:
+            require_no_rotations(self)
         own = set() if training else encoding_keys(self)
         state = given.arguments.get("state_dict")
         kept = {name: x for name, x in (self.state_dict() if state is None else state).items() if name not in own}
@@ -96,8 +99,9 @@ def require_nothing_folded(model: nn.Module) -> None:
     """Refuse a model without some tensors of the float one: from its checkpoint another model would be read.
 
     Raises:
-        ModelError: a BatchNorm or a computed weight is folded.
+        ModelError: a BatchNorm or a computed weight is folded, or a rotation is in front of a layer.
     """
+    require_no_rotations(model)
     state = state_of(model)
     folded = [fold.norm for fold in state.folds] + [f"{one.path}.{one.name}".lstrip(".") for one in state.computed]
     if folded:
@@ -105,4 +109,17 @@ def require_nothing_folded(model: nn.Module) -> None:
             f"{', '.join(folded[:4])}{', ...' if len(folded) > 4 else ''} of this sim is folded into other weights, so "
             "a checkpoint would hold another model; quantize with fold_batch_norm=False if all are BatchNorms, or "
             "write the sim with qsdk.save(sim, path)"
+        )
+
+
+def require_no_rotations(model: nn.Module) -> None:
+    """Refuse a model with rotations in front of layers, which its own class would not compute.
+
+    Raises:
+        ModelError: names the first of them.
+    """
+    for path in online_rotations(model):
+        raise ModelError(
+            f"{path} of this sim has a rotation in front of it, which the model's own class does not compute; write "
+            "the sim with qsdk.save(sim, path), or as ONNX with qsdk.export"
         )

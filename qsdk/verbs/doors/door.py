@@ -17,6 +17,7 @@ from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
+from qsdk.core.rotations.online import InputRotation
 
 #: Calls a module on a batch: `(model, batch)`.
 Forward = Callable[[Any, Any], Any]
@@ -116,6 +117,10 @@ class Door(Protocol):
 
         Yields whether it was possible. At the PyTorch side `sim.model` is another module afterwards.
         """
+        ...
+
+    def rotated(self, rotations: Mapping[str, InputRotation]) -> AbstractContextManager[bool]:
+        """Put rotations in front of layers, by the names of their weights, for good; see `untied` for the rest."""
         ...
 
     def running_graph(self) -> Graph:

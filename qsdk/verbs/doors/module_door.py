@@ -25,15 +25,17 @@ from qsdk.core.lazy_arrays import LazyMapping
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
+from qsdk.core.rotations.online import InputRotation
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.site import owner_of, without_calls
+from qsdk.verbs.doors.changed_sims import replaced_by, rotated_module_sim, untied_module_sim
 from qsdk.verbs.doors.door import Forward, Visit, Visitor
-from qsdk.verbs.doors.untied_sims import replaced_by, untied_module_sim
 from torch_bridge import calibrate, given_weights, saved, stored_values
 from torch_bridge.data_passes import captures, outputs, stored_by_name, visit_sites, visit_tensors
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values import relu6
+from torch_bridge.torch_values.rotated_modules import online_rotations
 from torch_bridge.walk import batch_norm_statistics, layer_walk
 from torch_bridge.wrapping.pretrained import weights_digest
 
@@ -123,6 +125,13 @@ class ModuleDoor:
         with nullcontext() if new is None else replaced_by(self.sim, new):
             yield new is not None
 
+    @contextmanager
+    def rotated(self, rotations: Mapping[str, InputRotation]) -> Iterator[bool]:
+        """Change and plan a copy of the model again."""
+        new = rotated_module_sim(self.sim, rotations)
+        with nullcontext() if new is None else replaced_by(self.sim, new):
+            yield new is not None
+
     def running_graph(self) -> Graph:
         """Return the graph with the bounds of the ReLU6 modules."""
         return relu6.graph_as_it_runs(self.sim.model, self.sim.graph)
@@ -196,6 +205,7 @@ class ModuleDoor:
         own = {"quantized_with": self.sim.quantized_with.to_dict(), "fold_batch_norm": self.sim.fold_batch_norm}
         own |= {"norms": norms_to_json(self.sim.folded_norms), "relu6_as_relu": relu6.unbounded_paths(self.sim.model)}
         own |= saved.dtype_facts(self.sim) | ({"untied": list(self.sim.untied)} if self.sim.untied else {})
+        own |= {"online_rotations": online} if (online := online_rotations(self.sim.model)) else {}
         parts = saved.parts_of(self.sim)
         if not weights:
             del parts[saved.WEIGHTS]

@@ -27,12 +27,13 @@ from qsdk.core.layers.layer_walk import Walk
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.ranges.channel_statistics import Together
 from qsdk.core.report import Report
+from qsdk.core.rotations.online import InputRotation
 from qsdk.core.scaling.relu6 import clips_at_six
 from qsdk.core.sims.corrected_biases import noting_shifts
 from qsdk.core.sims.sim_file import write_sim
 from qsdk.core.sims.state import put_back_on_error
+from qsdk.verbs.doors.changed_sims import replaced_by, rotated_onnx_sim, untied_onnx_sim
 from qsdk.verbs.doors.door import Forward, Visit, Visitor
-from qsdk.verbs.doors.untied_sims import replaced_by, untied_onnx_sim
 
 Array = npt.NDArray[Any]
 
@@ -119,6 +120,13 @@ class OnnxDoor:
     def untied(self, names: Collection[str]) -> Iterator[bool]:
         """Plan a copy of the model again."""
         new = untied_onnx_sim(self.sim, names)
+        with nullcontext() if new is None else replaced_by(self.sim, new):
+            yield new is not None
+
+    @contextmanager
+    def rotated(self, rotations: Mapping[str, InputRotation]) -> Iterator[bool]:
+        """Change and plan a copy of the model again."""
+        new = rotated_onnx_sim(self.sim, rotations)
         with nullcontext() if new is None else replaced_by(self.sim, new):
             yield new is not None
 

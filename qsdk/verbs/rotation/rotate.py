@@ -1,8 +1,8 @@
 """The verb `rotate`: orthogonal rotations of residual streams and attention heads, merged into the weights."""
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal, get_args
 
@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.algorithms.rotation.learned import LearnedRotation, learn_rotation
+from qsdk.algorithms.rotation.online import online_factors
 from qsdk.algorithms.rotation.orthogonal import keeping_the_mean, random_orthogonal, randomized_hadamard
 from qsdk.core.errors import ConfigError
 from qsdk.core.graph.graph import Graph
 from qsdk.core.report import Report
+from qsdk.core.rotations.online import InputRotation, OnlineTurn, find_online
 from qsdk.core.rotations.streams import Stream, find_streams
 from qsdk.core.rotations.turned_values import fold_obstacle, gain_of, turned_values
 from qsdk.core.scaling.plans import obstacle
@@ -29,12 +31,17 @@ from qsdk.verbs.rotation.samples import samples_of
 Method = Literal["hadamard", "random", "learned"]
 Array = npt.NDArray[np.generic]
 
+_NOT_AHEAD = (
+    "nothing can be put in front of one of these layers: not all are Linears in memory, or a BatchNorm is folded"
+)
+
 
 def rotate(
     sim: Sim,
     data: Iterable[Any] | None = None,
     *,
     method: Method = "hadamard",
+    online: bool = False,
     seed: int = 0,
     forward: Forward | None = None,
     progress: bool = True,
@@ -56,6 +63,9 @@ def rotate(
         method: `hadamard` spreads each channel evenly over all others; `random` is a random orthogonal matrix;
             `learned` goes on from `hadamard` by descent over orthogonal matrices, to where the noise of quantizing a
             residual stream and its weights is least (after Liu et al. 2024, SpinQuant; needs data, read twice).
+        online: also rotate, while the model runs, what no merged rotation reaches: the inputs of layers that write a
+            residual stream from behind an activation function. The exported file has one or two small MatMuls in front
+            of each. Where more than linear layers is quantized, these read 16 bits. A `state_dict` gets more keys.
         seed: of the random signs of the Hadamard matrix, or of the random matrix.
         forward: `(model, batch)`, to call the model yourself (PyTorch side).
         progress: show a progress bar.
@@ -77,31 +87,43 @@ def rotate(
         1
     """
     _require_options(sim, data, method)
-    return _rotate(sim, [] if data is None else data, method, seed, forward=forward, progress=progress)
+    return _rotate(sim, [] if data is None else data, method, online, seed, forward=forward, progress=progress)
 
 
 def _rotate(
-    sim: Sim, batches: Iterable[Any], method: Method, seed: int, *, forward: Forward | None, progress: bool
+    sim: Sim,
+    batches: Iterable[Any],
+    method: Method,
+    online: bool,
+    seed: int,
+    *,
+    forward: Forward | None,
+    progress: bool,
 ) -> Report:
     started = time.perf_counter()
     names = _tied_names(sim)
-    untied = door_of(sim).untied(names) if names else nullcontext(False)
-    with untied as was_tied, put_back_on_error(sim, weights=True), without_shifts(sim):
+    with ExitStack() as undone_on_error:
+        was_tied = bool(names) and undone_on_error.enter_context(door_of(sim).untied(names))
+        ahead = undone_on_error.enter_context(_turned_online(sim, seed)) if online else []
+        undone_on_error.enter_context(put_back_on_error(sim, weights=True))
+        undone_on_error.enter_context(without_shifts(sim))
         graph = door_of(sim).running_graph()
         streams = _turned(sim, graph, method, seed)
         noises = _learn(sim, graph, batches, forward=forward, progress=progress) if method == "learned" else {}
-        turned = sum(not stream.blocked for stream in streams)
-        again = turned > 0 and any(sim.ready().values())
+        turned, at_run_time = sum(not one.blocked for one in streams), sum(not row["reason"] for row in ahead)
+        again = turned + at_run_time > 0 and any(sim.ready().values())
         if again:
             calibrate(sim, batches, **asdict(sim.methods), forward=forward, progress=progress)
         summary = {
             "rotated": turned,
             "left": len(streams) - turned,
+            **({"at_run_time": at_run_time} if online else {}),
             "untied": ", ".join(names) if was_tied else "",
             "calibrated_again": sim.methods.method if again else "no: nothing changed or it was not calibrated before",
             "seconds": time.perf_counter() - started,
         }
-        return Report("Rotation", [_row(graph, stream, noises.get(stream.seed)) for stream in streams], summary)
+        rows = [_row(graph, stream, noises.get(stream.seed)) for stream in streams]
+        return Report("Rotation", rows + ahead, summary)
 
 
 def obstacle_to_rotating(sim: Sim) -> str:
@@ -122,6 +144,31 @@ def _require_options(sim: Sim, data: Iterable[Any] | None, method: str) -> None:
         raise ConfigError("method='learned' measures the noise of quantization on data: give data")
     if data is None and any(sim.ready().values()) and sim.plan.calibrated_sites():
         raise ConfigError("the sim was calibrated, and its ranges will have changed: give data to calibrate it again")
+
+
+@contextmanager
+def _turned_online(sim: Sim, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """Put rotations in front of layers, and yield rows of the report; if the block raises, nothing has changed."""
+    graph, stored, own = door_of(sim).running_graph(), door_of(sim).stored_values(), sim.snapshot().own
+    streams = [replace(one, blocked=one.blocked or _tie(graph, one)) for one in _streams(sim, graph)]
+    turns, rotations = [], dict[str, InputRotation]()
+    for turn in find_online(graph, streams, sim.plan):
+        site = graph.tensors[graph.ops[turn.op].inputs[0] or 0].site
+        blocked = turn.blocked or obstacle([turn.root], [], graph, sim.plan, own, stored)
+        if not blocked and graph.tensors[turn.root].site in sim.frozen_values:
+            blocked = f"the values of {graph.tensors[turn.root].site} are frozen"
+        turns.append(replace(turn, blocked=blocked))
+        if not blocked and site is not None:
+            spec = sim.plan.decisions[site].spec
+            factors = online_factors(turn.size, seed + 2 * len(rotations))
+            signed = spec is not None and spec.dtype.signed
+            rotations[graph.tensors[turn.root].name] = InputRotation(site, signed, factors)
+    if not rotations:
+        yield [_row_online(graph, turn) for turn in turns]
+        return
+    with door_of(sim).rotated(rotations) as done:
+        turns = turns if done else [replace(turn, blocked=turn.blocked or _NOT_AHEAD) for turn in turns]
+        yield [_row_online(graph, turn) for turn in turns]
 
 
 def _turned(sim: Sim, graph: Graph, method: Method, seed: int) -> list[Stream]:
@@ -211,3 +258,10 @@ def _row(graph: Graph, stream: Stream, learned: LearnedRotation | None) -> dict[
         "noise_after": None if learned is None else learned.after,
         "reason": stream.blocked,
     }
+
+
+def _row_online(graph: Graph, turn: OnlineTurn) -> dict[str, Any]:
+    site = graph.tensors[turn.root].site
+    counts = {"writers": 0, "readers": int(not turn.blocked), "norms": 0, "noise_before": None, "noise_after": None}
+    name = graph.tensors[turn.root].name if site is None else owner_of(site)
+    return {"stream": name, "kind": turn.kind, "size": turn.size, **counts, "reason": turn.blocked}
