@@ -56,5 +56,6 @@ fmt: setup ## format and fix what can be fixed
 	@$(BIN)/ruff check -q --fix
 	@$(BIN)/ruff format -q
 
-bench: setup ## run every benchmark
-	@set -e; for file in $(wildcard benchmarks/*.py); do echo "$$file"; $(BIN)/python $$file; done
+bench: setup ## run every benchmark; ends with goals beside what was measured, and writes that table into the docs
+	@set -e; for file in $$($(BIN)/python benchmarks/goals.py --others); do echo "$$file"; $(BIN)/python $$file; done
+	@$(BIN)/python benchmarks/goals.py
