@@ -27,6 +27,7 @@ from qsdk.core.sims.state import HasState, SimState, put_back_on_error
 #: first twice the bits, then float16
 LEVELS = ({"weight": "int8", "activation": "uint16"}, {"weight": "float16", "activation": "float16"})
 
+EVALUATIONS = 12  # of the metric, which may be an hour's work
 _WORTHWHILE = 0.1  # of the metric that is missing
 
 
@@ -83,7 +84,7 @@ def search_precision(
     as_given: Callable[[], AbstractContextManager[bool]],
     max_drop: float,
     levels: Sequence[Mapping[str, str]] = LEVELS,
-    max_evaluations: int = 32,
+    max_evaluations: int = EVALUATIONS,
     time: TimeBudget | None = None,
 ) -> Report:
     """Raise as few sites as possible to keep `metric(sim)` within `max_drop` of the float model's.
@@ -96,7 +97,7 @@ def search_precision(
         as_given: context in which stored tensors are the original model's; it yields whether verbs changed any.
         max_drop: allowed loss of the metric against the original model with every site in float32.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
-        max_evaluations: of the metric, after which no more raised sites are lowered again.
+        max_evaluations: of the metric, after which the search ends; the few that show whether a level suffices count.
         time: a budget that limits what is raised; then the metric may be missed.
 
     Returns:
@@ -124,7 +125,8 @@ def search_precision(
             return metric_value(metric(sim))
 
         references, evaluations = _references(sim, config, metric, as_given, shifted)
-        search = _search(candidates, dtypes, evaluate, references["reference"] - max_drop, max_evaluations)
+        wanted, most = references["reference"] - max_drop, max_evaluations - evaluations
+        search = _search(candidates, dtypes, evaluate, wanted, most)
         chosen, met = search.run() if time is None else _in_time(search, time, take)
         take(chosen)
     given = {**references, "max_drop": max_drop, "met": met, "evaluations": len(search.trials) + evaluations}

@@ -1,13 +1,16 @@
 """The search for the few sites that need more precision: a bisection over a ranking, then pruning.
 
-The ranking comes with the candidates (the noise of each at the model's outputs). The metric is evaluated
-about as often as twice the logarithm of the number of candidates, and never twice for the same assignment.
+The ranking comes with the candidates (the noise of each at the model's outputs). Raising more is taken to do no harm,
+so nothing is evaluated that raises no more than what has failed; nor is anything evaluated twice.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Assignment = tuple[int, ...]
+
+_PIECES = 8  # that pruning begins with: halves are hardly ever spared, and few evaluations are left
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Search:
         levels: number of levels.
         evaluate: returns the metric of an assignment.
         wanted: the least metric allowed.
-        most: evaluations to spend; pruning stops there.
+        most: evaluations to spend; after the first ones, which show whether a level suffices, the search stops there.
         trials: everything evaluated, in order.
     """
 
@@ -75,7 +78,7 @@ class Search:
         ranked = sorted(range(len(self.noise)), key=lambda candidate: -self.noise[candidate])
         ranked = [candidate for candidate in ranked if level in self.options[candidate]]
         low, high = 0, len(ranked)
-        while high - low > 1:
+        while high - low > 1 and len(self.trials) < self.most:
             middle = (low + high) // 2
             if self._reaches(self._raise_candidates(base, ranked[:middle], level)):
                 high = middle
@@ -85,13 +88,20 @@ class Search:
 
     def _prune(self, base: Assignment, raised: list[int], level: int) -> Assignment:
         """Lower raised candidates again where the metric allows it, in ever smaller pieces, the least noisy first."""
-        kept, size = raised, len(raised) // 2
+        kept, size = raised, -(-len(raised) // _PIECES)
         while size >= 1:
             end = len(kept)
             while end > 0 and len(self.trials) < self.most:
                 fewer = kept[: max(end - size, 0)] + kept[end:]
-                if self._reaches(self._raise_candidates(base, fewer, level)):
+                assignment = self._raise_candidates(base, fewer, level)
+                if not self._raises_less_than_failed(assignment) and self._reaches(assignment):
                     kept = fewer
                 end -= size
             size //= 2
         return self._raise_candidates(base, kept, level)
+
+    def _raises_less_than_failed(self, assignment: Assignment) -> bool:
+        """Return whether an assignment that raises all of this, or more, has failed."""
+        return any(
+            trial.metric < self.wanted and all(map(operator.le, assignment, trial.assignment)) for trial in self.trials
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_backend.profiling.profile import require_runtime
 from qsdk.core.precision import advice
-from qsdk.core.precision.mixed import LEVELS, require_budget, search_precision
+from qsdk.core.precision.mixed import EVALUATIONS, LEVELS, require_budget, search_precision
 from qsdk.core.precision.samples import SiteSample
 from qsdk.core.precision.sensitivity import layers_of, sensitivity_report
 from qsdk.core.precision.time_budget import TimeBudget
@@ -62,7 +62,7 @@ def mixed_precision(
     *,
     max_drop: float,
     levels: Sequence[Mapping[str, str]] = LEVELS,
-    max_evaluations: int = 32,
+    max_evaluations: int = EVALUATIONS,
     max_ms: float | None = None,
     runtime: ProfiledRuntime | Callable[[Any], float] = "onnxruntime",
     forward: Forward | None = None,
@@ -71,8 +71,8 @@ def mixed_precision(
     """Raise as few sites as possible to keep a metric within a budget of that of the original float model.
 
     `sensitivity` ranks the sites by the noise that each causes at the outputs. A bisection over that ranking and a
-    pruning then call `metric` a few dozen times, never twice for the same assignment. Frozen sites stay as they are,
-    and the bias of a raised weight loses the shift that its old rounding needed.
+    pruning then call `metric` a dozen times at most, never twice for the same assignment. Frozen sites stay as they
+    are, and the bias of a raised weight loses the shift that its old rounding needed.
 
     Args:
         sim: calibrated, of either side. Afterwards it has the chosen precision.
@@ -80,7 +80,9 @@ def mixed_precision(
         metric: called with the sim; larger is better.
         max_drop: how much it may fall below that of the float model that was given to `quantize`.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
-        max_evaluations: of the metric, after which no more raised sites are lowered again.
+        max_evaluations: of the metric, that of the float model included, after which the search keeps the best that it
+            has; with more of them, it may find fewer sites that do. The first few, which show whether a level
+            suffices, are made in any case.
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
             that allows, though the metric may then be missed.
         runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
@@ -109,7 +111,7 @@ def mixed_precision(
         True
     """
     require_budget(metric, max_drop)
-    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime), max_evaluations)
+    time = None if max_ms is None else TimeBudget(max_ms, _stopwatch(sim, runtime))
     samples, noise, facts = _ranked(sim, data, forward, progress)
     options: dict[str, Any] = {"max_drop": max_drop, "levels": levels, "max_evaluations": max_evaluations, "time": time}
     with _counted(metric, max_evaluations, progress) as counted:

@@ -56,6 +56,25 @@ def test_an_unreachable_budget_ends_at_the_top_level_and_says_so():
     assert made.run() == ((2, 2), False)
 
 
+def test_what_raises_less_than_what_failed_is_not_evaluated():
+    noise = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+    made = search(noise, additive([0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]), wanted=-0.5)
+    assert made.run() == ((0, 1, 0, 0, 0, 1, 0, 0), True)
+    failed = [trial.assignment for trial in made.trials if trial.metric < made.wanted]
+    raised = [{i for i, level in enumerate(assignment) if level} for assignment in failed]
+    assert not any(later < earlier for at, later in enumerate(raised[1:], 1) for earlier in raised[1:at])
+
+
+@pytest.mark.parametrize("most", [3, 5, 11])
+def test_bisection_too_stops_at_the_number_of_evaluations_that_was_given(most: int):
+    costs = [1.0] * 118
+    made = search(costs, additive(costs), wanted=-40.5, most=most)
+    chosen, met = made.run()
+    assert met
+    assert len(made.trials) <= most
+    assert additive(costs)(chosen) >= -40.5
+
+
 def test_pruning_stops_at_the_number_of_evaluations_that_was_given():
     noise = [1.0] * 64
     made = search(noise, additive(noise), wanted=-0.5, most=9)
