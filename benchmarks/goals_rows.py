@@ -38,6 +38,19 @@ class Goal:
 
 PYTORCH = (
     Goal(
+        "`quantize` of a module, over torch's float export of it: median of four networks",
+        "tracing",
+        ("all", "median"),
+        "<= 1.3",
+        "from one linear layer to a decoder of four layers",
+    ),
+    Goal(
+        "`quantize` of a module, over torch's float export of it: the worst of four networks",
+        "tracing",
+        ("all", "worst"),
+        "<= 2",
+    ),
+    Goal(
         "min-max calibration of MiniLM, float passes",
         "calibration mini_lm",
         ("mini_lm", "batch 16", "min_max"),
@@ -50,10 +63,31 @@ PYTORCH = (
         "<= 1.2",
     ),
     Goal(
+        "extra memory of AdaRound, ResNet-14 and 512 images, MiB",
+        "adaround_memory",
+        ("extra",),
+        "<= 200",
+        "weights of 4 bits; beyond what a calibrated sim and the images hold",
+    ),
+    Goal(
         "training step of a ResNet-14 with learned scales, over the float step",
         "qat_step resnet14",
         ("resnet14", "learned"),
         "<= 1.25",
+        "eager; BatchNorms folded on both sides",
+    ),
+    Goal(
+        "the same with compiled kernels, over the eager float step",
+        "qat_step resnet14 --compile=kernels",
+        ("resnet14", "learned"),
+        "<= 1.15",
+    ),
+    Goal(
+        "`mixed_precision` of MobileNetV2, evaluations of the metric",
+        "mixed_precision search",
+        ("mobilenet_v2", "search", "evaluations"),
+        "<= 12",
+        "that of the float model included; 12 is the bound that it keeps by default",
     ),
 )
 

@@ -21,9 +21,14 @@ STEPS = 5
 
 
 def resident(field: str) -> int:
-    """KiB that this process had at most (`VmHWM`)."""
+    """KiB that this process has (`VmRSS`) or had at most (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def forget_peak() -> None:
+    """Let `VmHWM` start again from what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(name: str, kind: str) -> dict[str, int]:
@@ -36,7 +41,7 @@ def measure(name: str, kind: str) -> dict[str, int]:
         network = sim.unwrap().train() if kind == "float" else model
         groups = network.parameters() if kind == "float" else sim.parameter_groups(lr=1e-3)
         step = stepper(network, groups, x, y)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        forget_peak()
         for _ in range(STEPS):
             step()
         peak = resident("VmHWM")

@@ -13,6 +13,7 @@ from qsdk.core.sims.corrected_biases import float_biases
 from torch_bridge.sim import QuantSim
 from torch_bridge.torch_values.batches import Forward, feed, progress_over
 from torch_bridge.walk.float_products import float_products
+from torch_bridge.walk.freed_memory import FreedMemory
 from torch_bridge.walk.layer_weights import LayerWeights
 from torch_bridge.walk.offload import Offloader
 from torch_bridge.walk.paused_forward import PausedForward, Scheduler, attributes_set_by
@@ -39,6 +40,7 @@ class ForwardPairs:
         self._first = next(self._batches)
         self._scheduler = Scheduler(sim.runtime)
         self._offloader = None if max_memory is None else Offloader(max_memory)
+        self._freed = FreedMemory()
 
     @property
     def running(self) -> PausedForward | None:
@@ -136,6 +138,7 @@ class ForwardPairs:
         self._scheduler.resume(one)
         if self._offloader is not None:
             self._offloader.after_pause(one, self.weights.cached_tensors())
+        self._freed.bound()
 
     @contextmanager
     def in_memory(self, *forwards: PausedForward) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Memory limit for paused forwards: beyond it, their tensors are written to temporary files and read back."""
 
 import ctypes
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_bridge.walk.freed_memory import give_back
 from torch_bridge.walk.paused_forward import PausedForward
-
-# glibc keeps memory that a thread has freed for that thread, and each forward has a thread of its own
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 
 class Offloader:
@@ -63,8 +60,7 @@ class Offloader:
             storage.resize_(0)
             self._offloaded[storage._cdata] = forward
         del storages
-        if _TRIM is not None:
-            _TRIM(0)
+        give_back()
 
     def load(self, forward: PausedForward) -> None:
         """Read all tensors of a forward back into memory."""

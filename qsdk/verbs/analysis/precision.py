@@ -80,9 +80,7 @@ def mixed_precision(
         metric: called with the sim; larger is better.
         max_drop: how much it may fall below that of the float model that was given to `quantize`.
         levels: the dtypes that a site may be raised to, the cheapest first, by `weight` and `activation`.
-        max_evaluations: of the metric, that of the float model included, after which the search keeps the best that it
-            has; with more of them, it may find fewer sites that do. The first few, which show whether a level
-            suffices, are made in any case.
+        max_evaluations: of the metric; the few that show whether a level suffices are made in any case.
         max_ms: milliseconds that a run of the exported file may take, to within 5 %. Sites are raised only as far as
             that allows, though the metric may then be missed.
         runtime: to measure in, by `profile` on random values; or a function of the sim that returns milliseconds.
