@@ -1,10 +1,9 @@
 """Turn recorded operations into the ONNX nodes of the chosen target.
 
-Every operation has a standard form. Where kernels are allowed, an operation whose only reader is a
-requantization (a Concat, for tables) waits for it, so that both can become one kernel.
+Every operation has a standard form. Where kernels are allowed, an operation that only a requantization reads, or two
+(a Concat, for tables), waits for it, so that both can become one kernel.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +28,7 @@ from onnx_backend.integer.ir.requantization import RequantMultiplier
 from onnx_backend.integer.ir.values import ActivationEncoding
 from onnx_backend.integer.portable import requantize
 
+_SHARED = 2  # requantizations of one sum that a kernel each is worth (a LeakyRelu has two)
 _STANDARD: Mapping[type, Callable[[Builder, Any], None]] = MappingProxyType(
     {
         Accumulation: standard.accumulate,
@@ -60,8 +60,9 @@ def expand(
         elif kernels is not None and _waits(operation, readers):
             waiting[operation.result] = operation
         else:
-            inputs = {name: waiting.pop(name) for name in operation.input if name in waiting}
-            _write(b, operation, inputs, kernels, portable)
+            inputs = {name: waiting[name] for name in operation.input if name in waiting}
+            if not _write(b, operation, inputs, kernels, portable):
+                waiting = {name: part for name, part in waiting.items() if name not in inputs}  # they are written now
     # a kernel that replaces several operations leaves some without a reader
     return [node for node in live(b.nodes, outputs) if isinstance(node, NodeProto)]
 
@@ -76,15 +77,13 @@ def live(operations: Sequence[Operation], outputs: set[str]) -> list[Operation]:
     return kept[::-1]
 
 
-def _readers(operations: Sequence[Operation], outputs: set[str]) -> dict[str, Operation | None]:
-    """Return the one operation that reads a tensor, None where there are several or it leaves the model."""
-    counts = Counter(name for operation in operations for name in operation.input)
-    counts.update(outputs)
-    sole: dict[str, Operation | None] = dict.fromkeys(outputs)
+def _readers(operations: Sequence[Operation], outputs: set[str]) -> dict[str, list[Operation]]:
+    """Return the operations that read a tensor, none for one that leaves the model."""
+    found: dict[str, list[Operation]] = {}
     for operation in operations:
         for name in operation.input:
-            sole[name] = operation if counts[name] == 1 else None
-    return sole
+            found.setdefault(name, []).append(operation)
+    return {name: readers for name, readers in found.items() if name not in outputs}
 
 
 def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
@@ -99,11 +98,14 @@ def _indices(operations: Sequence[Operation], outputs: set[str]) -> set[str]:
     return {op.result for op in requantizations if op.result not in others}
 
 
-def _waits(operation: Recorded, readers: Mapping[str, Operation | None]) -> bool:
-    reader = readers.get(operation.result)
+def _waits(operation: Recorded, readers: Mapping[str, list[Operation]]) -> bool:
+    read_by = readers.get(operation.result, [])
     if isinstance(operation, Accumulation | Product | WindowSum):
-        return isinstance(reader, Requantization) and len(reader.input) == 1
-    return isinstance(operation, Table) and operation.plain is not None and isinstance(reader, Join)
+        # two kernels are faster than one sum of products that is requantized twice in plain operators
+        alone = all(isinstance(reader, Requantization) and len(reader.input) == 1 for reader in read_by)
+        return alone and 0 < len(read_by) <= _SHARED
+    joined = len(read_by) == 1 and isinstance(read_by[0], Join)
+    return isinstance(operation, Table) and operation.plain is not None and joined
 
 
 def _write(
@@ -112,9 +114,11 @@ def _write(
     inputs: Mapping[str, Recorded],
     kernels: KernelChoice | None,
     portable: set[str] | None = None,
-) -> None:
+) -> bool:
+    """Write an operation, and those that wait for it; return True if a kernel computes them all."""
     b.label = operation.result
-    if kernels is None or not _fused(b, operation, inputs, kernels):
+    fused = kernels is not None and _fused(b, operation, inputs, kernels)
+    if not fused:
         for part in inputs.values():
             _write(b, part, {}, kernels)
         b.label = operation.result
@@ -124,6 +128,7 @@ def _write(
     for part in (*inputs.values(), operation):
         if isinstance(part, Requantization | Table):
             b.certificate.append(part.row)
+    return fused
 
 
 def _in_32_bits(b: Builder, operation: Recorded, results: set[str]) -> bool:

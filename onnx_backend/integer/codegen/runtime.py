@@ -6,7 +6,7 @@ fixed point on a few elements in a million, by one step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from onnx_backend.integer.ir.operations import (
 from onnx_backend.integer.ir.values import ActivationEncoding, Array, Term
 
 CONTRIB = "com.microsoft"
-_INT32 = (1 << 31) - 1
+_INT32, _UINT8 = (1 << 31) - 1, (1 << 8) - 1
 #: The largest sum of two weights of one sign for which `255 * w0 + 255 * w1` stays in int16.
 _PAIR = 128
 #: How far a Softmax in float32 may be from the real one, in output steps, before it is rounded.
@@ -49,9 +49,11 @@ class KernelChoice:
 
 def layer(b: Builder, op: Requantization, maker: Accumulation, kernels: KernelChoice) -> bool:
     """Write a layer and its requantization as one kernel; False if none fits."""
-    term = op.value.terms[0]
+    if maker.weight_first:
+        return False
+    maker, term = _positive(maker, op.value.terms[0])
     scale, bias = _layer_scale(term, maker), _layer_bias(op, term, maker)
-    if scale is None or bias is None or maker.weight_first:
+    if scale is None or bias is None or int(np.ptp(maker.weight)) > _UINT8:
         return False
     if maker.op_type == "Conv":
         tensors = [*_activation(b, maker.codes, maker.encoding), *_weight(b, maker, scale, kernels.signed)]
@@ -232,9 +234,28 @@ def _scaled(b: Builder, operand: CodesOperand, factor: float) -> list[str]:
     return [operand.codes, b.constant(scale), b.constant(np.uint8(operand.encoding.zero_point))]
 
 
+def _channels(maker: Accumulation) -> int:
+    return int(maker.weight.shape[0 if maker.op_type == "Conv" else -1])
+
+
+def _positive(maker: Accumulation, term: Term) -> tuple[Accumulation, Term]:
+    """Return a layer whose multipliers are positive: weights of channels with a negative one change their sign.
+
+    A multiplier is negative, or 0, where a PRelu's slope is multiplied in.
+    """
+    if np.all(term.scale > 0) or term.scale.size not in (1, _channels(maker)):
+        return maker, term
+    sign = np.sign(term.scale).astype(np.int64)
+    term = replace(term, scale=np.where(sign, np.abs(term.scale), 1.0), zero=term.zero * sign)
+    if maker.op_type == "Conv" and sign.size > 1:
+        sign = sign.reshape(-1, *(1 for _ in maker.weight.shape[1:]))
+    weight = maker.weight * (sign if sign.size > 1 else sign.item())
+    return replace(maker, weight=weight, zero=-int(weight.min(initial=0))), term
+
+
 def _layer_scale(term: Term, maker: Accumulation) -> Array | None:
     """Return the weight's scale, shape () or (channels,), with all factors of the sum; None if one is not positive."""
-    channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
+    channels = _channels(maker)
     scale = term.scale / maker.encoding.scale
     if scale.size not in (1, channels) or np.any(scale <= 0):
         return None
@@ -243,7 +264,7 @@ def _layer_scale(term: Term, maker: Accumulation) -> Array | None:
 
 def _layer_bias(op: Requantization, term: Term, maker: Accumulation) -> Array | None:
     """Return the int32 bias, shape (channels,); None if it is not one value per channel or leaves int32."""
-    channels = maker.weight.shape[0] if maker.op_type == "Conv" else maker.weight.shape[-1]
+    channels = _channels(maker)
     bias = np.rint(op.value.constant / term.scale) - term.zero
     if bias.size not in (1, channels) or np.any(np.abs(bias) > _INT32):
         return None

@@ -279,9 +279,14 @@ class Bent:
     Attributes:
         parts: the sum clipped below at 0, and slope times the sum clipped to the sign that it then has, for each sign
             of the slopes; everywhere all but one of them are 0.
+        sides: the sum, and slope times the sum.
+        choice: `Max` where the larger side is the value (no slope exceeds 1), `Min` where the smaller one is (none is
+            below 1), "" for slopes of both kinds.
     """
 
     parts: tuple[Linear, ...]
+    sides: tuple[Linear, Linear]
+    choice: str
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,13 @@ def to_codes(ctx: LoweringContext, value: Value, encoding: ActivationEncoding, n
 
 
 def _unbent(b: Builder, value: Bent, encoding: ActivationEncoding, name: str) -> str:
-    """Emit all parts: each is at the zero point where another is not, so their sum has too many zero points only."""
+    """Emit the larger or smaller of both sides, as quantizing is monotone; for slopes of both kinds emit all parts.
+
+    Each part is at the zero point where another is not, so their sum has too many zero points only.
+    """
+    if value.choice:
+        sides = [requantize(b, side, encoding, f"{name}.{i}") for i, side in enumerate(value.sides)]
+        return b.node(value.choice, sides, name=name)
     total = ""
     for i, part in enumerate(value.parts):
         codes = b.cast(requantize(b, part, encoding, f"{name}.{i}"), TensorProto.INT32)

@@ -243,7 +243,8 @@ def _bent(value: Linear, slope: Array) -> Value:
     parts = [replace(value, lo=0.0)]
     parts += [replace(rising, hi=0.0)] if np.any(slope > 0) else []
     parts += [replace(falling, lo=0.0)] if np.any(slope < 0) else []
-    return Bent(tuple(parts))
+    choice = "Max" if np.all(slope <= 1.0) else "Min" if np.all(slope >= 1.0) else ""
+    return Bent(tuple(parts), (value, scaled(value, slope)), choice)
 
 
 def batch_normalization(ctx: LoweringContext, node: NodeProto, args: Args) -> Value:

@@ -255,3 +255,61 @@ def test_weights_are_what_the_kernels_of_this_processor_add_up_exactly(monkeypat
         (kernel,) = (node for node in made.model.graph.node if node.op_type == "QLinearConv")
         stored = next(t for t in made.model.graph.initializer if t.name == kernel.input[3])
         assert stored.data_type == dtype
+
+
+def bent_layer(op, kind, slopes, dtype=UINT8, *, edge=0):
+    """A layer with a LeakyRelu or PRelu; the first channel's weights are the extreme codes where `edge` says so."""
+    net = Net()
+    conv = kind == "Conv"
+    x = net.qdq(net.input([2, 4, 9, 9] if conv else [7, 12]), 0.031, 117 if dtype == UINT8 else -11, dtype)
+    shape, axis = ((6, 4, 3, 3), 0) if conv else ((12, 6), 1)
+    codes = net.rng.integers(-127, 128, shape).astype(np.int8)
+    codes[0 if conv else slice(None), 0] = edge or codes[0 if conv else slice(None), 0]
+    scale = net.rng.uniform(0.001, 0.002, 6).astype(np.float32)
+    weight = net.op("DequantizeLinear", net.const(codes, "weight"), net.const(scale), axis=axis)
+    bias = net.bias(6, 0.031, scale)
+    y = net.op("Conv", x, weight, bias) if conv else net.op("Gemm", x, weight, bias)
+    if op == "LeakyRelu":
+        y = net.op(op, y, alpha=slopes[0])
+    else:
+        y = net.op(op, y, net.const(np.float32(slopes).reshape((-1, 1, 1) if conv else -1)))
+    net.output(net.qdq(y, 0.011, 90 if dtype == UINT8 else -38, dtype), [2, 6, 7, 7] if conv else [7, 6])
+    return net.model(), {"x": uniform([2, 4, 9, 9] if conv else [7, 12])}
+
+
+@pytest.mark.spread(6)
+@pytest.mark.parametrize("dtype", [UINT8, INT8])
+@pytest.mark.parametrize("kind", ["Conv", "Gemm"])
+@pytest.mark.parametrize(
+    ("op", "slopes"),
+    [
+        ("LeakyRelu", [0.1]),
+        ("LeakyRelu", [1.0]),
+        ("LeakyRelu", [1.7]),
+        ("LeakyRelu", [-0.4]),
+        ("LeakyRelu", [0.0]),
+        ("PRelu", [0.25, 0.01, 1.0, 0.0, -0.3, -1.2]),
+    ],
+)
+def test_a_slope_behind_a_layer_is_the_extreme_of_two_kernels(op, slopes, kind, dtype):
+    model, feeds = bent_layer(op, kind, slopes, dtype)
+    layer = "QLinearConv" if kind == "Conv" else "QGemm"
+    result = compare(model, feeds, [layer, "Min" if slopes[0] > 1 else "Max"], weights="unsigned", **ORT)
+    ops = [node.op_type for node in result.model.graph.node]
+    assert ops.count(layer) + ops.count("QLinearMatMul") == 2  # without a bias, which a slope of 0 takes away
+    assert not {"ConvInteger", "MatMulInteger", "Cast"} & set(ops)
+    assert all(row["error_bound"] < 1e-3 for row in result.certificate["requantizations"])
+
+
+def test_slopes_on_both_sides_of_one_add_their_parts():
+    model, feeds = bent_layer("PRelu", "Conv", [0.2, 1.6, 0.1, 2.5, 0.0, 1.0])
+    result = compare(model, feeds, ["QLinearConv"], weights="unsigned", **ORT)
+    assert not {"Max", "Min"} & {node.op_type for node in result.model.graph.node}
+
+
+def test_the_largest_weights_of_a_channel_whose_slope_is_negative_change_their_sign():
+    """-128 becomes 128, which is stored as uint8; beside 127 and -127 of other channels that is the whole grid."""
+    model, feeds = bent_layer("PRelu", "Conv", [-0.3, 0.2, 0.2, 0.2, 0.2, 0.2], edge=-128)
+    feeds = {"x": np.full([2, 4, 9, 9], -0.031 * 117, np.float32)}  # every sum is the largest that there is
+    result = compare(model, feeds, ["QLinearConv", "Max"], weights="unsigned", **ORT)
+    assert [node.op_type for node in result.model.graph.node].count("QLinearConv") == 2
