@@ -91,6 +91,63 @@ PYTORCH = (
     ),
 )
 
-ONNX: tuple[Goal, ...] = ()
+_LAYERS = "onnx_layers"
+_TWO_KERNELS = "two QLinearConv and a Max; one QLinearConv of the same size is `conv relu` of the benchmark"
+_UNROLLED = "unrolled, in fixed point with a stated error"
+
+ONNX: tuple[Goal, ...] = (
+    Goal(
+        "exported Linear 512 x 512, one row, over float",
+        _LAYERS,
+        ("linear 512-512, 1 row", "qdq"),
+        "<= 1.0",
+    ),
+    Goal(
+        "exported Linear 512 x 512, 64 rows, over float",
+        _LAYERS,
+        ("linear 512-512, 64 rows", "qdq"),
+        "<= 1.0",
+    ),
+    Goal(
+        "exported LSTMCell, 8 steps of 400 to 1024, over float",
+        _LAYERS,
+        ("lstm cell 400-1024, 8 steps", "qdq"),
+        "<= 1.0",
+    ),
+    Goal(
+        "exported GRUCell, 8 steps of 400 to 1024, over float",
+        _LAYERS,
+        ("gru cell 400-1024, 8 steps", "qdq"),
+        "<= 1.0",
+    ),
+    Goal(
+        "integer-only LSTM, 16 steps of 64 to 128, over float",
+        _LAYERS,
+        ("lstm 64-128, 16 steps", "standard"),
+        "<= 3",
+        _UNROLLED,
+    ),
+    Goal(
+        "integer-only GRU, 16 steps of 64 to 128, over float",
+        _LAYERS,
+        ("gru 64-128, 16 steps", "standard"),
+        "<= 3",
+        _UNROLLED,
+    ),
+    Goal(
+        "integer-only Conv and LeakyRelu, target `onnxruntime`, over float",
+        _LAYERS,
+        ("conv leaky relu", "onnxruntime"),
+        "<= 0.7",
+        _TWO_KERNELS,
+    ),
+    Goal(
+        "integer-only Conv and PRelu, target `onnxruntime`, over float",
+        _LAYERS,
+        ("conv prelu", "onnxruntime"),
+        "<= 0.7",
+        _TWO_KERNELS,
+    ),
+)
 
 GROUPS = {"PyTorch modules": PYTORCH, "ONNX files and integers": ONNX}
