@@ -3,7 +3,7 @@
 One JSON line per network: Linear layers of several shapes and batches, recurrent cells that the exporter unrolls,
 LSTM and GRU, convolutions with a LeakyRelu or PRelu. `qdq` is the exported file in the runtime's default session,
 `exact` the same with the session option that keeps processors without VNNI from saturating, `pure` the file in dialect
-`onnx` (null where the runtime does not load it), `standard` and `onnxruntime` are the integer-only targets. Every round
+`onnx` (null where the runtime does not load or run it), `standard` and `onnxruntime` are the integer-only targets. Every round
 times all sessions in turn, on one thread; ratios of processor time to the float session are taken per round, and their
 median is given. Name networks to measure only those.
 """
@@ -116,10 +116,19 @@ def written(make: Callable[[], nn.Module], shape: Shape, targets: tuple[str, ...
     return paths
 
 
+def does_run(opened: ort.InferenceSession, x: np.ndarray) -> bool:
+    """Return False where a session loads but cannot run, as some do with `session.x64quantprecision`."""
+    try:
+        opened.run(None, {opened.get_inputs()[0].name: x})
+    except Exception:  # the runtime's own exception types are private
+        return False
+    return True
+
+
 def ratios(paths: dict[str, Path], shape: Shape) -> dict[str, float | None]:
     opened = {name: session(path) for name, path in paths.items()} | {"exact": session(paths["qdq"], exact=True)}
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    runs = {name: one for name, one in opened.items() if one is not None}
+    runs = {name: one for name, one in opened.items() if one is not None and does_run(one, x)}
     feeds = {name: {one.get_inputs()[0].name: x} for name, one in runs.items()}
 
     def seconds(name: str, times: int) -> float:
