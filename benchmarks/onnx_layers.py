@@ -3,9 +3,9 @@
 One JSON line per network: Linear layers of several shapes and batches, recurrent cells that the exporter unrolls,
 LSTM and GRU, convolutions with a LeakyRelu or PRelu. `qdq` is the exported file in the runtime's default session,
 `exact` the same with the session option that keeps processors without VNNI from saturating, `pure` the file in dialect
-`onnx` (null where the runtime does not load or run it), `standard` and `onnxruntime` are the integer-only targets. Every round
-times all sessions in turn, on one thread; ratios of processor time to the float session are taken per round, and their
-median is given. Name networks to measure only those.
+`onnx` (null where it does not load or run), `standard` and `onnxruntime` are the integer-only targets. Every
+round times all sessions in turn, on one thread; ratios of processor time to the float session are taken per round, and
+their median is given. Name networks to measure only those.
 """
 
 import json
