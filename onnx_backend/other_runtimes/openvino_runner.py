@@ -8,6 +8,7 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from onnx_backend.other_runtimes.runner import SizedModel, installed_package
+from onnx_backend.other_runtimes.signal_stack import kept_signal_stack
 from qsdk.core.errors import ModelError
 
 Array = npt.NDArray[Any]
@@ -60,7 +61,8 @@ class OpenVinoRunner:
     def _compiled(self, model: ModelProto) -> Any:
         try:
             core = self.openvino.Core()
-            return core.compile_model(core.read_model(model.SerializeToString()), "CPU", self.options)
+            with kept_signal_stack():
+                return core.compile_model(core.read_model(model.SerializeToString()), "CPU", self.options)
         except Exception as error:
             raise ModelError(f"{self.title} cannot compile the model: {_in_short(error)}") from error
 
