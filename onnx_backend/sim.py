@@ -27,7 +27,7 @@ from onnx_backend.proto.opsets import at_opset
 from onnx_backend.proto.weight_edits import WeightEdits
 from onnx_backend.proto.write_file import spool_large_tensors
 from onnx_backend.qdq.insert import lower
-from onnx_backend.qdq.marks import mark, open_qdq
+from onnx_backend.qdq.marks import UnpackedQdq, mark, open_qdq
 from onnx_backend.runtime.feeds import as_feeds, batches_of, run_session
 from onnx_backend.runtime.providers import CPU_ONLY, Providers, placement
 from onnx_backend.runtime.session import simulation_session
@@ -109,13 +109,14 @@ class OnnxSim(StatefulSim):
         return sim
 
     @classmethod
-    def from_qdq(cls, model: ModelProto) -> "OnnxSim":
+    def from_qdq(cls, model: ModelProto, opened: UnpackedQdq | None = None) -> "OnnxSim":
         """Return the sim of a Q/DQ model with its own encodings, which simulates as the model does.
 
         Args:
             model: valid, and in normal form (see `normalize_qdq`); the sim keeps it.
+            opened: the model without its pairs, where more was changed in it; the sim keeps it.
         """
-        opened = open_qdq(at_opset(inline_functions(model)))
+        opened = opened or open_qdq(at_opset(inline_functions(model)))
         graph = read_graph(opened.model, modules=True)
         sim = cls(opened.model, graph, adopted_plan(graph, opened))
         sim._own, sim._lowered = owned_encodings(sim.plan, with_flags(model, opened.encodings)), model
@@ -253,8 +254,7 @@ class OnnxSim(StatefulSim):
             DataError: NaN or inf in a weight whose encoding is derived anew.
         """
         extra = (*self.notes.folded, *self.notes.unfolded)
-        stored, methods = self.stored_floats, self.methods
-        before = self.snapshot()
+        before, stored, methods = self.snapshot(), self.stored_floats, self.methods
         state = replanned(before, self.graph, config, stored, methods=methods, extra_owners=extra, coarse=coarse)
         return replace(state, plan=with_reasons_of_file(state.plan, self.notes))
 

@@ -8,7 +8,14 @@ from typing import Any
 from onnx import ModelProto
 
 from onnx_backend.export import require_companion
-from onnx_backend.opening.from_float import QuantizedAlreadyError, open_loaded, open_unplanned, with_reasons_of_file
+from onnx_backend.opening.from_float import (
+    Notes,
+    QuantizedAlreadyError,
+    open_loaded,
+    open_unplanned,
+    with_reasons_of_file,
+)
+from onnx_backend.opening.lost_activations import put_back_activations, sites_of_ours
 from onnx_backend.opening.normalize_qdq import normalize_qdq
 from onnx_backend.opening.plan_of_qdq import without_origin
 from onnx_backend.opening.read_graph import inline_functions
@@ -64,6 +71,23 @@ def open_with_config(
     return OnnxSim.from_opened_float(opened, config)
 
 
+def open_as_written(source: ModelProto) -> OnnxSim:
+    """Open a Q/DQ model with its own encodings: it simulates as the file does, and in float with what tools remove.
+
+    Args:
+        source: a valid Q/DQ model; it is not changed, and the sim may keep it.
+
+    Raises:
+        FileFormatError: an encoding cannot be read.
+    """
+    normal = normalize_qdq(source)
+    opened = open_qdq(at_opset(inline_functions(normal)))
+    remarks = put_back_activations(opened, sites_of_ours(source))
+    sim = OnnxSim.from_qdq(normal, opened)
+    sim.notes = Notes(remarks=remarks)
+    return sim
+
+
 def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -> OnnxSim:
     """Open a Q/DQ model as if it were float, and adopt its encodings, frozen, wherever it has them.
 
@@ -79,6 +103,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     """
     normal = normalize_qdq(source)
     opened = open_qdq(at_opset(inline_functions(normal)))
+    lost = put_back_activations(opened, sites_of_ours(source))
     found = with_flags(normal, opened.encodings)
     plain, tensors = _unmarked(opened)
     model, graph, notes = open_unplanned(plain, config, example, fold_batch_norm=False)
@@ -92,7 +117,7 @@ def open_adopted(source: ModelProto, config: QuantConfig, example: Any = None) -
     plan = plan_with_given(graph, plan, encodings, casts)
     remark = f"{len(encodings) + len(casts)} sites are as the file has them, frozen; no BatchNorm was folded"
     state = SimState(None, plan, owned_encodings(plan, encodings))
-    notes = replace(notes, remarks=(*notes.remarks, remark))
+    notes = replace(notes, remarks=(*notes.remarks, remark, *lost))
     return OnnxSim.from_state(mark(model, graph, in_place=True), state, notes)
 
 
@@ -133,15 +158,21 @@ def _unmarked(opened: UnpackedQdq) -> tuple[ModelProto, Mapping[str, _FloatTenso
 
 
 def _with_names_of_the_file(graph: Graph, tensors_of: Mapping[str, _FloatTensor]) -> Graph:
+    """Return the graph with the sites of the file; a tensor that the file does not quantize gives its name away."""
     names = {float_tensor.tensor: site for site, float_tensor in tensors_of.items()}
-    taken = {tensor.site for tensor in graph.tensors if tensor.name not in names}
-    tensors = [
-        replace(tensor, site=names[tensor.name])
-        if tensor.site is not None and tensor.name in names and names[tensor.name] not in taken
-        else tensor
-        for tensor in graph.tensors
-    ]
-    return replace(graph, tensors=tensors)
+    sites = [tensor.site for tensor in graph.tensors]
+    at = {site: index for index, site in enumerate(sites) if site is not None}
+    for index, tensor in enumerate(graph.tensors):
+        wanted, old = names.get(tensor.name), sites[index]
+        if wanted is None or old is None or wanted == old:
+            continue
+        other = at.get(wanted)
+        if other is not None:
+            sites[other], at[old] = old, other
+        sites[index], at[wanted] = wanted, index
+    return replace(
+        graph, tensors=[replace(tensor, site=site) for tensor, site in zip(graph.tensors, sites, strict=True)]
+    )
 
 
 def _require_all_placed(

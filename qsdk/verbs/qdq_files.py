@@ -65,11 +65,11 @@ def opened_qdq(source: OnnxSource) -> ModelProto:
     Raises:
         FileFormatError: it is unreadable, invalid, or its encodings file belongs to another one.
     """
-    return checked_qdq(model_io.load(source), source)
+    return normalize_qdq(checked_qdq(model_io.load(source), source))
 
 
 def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
-    """Return a Q/DQ model in normal form after the checks of `opened_qdq`.
+    """Return a Q/DQ model after the checks of `opened_qdq`.
 
     Args:
         model: as loaded from the source; it is changed.
@@ -80,4 +80,4 @@ def checked_qdq(model: ModelProto, source: OnnxSource) -> ModelProto:
         require_companion(model, source)
     densify(model.graph)
     validation.require_valid(model, model_io.source_name(source))
-    return normalize_qdq(model)
+    return model

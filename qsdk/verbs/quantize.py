@@ -19,7 +19,7 @@ from onnx_backend.proto import graph_queries, model_io
 from onnx_backend.qdq.quantized_parts import has_narrow_sites
 from onnx_backend.runtime.providers import ProviderList, chosen_providers
 from onnx_backend.sim import OnnxSim
-from onnx_backend.sim_from_qdq import open_with_config
+from onnx_backend.sim_from_qdq import open_as_written, open_with_config
 from qsdk.algorithms.ranks import all_gather
 from qsdk.core.aimet_config.load_config import config_or_preset
 from qsdk.core.config.config import QuantConfig, w8a8
@@ -145,7 +145,7 @@ def _open_onnx(
     model = model_io.load(source)
     if config is None and (graph_queries.is_quantized(model) or has_narrow_sites(model)):
         _require_no_inputs(inputs, "the file has encodings of its own already")
-        return OnnxSim.from_qdq(checked_qdq(model, source))
+        return open_as_written(checked_qdq(model, source))
     if inputs:
         model = with_fixed_inputs(model, inputs)
     return open_with_config(model, source, config or w8a8(), example, fold_batch_norm=fold_batch_norm)
