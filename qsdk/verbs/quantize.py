@@ -310,8 +310,8 @@ def check_parity(
         >>> qsdk.check_parity(sim, folder + "/model.onnx", [x], progress=False).summary["weights_max_lsb"]
         0.0
     """
-    opened = opened_qdq(model)
-    report = door_of(sim).check_parity(opened, data, forward, progress, runtime)
+    door, opened = door_of(sim), opened_qdq(model)
+    report = door.check_parity(opened, data, forward, progress, runtime)
     if runtime not in (None, "onnxruntime"):
         return report
     return with_overflow(report, opened, in_session=runtime is not None)

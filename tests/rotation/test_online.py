@@ -81,6 +81,13 @@ def float_result(sim, x) -> np.ndarray:
     return exact(sim.unwrap(), x) if hasattr(sim, "unwrap") else in_float(sim, x)
 
 
+def widest(sim, dtype: str) -> float:
+    """The widest range of what rotations read, in 16 bits, or of what they give, in 8."""
+    given = [e for site, e in sim.encodings.items() if ".rotation" in site or dtype == "uint16"]
+    found = [e for e in given if e.dtype.name == dtype]
+    return max(float(e.scale.max()) * (e.dtype.hi - e.dtype.lo) for e in found)
+
+
 def simulated(sim, x) -> np.ndarray:
     return sim(x).detach().numpy() if hasattr(sim, "unwrap") else sim.run((x.numpy(),))[0]
 
@@ -99,13 +106,12 @@ def test_the_float_model_stays_and_every_later_step_takes_the_rotation(size, con
     wanted = exact(model, IDS)
     for door, (sim, data) in enumerate(both(model, IDS, config, tmp_path)):
         qsdk.rotate(sim, data, progress=False)
-        before = off(simulated(sim, IDS), wanted)
         report = qsdk.rotate(sim, data, online=True, progress=False)
         assert [(row["size"], row["reason"]) for row in online_rows(report)] == [(size, "")] * 2
         assert report.summary["at_run_time"] == 2
         assert off(float_result(sim, IDS), wanted) < 1e-5
-        if config.weight == qsdk.int8:  # 4-bit weights make more noise than the outliers
-            assert off(simulated(sim, IDS), wanted) < 0.8 * before
+        if not config.only_linear:  # the layer reads half the range at most: its input has outliers in a channel
+            assert widest(sim, "uint8") < 0.5 * widest(sim, "uint16")
         again = qsdk.rotate(sim, data, online=True, progress=False)
         assert online_rows(again) == []
         path = tmp_path / f"{door}.onnx"
@@ -199,10 +205,11 @@ def test_layers_behind_an_activation_are_found_in_other_architectures(name, tmp_
     x = torch.randn(2, 3, 16, 16) if name == "vit" else IDS
     model = Logits(model)
     wanted = exact(model, x)
-    for sim, data in both(model, x, qsdk.w8a8(), tmp_path):
-        report = qsdk.rotate(sim, data, online=True, progress=False)
-        turned = [row for row in online_rows(report) if not row["reason"]]
-        assert len(turned) == 2
+    for door, (sim, data) in enumerate(both(model, x, qsdk.w8a8(), tmp_path)):
+        rows = online_rows(qsdk.rotate(sim, data, online=True, progress=False))
+        assert len(rows) == 2
+        unlike = name == "gpt2" and door == 0  # its modules are Conv1D of transformers, and no Linears
+        assert [row["reason"].startswith("nothing can be put in front") for row in rows] == [unlike] * 2
         assert off(float_result(sim, x), wanted) < 1e-5
 
 

@@ -103,9 +103,11 @@ def fake_quantize_bias(x: Tensor, scale: Tensor, lo: float, hi: float) -> Tensor
 
 def _fake_quantize_broadcast(x: Tensor, scale: Tensor, zero_point: Tensor, grid: FakeQuantGrid) -> Tensor:
     ends = _bounds_as_numbers(x, zero_point, grid)
+    if ends is None:  # on other devices, and while compiling, where the number of threads cannot be asked either
+        return _round_and_clip(x, scale, _bounds_as_tensors(zero_point, grid))
     piece = _PIECE * torch.get_num_threads()
-    if ends is None or x.numel() <= piece or scale.ndim != x.ndim:
-        return _round_and_clip(x, scale, ends or _bounds_as_tensors(zero_point, grid))
+    if x.numel() <= piece or scale.ndim != x.ndim:
+        return _round_and_clip(x, scale, ends)
     # a few rows at a time stay in the processor's cache from the first operation to the last
     result, rows = torch.empty_like(x), max(piece * len(x) // x.numel(), 1)
     for first in range(0, len(x), rows):

@@ -7,7 +7,6 @@ from onnx import TensorProto, helper
 from qdq_models import convnet, make_model, mlp, prepared
 
 import qsdk
-from onnx_backend.data_passes import session_parity
 from onnx_backend.data_passes.session_parity import check_session
 from onnx_backend.qdq.insert import insert
 from qsdk.core.config.config import w4a8, w4a16, w8a8, w8a16
@@ -72,13 +71,6 @@ def test_each_site_gets_the_simulations_own_input():
     exact = check_session(model, [VECTORS], level="basic", progress=False)
     assert exact.summary["activations_max_lsb"] == 0
     assert exact.summary["sqnr_db"] == np.inf
-
-
-@pytest.mark.parametrize("saturates", [True, False])
-def test_a_processor_that_overflows_is_named_with_the_remedy(saturates: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(session_parity, "products_saturate", lambda: saturates)
-    named = "no VNNI, and the runtime's 8-bit kernels overflow on it: quantize with weights of 7 bits"
-    assert (named in session_parity._why_off()) is saturates
 
 
 def test_a_weight_only_model_is_judged_by_its_outputs():
