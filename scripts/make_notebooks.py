@@ -57,7 +57,7 @@ def notebook_of(path: Path) -> NotebookNode:
     return notebook
 
 
-def run(notebook: NotebookNode, folder: Path, *, timeout: int = 300) -> NotebookNode:
+def run(notebook: NotebookNode, folder: Path, *, timeout: int = 900) -> NotebookNode:
     """Run the cells in order in `folder`, laid out as the repository is, and return the notebook with what they show.
 
     Raises:
