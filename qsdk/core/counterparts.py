@@ -9,6 +9,7 @@ _PREPARED = "qsdk.quantize(model, example) takes the model as it is, functional 
 _DTYPES = 'a dtype is an attribute such as qsdk.int8, or its name "int8"'
 _TRAIN = "qsdk.quantize and qsdk.calibrate, then train inside `with sim.training(learn_scales=True)`"
 _CONFIG = "a config such as qsdk.w8a8(), with .override(pattern, weight=...) and .skip(pattern)"
+_PLAIN = "plain modules such as nn.Conv2d: qsdk.quantize(model, example) quantizes what they read and give"
 _BLOCKS = "qsdk.w4a16(block_size=32), or .override(pattern, block_size=32, two_level_scales=True) for LPBQ"
 
 _AIMET = {
@@ -58,6 +59,16 @@ _AIMET = {
     "ModelValidator": _PREPARED,
     "save_checkpoint": "qsdk.save(sim, path)",
     "AutoQuant": "qsdk.autoquant(model, example, batches, metric, max_drop=0.01)",
+    "load_checkpoint": "qsdk.load(path, model)",
+    "compute_encodings_for_sims": "qsdk.calibrate(sim, batches), once for each sim",
+    "fold_given_batch_norms": "qsdk.quantize(model, example) folds BatchNorms itself (fold_batch_norm=True)",
+    "exclude_param_from_quantization": 'qsdk.w8a8().override(pattern, weight="float32")',
+    "quantizer_state_dict": "qsdk.save_encodings(sim, path)",
+    "apply_omniquant": "qsdk.tune_blocks(sim, batches)",
+    "OmniQuant": "qsdk.tune_blocks(sim, batches)",
+    "export_per_layer_encoding_min_max_range": "qsdk.report(sim, path, data=batches)",
+    "export_per_layer_stats_histogram": "qsdk.report(sim, path, data=batches)",
+    "export_per_layer_mse_loss": "qsdk.sensitivity(sim, batches)",
 }
 
 _TORCH = {
@@ -74,6 +85,14 @@ _TORCH = {
     "QConfigMapping": _CONFIG,
     "QConfig": _CONFIG,
     "XNNPACKQuantizer": _CONFIG,
+    "X86InductorQuantizer": _CONFIG,
+    "get_default_qconfig": _CONFIG,
+    "Int8WeightOnlyConfig": 'qsdk.weight_only("int8")',
+    "Int4WeightOnlyConfig": 'qsdk.weight_only("int4", block_size=32)',
+    "Int8DynamicActivationInt8WeightConfig": 'qsdk.w8a8().override("*", dynamic_activations=True)',
+    "MovingAverageMinMaxObserver": 'qsdk.calibrate(sim, batches, method="moving_average")',
+    "PerChannelMinMaxObserver": _RANGES,
+    "FakeQuantize": "qsdk.quantize(model, example) puts one wherever the config wants it",
     "MinMaxObserver": _RANGES,
     "HistogramObserver": _RANGES,
     "enable_observer": "qsdk.observing(sim), or qsdk.observe_ranges(steps) as a schedule of training",
@@ -89,10 +108,25 @@ _ONNXRUNTIME = {
     "QuantType": _DTYPES,
     "quant_pre_process": "qsdk.quantize(path, None) infers shapes, raises old opsets and folds by itself",
     "StaticQuantConfig": _CONFIG,
+    "get_qnn_qdq_config": 'qsdk.w8a8().for_dialect("qnn"), and qsdk.export(sim, path, dialect="qnn")',
+    "create_calibrator": "qsdk.calibrate(sim, batches)",
+    "collect_activations": "qsdk.compare(a, b, batches)",
+    "compute_activation_error": "qsdk.compare(a, b, batches)",
+    "MatMul4BitsQuantizer": "qsdk.quantize(path, None, qsdk.weight_only(qsdk.int4, block_size=32))",
     "MatMulNBitsQuantizer": "qsdk.quantize(path, None, qsdk.weight_only(qsdk.int4, block_size=32))",
 }
 
 _OTHERS = {
+    **dict.fromkeys(("QuantConv2d", "QuantLinear", "QuantReLU", "QuantIdentity", "QuantMultiheadAttention"), _PLAIN),
+    "preprocess_for_quantize": _PREPARED,
+    "layerwise_quantize": _PREPARED,
+    "quantize_model": _PREPARED,
+    "activation_equalization_mode": "qsdk.smooth_quant(sim, batches)",
+    "graph_equalization_mode": "qsdk.equalize(sim, batches)",
+    "EqualizeGraph": "qsdk.equalize(sim, batches)",
+    "GraphRotationEqualization": "qsdk.rotate(sim)",
+    "export_torch_qcdq": "qsdk.export(sim, path)",
+    "create_compressed_model": _TRAIN,
     "export_onnx_qcdq": "qsdk.export(sim, path)",
     "calibration_mode": "qsdk.calibrate(sim, batches)",
     "bias_correction_mode": "qsdk.correct_bias(sim, batches)",
