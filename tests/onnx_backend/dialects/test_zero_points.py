@@ -1,0 +1,180 @@
+"""Zero points that are all zero, where the runtime needs them to compute a Gemm on codes; and nowhere else."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+from qdq_models import classifier, convnet, make_model, mlp, optimized, prepared, run, weights
+from runtime_probes import LEVELS, opened
+
+import qsdk
+from onnx_backend.dialects.zero_points import write_zero_points
+from onnx_backend.integer.exact_products import products_saturate
+from onnx_backend.proto.nodes import set_metadata
+from onnx_backend.qdq.insert import insert
+from onnx_backend.qdq.read import qdq_pairs, read
+from onnx_backend.runtime.session import simulation_session
+from qsdk.core.config.config import w4a8, w8a8, w8a16, weight_only
+
+node = helper.make_node
+RANKS = {"x": 2, "x of three": 3}
+
+
+def layer(op="Gemm", *, behind=None, given="uint8", made="uint8", weight="int8", scale=np.float32, rank=2, **options):
+    """One layer of matrices between two pairs without zero points; codes of 6 bits, which no processor overflows."""
+    kind = {name: int(helper.np_dtype_to_tensor_dtype(np.dtype(name))) for name in (given, made)}
+    codes = np.random.default_rng(0).integers(-31, 32, (16, 8)) + (32 if weight == "uint8" else 0)
+    scales = {"xs": scale(0.02), "ws": np.full(8, 0.01, scale), "ys": scale(0.03), "bs": np.full(8, 2e-4, scale)}
+    stored = {"wq": codes.astype(weight), "bq": np.arange(8, dtype=np.int32) * 100, **scales}
+    nodes = [
+        node("QuantizeLinear", ["x", "xs"], ["xq"], output_dtype=kind[given]),
+        node("DequantizeLinear", ["xq", "xs"], ["xd"]),
+        node("DequantizeLinear", ["wq", "ws"], ["wd"], axis=1),
+        node("DequantizeLinear", ["bq", "bs"], ["bd"], axis=0),
+    ]
+    set_metadata(nodes[1], site="x" if rank == 2 else "x of three")
+    if op == "Gemm":
+        nodes.append(node("Gemm", ["xd", "wd", "bd"], ["h"], **options))
+    else:
+        nodes += [node("MatMul", ["xd", "wd"], ["m"]), node("Add", ["m", "bd"], ["h"])]
+    if behind:
+        nodes.append(node(behind, ["h"], ["r"]))
+    last = "r" if behind else "h"
+    nodes.append(node("QuantizeLinear", [last, "ys"], ["yq"], output_dtype=kind[made]))
+    nodes.append(node("DequantizeLinear", ["yq", "ys"], ["y"]))
+    element = int(helper.np_dtype_to_tensor_dtype(np.dtype(scale)))
+    shape = ["n", "t", 16][-rank:]
+    edges = [helper.make_tensor_value_info(n, element, [*shape[:-1], w]) for n, w in (("x", 16), ("y", 8))]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "layer", edges[:1], edges[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("behind", [None, "Relu", "Sigmoid"])
+@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
+def test_the_runtime_computes_on_codes_with_them_and_in_float_without(op, behind, tmp_path):
+    plain, written = layer(op, behind=behind), layer(op, behind=behind)
+    assert write_zero_points(written, RANKS)
+    assert "QGemm" not in optimized(plain, tmp_path)
+    found = optimized(written, tmp_path)
+    assert "QGemm" in found
+    assert not {"Gemm", "FusedGemm", "Relu"} & set(found)
+    x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
+    wanted = opened(plain, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(opened(written, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0], wanted)
+    got = opened(written, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0]
+    assert np.abs(got - wanted).max() <= 0.031
+
+
+@pytest.mark.parametrize("missing", ["xs", "ws"])
+def test_both_are_needed(missing, tmp_path):
+    model = layer(behind="Relu")
+    write_zero_points(model, RANKS)
+    for item in model.graph.node:
+        if item.op_type in ("QuantizeLinear", "DequantizeLinear") and item.input[1] == missing:
+            del item.input[2]
+    assert "QGemm" not in optimized(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"made": "uint16"}, {"given": "uint16"}, {"scale": np.float16}, {"op": "MatMul", "rank": 3}],
+    ids=str,
+)
+def test_where_the_runtime_has_no_kernel_none_is_written(options, tmp_path):
+    model = layer(**options)
+    assert write_zero_points(model, RANKS) == []
+    assert model == layer(**options)
+    if "scale" not in options:
+        explicit = layer(**options)
+        for item in explicit.graph.node:
+            if item.op_type in ("QuantizeLinear", "DequantizeLinear") and item.input[0] != "bq":
+                kind = {"x": "given", "y": "made"}.get(item.input[1][0], "weight")
+                dtype = np.dtype(options.get(kind, "int8" if kind == "weight" else "uint8"))
+                name = f"{item.input[0]}_zero"
+                zeros = np.zeros(8 if kind == "weight" else (), dtype)
+                explicit.graph.initializer.append(numpy_helper.from_array(zeros, name))
+                item.input.append(name)
+        assert "QGemm" not in optimized(explicit, tmp_path)  # they would not help
+
+
+@pytest.mark.parametrize("net", [mlp, classifier, convnet])
+def test_exported_files_have_them_at_linear_layers_alone(net, tmp_path):
+    marked, _, plan, encodings = prepared(net(), w8a8())
+    model, rows = insert(marked, plan, encodings)
+    assert read(model) == encodings
+    layers = {"mlp": 2}.get(net.__name__, 1)
+    assert optimized(model, tmp_path).count("QGemm") == layers
+    stored = [place for place in qdq_pairs(model) if place.site.endswith(":weight")]
+    assert sum(len(place.dequantize.input) == 3 for place in stored) == layers
+    saved = {row["site"]: row["zero_point_bytes_saved"] for row in rows}
+    assert all((saved[place.site] == 0) == (len(place.dequantize.input) == 3) for place in stored)
+    x = np.random.default_rng(0).normal(size=(2, *([3, 8, 8] if net is not mlp else [6]))).astype(np.float32)
+    expected = simulation_session(model).run(None, {"x": x})
+    for found, wanted in zip(run(model, {"x": x}, LEVELS.ORT_DISABLE_ALL), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dialect", ["onnx", "openvino"])
+def test_other_dialects_have_none(dialect):
+    marked, _, plan, encodings = prepared(mlp(), w8a8())
+    model, _ = insert(marked, plan, encodings, dialect=dialect)
+    assert all(len(p.dequantize.input) == 2 for p in qdq_pairs(model) if p.site.endswith(":weight"))
+
+
+@pytest.mark.parametrize("config", [w4a8(), w8a16(), weight_only("int8")], ids=str)
+def test_other_widths_have_none(config):
+    marked, _, plan, encodings = prepared(mlp(), config)
+    model, _ = insert(marked, plan, encodings)
+    assert all(len(p.dequantize.input) == 2 for p in qdq_pairs(model) if p.site.endswith(":weight"))
+
+
+def test_layers_of_one_width_load_where_the_runtime_is_told_to_be_exact():
+    """The option moves weights and their zero points to uint8, in place."""
+    stored = weights(w1=(8, 8), w2=(8, 8), b1=(8,), b2=(8,))
+    nodes = [node("Gemm", ["x", "w1", "b1"], ["h"], "one"), node("Gemm", ["h", "w2", "b2"], ["y"], "two")]
+    marked, _, plan, encodings = prepared(make_model(nodes, {"x": ["n", 8]}, {"y": ["n", 8]}, stored), w8a8())
+    model, _ = insert(marked, plan, encodings)
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    (wanted,) = simulation_session(model).run(None, {"x": x})
+    (got,) = exact_session(model).run(None, {"x": x})
+    assert np.abs(got - wanted).max() <= 1.01 * encodings["two:output"].scale.max()
+
+
+def exact_session(model):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def test_the_largest_sums_are_exact_where_the_runtime_is_told_to_be():
+    """All codes 255 and all weights 127, or -127: without VNNI these overflow unless the session option is set."""
+    model = layer()
+    codes = np.full((16, 8), 127, np.int8)
+    codes[:, 4:] = -127
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(codes, "wq"))
+    model.graph.initializer[4].CopyFrom(numpy_helper.from_array(np.float32(0.8), "ys"))
+    write_zero_points(model, RANKS)
+    x = np.full((3, 16), 255 * 0.02, np.float32)
+    wanted = opened(model, LEVELS.ORT_DISABLE_ALL).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(exact_session(model).run(None, {"x": x})[0], wanted)
+    if not products_saturate():
+        np.testing.assert_array_equal(opened(model, LEVELS.ORT_ENABLE_ALL).run(None, {"x": x})[0], wanted)
+
+
+@pytest.mark.parametrize("width", [16, 5000])
+def test_a_layer_of_any_width_is_read_back_and_passes_parity(width, tmp_path):
+    """Zero points of more than 4096 channels count as large tensors where files are read."""
+    nodes = [node("Gemm", ["x", "w", "b"], ["y"], "head", transB=1)]
+    float_model = make_model(nodes, {"x": ["n", 8]}, {"y": ["n", width]}, weights(w=(width, 8), b=(width,)))
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    sim = qsdk.quantize(float_model)
+    qsdk.calibrate(sim, [x], progress=False)
+    qsdk.export(sim, tmp_path / "model.onnx")
+    parity = qsdk.check_parity(sim, tmp_path / "model.onnx", [x], progress=False)
+    assert (parity.summary["passed"], parity.summary["weights_max_lsb"]) == (True, 0)
+    again = qsdk.quantize(tmp_path / "model.onnx")
+    assert again.encodings == sim.encodings
+    qsdk.export(again, tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
