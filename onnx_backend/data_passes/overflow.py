@@ -4,14 +4,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.proto.external_data import array
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
 from qsdk.core.report import Report
 
-_KERNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_KERNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # a Gemm only where both operands have zero-point tensors
 _EXACT_CODE = 64  # two products of 255 and codes up to this fit into 16 bits
 
 
@@ -37,13 +37,18 @@ def overflow_reason(model: ModelProto) -> str:
             return False
         return weight.encoding.dtype.name == "int8" and _reaches(array(stored[weight.stored]))
 
-    layers = (node.input for node in model.graph.node if node.op_type in _KERNELS)
-    if not any(overflows(pairs.get(names[0]), pairs.get(names[1])) for names in layers):
+    layers = ((node, *map(pairs.get, node.input[:2])) for node in model.graph.node if node.op_type in _KERNELS)
+    if not any(overflows(read, weight) and _in_integers(node, read, weight) for node, read, weight in layers):
         return ""
     return (
         "this processor has no VNNI, and the 8-bit kernels of ONNX Runtime's default session overflow on it: weights "
         "of 7 bits (int7) are exact there, and so is to_integer with weights='unsigned'"
     )
+
+
+def _in_integers(node: NodeProto, *pairs: QdqPair | None) -> bool:
+    """Return whether the runtime computes a layer in integers; a Gemm without zero-point tensors stays float."""
+    return node.op_type != "Gemm" or all(pair is not None and len(pair.dequantize.input) > 2 for pair in pairs)
 
 
 def with_overflow(report: Report, model: ModelProto, *, in_session: bool) -> Report:

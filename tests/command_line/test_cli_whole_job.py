@@ -15,6 +15,7 @@ from qdq_models import classifier, convnet
 import qsdk
 from onnx_backend.proto.inputs import ModelInput
 from qsdk.cli import main
+from qsdk.commands import files
 from qsdk.commands.batches import from_files
 from qsdk.commands.data import pictures
 from qsdk.commands.data.pictures import preprocess_of_options
@@ -220,14 +221,22 @@ def test_evaluate_counts_right_answers(at: Path, capsys):
     assert score("--metric", "mine.py:closeness")["closeness"] < 0
 
 
-def test_integers_are_measured_on_the_users_data(at: Path, capsys):
+def test_integers_are_measured_on_the_users_data(at: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     said(capsys, "quantize", "float.onnx", at / "m.onnx", "--data", "arrays.npz")
-    found = document(
-        capsys, "to-integer", at / "m.onnx", at / "i.onnx", "--data", "pictures", *PLAIN, "--max-samples", "3"
-    )
-    wanted = qsdk.to_integer(at / "m.onnx", at / "j.onnx", progress=False)
+    taken = []
+
+    def to_integer(*paths, data, **options):
+        taken.extend(data or [])
+        return qsdk.to_integer(*paths, data=taken or None, **options)
+
+    monkeypatch.setattr(files, "to_integer", to_integer)
+    command = ("to-integer", at / "m.onnx", at / "i.onnx")
+    found = document(capsys, *command, "--data", "pictures", *PLAIN, "--max-samples", "3")
     assert found["summary"]["float_tensors"] == 0
-    assert [row["node"] for row in found["rows"]] == [row["node"] for row in wanted.rows]
+    assert [len(batch["x"]) for batch in taken] == [3]
+    taken.clear()
+    document(capsys, *command)
+    assert taken == []
 
 
 def test_labels_by_name_of_file(at: Path, capsys):

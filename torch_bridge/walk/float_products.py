@@ -51,7 +51,9 @@ def float_products(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Return whether torch has fast products of a dtype on this processor."""
+    """Return whether torch has fast products of a dtype on this processor; True where it has no oneDNN to ask."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return True
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -15,6 +15,7 @@ from qsdk.commands.data.user_functions import load_function
 from qsdk.core.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
+_SHOWN = 20  # classes in a summary
 #: the outputs of a model, whole, and the labels, or None -> a number, larger being better
 ScoreFunction = Callable[[list[Array], Array | None], float]
 
@@ -40,7 +41,8 @@ class Scorer:
         """Return which folder is which class, in words; "" where folders are no classes."""
         if self.labels != FOLDERS:
             return ""
-        return ", ".join(f"{place} = {name}" for name, place in folder_classes(self._folders).items())
+        named = [f"{place} = {name}" for name, place in folder_classes(self._folders).items()]
+        return ", ".join(named[:_SHOWN] + ([f"... {len(named)} in all"] if len(named) > _SHOWN else []))
 
     @property
     def _folders(self) -> frozenset[str]:

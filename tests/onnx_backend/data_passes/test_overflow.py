@@ -41,6 +41,16 @@ def test_weights_of_8_bits_are_named_where_products_overflow(tmp_path: Path, mon
     assert "default_session" not in parity(tmp_path, "int7")
 
 
+def test_a_linear_layer_that_the_runtime_keeps_float_does_not_overflow(tmp_path, monkeypatch):
+    monkeypatch.setattr(overflow, "products_saturate", lambda: True)
+    sim = qsdk.quantize(nn.Linear(16, 4), X, "w8a8")
+    qsdk.calibrate(sim, [X], progress=False)
+    for opset, named in ((21, False), (20, True)):  # below 21 there are zero points, and the runtime has QGemm
+        qsdk.export(sim, tmp_path / "m.onnx", opset=opset)
+        summary = qsdk.check_parity(sim, tmp_path / "m.onnx", [X], progress=False).summary
+        assert ("default_session" in summary) is named
+
+
 def test_nothing_is_said_where_products_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overflow, "products_saturate", lambda: False)
     assert "default_session" not in parity(tmp_path, "int8")
