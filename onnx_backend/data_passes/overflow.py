@@ -9,9 +9,9 @@ from onnx import ModelProto, NodeProto
 from onnx_backend.integer.exact_products import products_saturate
 from onnx_backend.proto.external_data import array
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.report import Report
 
-_KERNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # a Gemm only where both operands have zero-point tensors
 _EXACT_CODE = 64  # two products of 255 and codes up to this fit into 16 bits
 
 
@@ -37,7 +37,8 @@ def overflow_reason(model: ModelProto) -> str:
             return False
         return weight.encoding.dtype.name == "int8" and _reaches(array(stored[weight.stored]))
 
-    layers = ((node, *map(pairs.get, node.input[:2])) for node in model.graph.node if node.op_type in _KERNELS)
+    # a Gemm runs on codes only where both operands have zero-point tensors
+    layers = ((node, *map(pairs.get, node.input[:2])) for node in model.graph.node if node.op_type in LINEAR)
     if not any(overflows(read, weight) and _in_integers(node, read, weight) for node, read, weight in layers):
         return ""
     return (

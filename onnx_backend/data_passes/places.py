@@ -12,7 +12,7 @@ from onnx_backend.proto.graph_queries import consumers, input_names
 from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.qdq.read import QdqPair, qdq_pairs, stored_tensors
-from qsdk.core.comparing.names import VIEWS
+from qsdk.core.comparing.names import NOT_COUNTED
 from qsdk.core.comparing.place import Place, epsilon_of, owner_names, rounding_noise
 
 _CODES = "/quantized"  # behind the name of a site, the codes of that site
@@ -106,7 +106,7 @@ def _of_pair(pair: QdqPair, noise: float, found: _Found, read: Sequence[str]) ->
         modules=tuple(dict.fromkeys(modules)),
         values=tuple(dict.fromkeys(name for name in names if name)),
         ops=tuple(dict.fromkeys((*op, *found.ops.get(raw, ())))),
-        view=maker is not None and maker.op_type in VIEWS,
+        view=maker is not None and maker.op_type in NOT_COUNTED,
         encoding=pair.encoding,
         weight_noise=noise,
         output=output,
@@ -126,7 +126,7 @@ def _facts(node: NodeProto, name: str, noise: float, found: _Found) -> Place:
         site=site,
         modules=(*module, *found.modules.get(name, ())),
         ops=(*op, *found.ops.get(name, ())),
-        view=node.op_type in VIEWS,
+        view=node.op_type in NOT_COUNTED,
         values=(name, *((node.name,) if node.name and len(node.output) == 1 else ())),
         weight_noise=noise,
         epsilon=_NARROW.get(facts.get("qsdk.dtype", ""), 0.0),

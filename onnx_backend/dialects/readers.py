@@ -5,9 +5,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 from onnx_backend.dialects.dialect import Form
 from onnx_backend.proto.graph_queries import consumers, initializers, producers
 from onnx_backend.proto.nodes import attributes
-
-#: ops that the tables list by the type in which their second operand is stored
-LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
+from qsdk.core.graph.op_facts import LINEAR
 
 
 class Readers:
@@ -43,7 +41,7 @@ class Readers:
         It is the op; `op/weight` for a layer, by what its weight is stored in; `op>` where anything but a
         QuantizeLinear follows.
         """
-        if reader.op_type in LAYERS and reader.input[0] == tensor:
+        if reader.op_type in LINEAR and reader.input[0] == tensor:
             weight = self.weight(reader.input[1])
             return f"{reader.op_type}/{weight}" if weight else reader.op_type
         followers = [node for name in reader.output for node in self.readers.get(name, [])]

@@ -16,6 +16,7 @@ from onnx_backend.proto.graph_queries import consumers, initializers, names_in, 
 from onnx_backend.proto.nodes import attributes, is_mark, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.float_types import array_type, type_of_mark
 from onnx_backend.qdq.marks import UnpackedQdq
+from qsdk.core.graph.op_facts import AVERAGES, BLOCK_MOVES, EXTREMES, MOVEMENTS
 from qsdk.core.numerics.encoding import Encoding
 
 Interval = tuple[float, float]
@@ -27,9 +28,7 @@ _OF_OP: Mapping[str, Interval] = {
     "Tanh": (-1.0, 1.0),
 }
 #: ops whose results lie between the least and the largest value of their first operand
-_KEEPING = frozenset(
-    ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "ReduceMin", "Identity")
-) | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Expand", "Tile", "Dropout"}
+_KEEPING = (MOVEMENTS - BLOCK_MOVES) | EXTREMES | AVERAGES | {"Dropout"}
 _MERGING = frozenset(("Concat", "Max", "Min"))  # the same of all their operands
 _GROWING = frozenset(("Add", "Mul", "Sum"))  # never negative, where no operand is
 _TYPES = ("float32", "float16")  # those in which the runtime has Relu and Clip

@@ -23,6 +23,7 @@ from onnx_backend.proto.lazy_tensors import LoweredModel, is_stub
 from onnx_backend.proto.opsets import OPSET, opset_of
 from onnx_backend.qdq.insert import lower
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.plan import Plan
 
@@ -82,7 +83,7 @@ def _without_inputs_that_lack(model: ModelProto, wanted: LoweredModel) -> Lowere
     shorter = ModelProto()
     shorter.CopyFrom(wanted.model)
     try:
-        leave_out(shorter, gone, asked=("Shape", "Size"))
+        leave_out(shorter, gone, asked=SHAPE_OPS)
     except ConfigError:
         return wanted  # the file lacks something else, and the differences show it
     return replace(wanted, model=shorter)

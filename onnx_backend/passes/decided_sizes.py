@@ -18,19 +18,19 @@ from onnx_backend.proto.model_io import set_properties
 from onnx_backend.proto.nodes import attributes, constant_tensor, is_constant, metadata, replace_nodes
 from onnx_backend.proto.opsets import opset_of
 from onnx_backend.proto.weightless import is_large
+from qsdk.core.graph.op_facts import SHAPE_OPS
 
 _ROUNDS = 32  # of sizes that depend on tensors whose sizes are computed themselves
 _LARGEST = 4096  # elements of a computed value
 _CONSTANT_SITES = "qsdk.constant_sites"
 _LARGEST_CODES = 1 << 18  # elements of a constant activation
-_SIZES = ("Shape", "Size")
 _QDQ = ("QuantizeLinear", "DequantizeLinear")  # their results are no sizes, and the conversion needs the codes
 
 
 def with_decided_sizes(model: ModelProto) -> ModelProto:
     """Return a model with all values stored that follow from fixed sizes alone; the model itself if none do."""
     found = model
-    for _ in range(_ROUNDS if any(node.op_type in _SIZES for node in model.graph.node) else 0):
+    for _ in range(_ROUNDS if any(node.op_type in SHAPE_OPS for node in model.graph.node) else 0):
         step = _one_round(found)
         if step is None:
             break
@@ -69,7 +69,7 @@ def _decided(
     opsets: Mapping[str, int],
 ) -> Mapping[str, npt.NDArray[np.generic]] | None:
     """Return the results of a node that reads only known sizes, None where it reads something else or they are open."""
-    if node.op_type in _SIZES and node.domain in ("", "ai.onnx"):
+    if node.op_type in SHAPE_OPS and node.domain in ("", "ai.onnx"):
         shape = sizes.get(node.input[0])
         if shape is None:
             return None

@@ -17,10 +17,10 @@ from onnx_backend.proto.graph_queries import consumers, initializers, names_in, 
 from onnx_backend.proto.nodes import attributes, drop_unused_initializers, node_label, replace_nodes
 from onnx_backend.proto.weightless import Types
 from qsdk.core.config.config import QuantConfig
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.layers.folded_norms import FoldedNorm
 
 Array = npt.NDArray[Any]
-_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _TOO_LARGE = "folded, a weight or bias of {} would be too large for its type"
 
 
@@ -126,11 +126,11 @@ class _Folding:
             if head is None or bias is None or head.op_type != "MatMul" or self._read_elsewhere(head.output[0]):
                 return None
             return _LinearLayer(head, maker)
-        return _LinearLayer(maker) if maker.op_type in _LAYERS else None
+        return _LinearLayer(maker) if maker.op_type in LINEAR else None
 
     def _layer_after(self, norm: NodeProto) -> _LinearLayer | None:
         readers = self.readers.get(norm.output[0], [])
-        is_layer = len(readers) == 1 and readers[0].op_type in _LAYERS and readers[0].input[0] == norm.output[0]
+        is_layer = len(readers) == 1 and readers[0].op_type in LINEAR and readers[0].input[0] == norm.output[0]
         return _LinearLayer(readers[0]) if is_layer else None
 
     def _read_elsewhere(self, tensor: str) -> bool:

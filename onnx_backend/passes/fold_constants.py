@@ -10,6 +10,7 @@ from onnx import NodeProto
 from onnx.reference import ReferenceEvaluator
 
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import RESHAPES
 
 Array = npt.NDArray[Any]
 LARGEST = 1024  # elements of a constant that may be folded
@@ -20,7 +21,7 @@ _ELEMENTWISE = frozenset(
     | {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
     | {"BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"}
 )
-_VIEWS = frozenset({"Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
+_VIEWS = RESHAPES | {"Cast"}
 _MOVES = frozenset(
     {"ArgMax", "ArgMin", "CastLike", "Concat", "ConstantOfShape", "CumSum", "Expand", "EyeLike", "Gather", "GatherND"}
     | {"GatherElements", "Identity", "NonZero", "OneHot", "Pad", "Range", "ReduceMax", "ReduceMean", "ReduceMin"}

@@ -9,9 +9,10 @@ from onnx import NodeProto, TensorProto
 
 from onnx_backend.passes.fold_constants import fold
 from onnx_backend.proto.external_data import array
+from qsdk.core.graph.op_facts import RESHAPES
 
 Array = npt.NDArray[Any]
-_REARRANGING = frozenset({"Slice", "Split", "Concat", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
+_REARRANGING = (RESHAPES - {"Flatten"}) | {"Slice", "Split", "Concat", "Transpose"}
 
 
 def fold_rearranged(

@@ -14,12 +14,12 @@ from onnx_backend.proto.model_io import load, set_properties
 from onnx_backend.proto.nodes import drop_unused_initializers, metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.read import quantized_code
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.op_facts import SHAPE_OPS
 
 #: property of a file whose cache comes and goes as integers
 CACHE_KEY, INTEGER = "qsdk.cache", "integer"
 #: codes that Python can feed to a runtime
 _CODES = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16)
-_SIZES = ("Shape", "Size")
 
 
 def has_integer_cache(model: ModelProto) -> bool:
@@ -85,7 +85,7 @@ def with_float_cache(model: ModelProto) -> ModelProto:
         pair = next((node for node in read.get(info.name, ()) if node.op_type == "DequantizeLinear"), None)
         if pair is not None:
             codes = unique(f"{info.name}/quantized", taken)
-            rename_inputs([node for node in read[info.name] if node.op_type not in _SIZES], {info.name: codes})
+            rename_inputs([node for node in read[info.name] if node.op_type not in SHAPE_OPS], {info.name: codes})
             first.append(_of_pair(pair, "QuantizeLinear", info.name, codes))
             if len(pair.input) < 3:
                 first[-1].attribute.append(helper.make_attribute("output_dtype", info.type.tensor_type.elem_type))
@@ -123,7 +123,7 @@ def _pair_before(made_by: Mapping[str, NodeProto], name: str) -> tuple[NodeProto
 
 def _quantizes_behind(read: Mapping[str, list[NodeProto]], name: str) -> list[NodeProto]:
     """Return the QuantizeLinears that alone read an input, behind casts perhaps, all alike; none where others do."""
-    readers = [node for node in read.get(name, []) if node.op_type not in _SIZES]
+    readers = [node for node in read.get(name, []) if node.op_type not in SHAPE_OPS]
     while readers and all(node.op_type == "Cast" for node in readers):
         readers = [reader for node in readers for reader in read.get(node.output[0], [])]
     forms = [(node.op_type, [*node.input[1:]], [*node.attribute]) for node in readers]

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from qsdk.core.graph.op_facts import SHAPE_OPS
+
 Precision = Literal["integer", "float", "conversion", "index"]
 
 _FLOATS = frozenset({"float", "float16", "bfloat16", "double", "f32", "f16", "bf16", "f64"})
@@ -20,7 +22,6 @@ _CONVERSIONS = frozenset(
     }
 )
 _CASTS = frozenset({"Cast", "Convert"})
-_SIZES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,6 @@ def precision_of(
         return "conversion"
     if in_integers:
         return "integer"
-    if op_type not in _SIZES and (float_in or float_out):
+    if op_type not in SHAPE_OPS and (float_in or float_out):
         return "float"
     return "integer" if from_codes or not _CODES.isdisjoint((*reads, *makes)) else "index"

@@ -10,11 +10,12 @@ from onnx_backend.profiling.kernels import Kernel
 from onnx_backend.profiling.numbered import number_in
 from onnx_backend.proto.nodes import is_constant, node_label
 from onnx_backend.proto.subgraphs import reads
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.site import owner_of, port_of
 
 #: what ONNX Runtime adds to the type of an op that it fuses, or computes in integers
 _ADDED = re.compile(r"^(QLinear|Fused|Nhwc|Q(?=Gemm))|(IntegerToFloat|NBits)$")
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "ConvInteger", "MatMulInteger"})
+_WEIGHTED = LINEAR | {"ConvInteger", "MatMulInteger"}
 #: a tensor of a site, in a file that qsdk wrote
 _OF_SITE = re.compile(r"(.+:[a-z]+\d*)/(?:de)?quantized")
 

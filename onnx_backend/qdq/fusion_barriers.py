@@ -21,19 +21,20 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnx_backend.dialects.onnxruntime_table import NARROW, is_wrong
-from onnx_backend.dialects.readers import LAYERS, Readers, type_name
+from onnx_backend.dialects.readers import Readers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.graph_queries import names_in, unique
 from onnx_backend.proto.lazy_tensors import LargeTensor
 from onnx_backend.proto.nodes import metadata, rename_inputs, replace_nodes
 from onnx_backend.qdq.data_sizes import of_data_dependent_size
+from qsdk.core.graph.op_facts import LINEAR, VIEWS
 
 COPY_KEY = "qsdk.copy_of"  # metadata of a node that only repeats a tensor
 _TWO_BITS = (TensorProto.INT2, TensorProto.UINT2)
 _NBITS = frozenset({"int8", "uint8", "int4", "uint4", "int2", "uint2"})  # weights that MatMulNBits takes
 _EIGHT_BITS = frozenset({"int8", "uint8"})
 _MATRIX_LAYERS = frozenset({"MatMul", "Gemm"})
-_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Sum", "Transpose", "Unsqueeze"})
+_MOVES = VIEWS | {"Sum"}
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _BROADCAST = frozenset({"Add", "Mul"})
 
@@ -98,7 +99,7 @@ class _BarrierInserter:
     def _packing_readers(self, dequantize: NodeProto) -> list[NodeProto]:
         """Return the layers for which the runtime would pack a stored weight for MatMulNBits, with wrong results."""
         weight, name = self.stored[dequantize.input[0]], dequantize.output[0]
-        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in LAYERS]
+        layers = [reader for reader in self.readers.get(name, []) if reader.op_type in LINEAR]
         if weight.data_type in _TWO_BITS and len(weight.dims) == 2 and weight.dims[1] % 4 != 0:
             return layers  # it needs whole bytes per row
         if type_name(weight.data_type) not in _NBITS:

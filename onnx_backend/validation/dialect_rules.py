@@ -13,9 +13,9 @@ from onnx_backend.proto.nodes import node_label
 from onnx_backend.validation import tensorrt_rules
 from onnx_backend.validation.finding import Finding, error, warning
 from onnx_backend.validation.scope import is_quantizer
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.numerics.dtypes import DTYPES
 
-_OF_SIZES = frozenset({"Shape", "Size"})  # which read no values
 _MISREAD = 16  # a difference of this part of the grid is no rounding any more
 
 
@@ -85,7 +85,7 @@ def _wrong_readers(dequantize: NodeProto, known: Readers, table: RuntimeTable) -
         return
     for reader in known.readers.get(dequantize.output[0], []):
         label = known.label(reader, dequantize.output[0])
-        if reader.op_type not in PROBED and reader.op_type not in _OF_SIZES | table.wrong:
+        if reader.op_type not in PROBED and reader.op_type not in SHAPE_OPS | table.wrong:
             problem = f"not probed on this runtime: {reader.op_type} behind {dtype}"
             yield warning(node_label(reader), "not_probed", problem, "compare it with check_parity(runtime=...)")
             continue

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from onnx import NodeProto, TensorProto
 
-from onnx_backend.dialects.readers import LAYERS, Readers, type_name
+from onnx_backend.dialects.readers import Readers, type_name
 from onnx_backend.proto.external_data import array
 from onnx_backend.proto.nodes import attributes, node_label
 from onnx_backend.validation.finding import Finding, error, warning
+from qsdk.core.graph.op_facts import LINEAR
 
 _TYPES = frozenset({"int8", "float8e4m3fn", "float4e2m1"})  # and int4 for weights
 _BLOCKS = (64, 128)
@@ -71,7 +72,7 @@ def placement_findings(node: NodeProto, known: Readers) -> Iterator[Finding]:
     quantized, and an extra pair between a layer and the addition behind it separates the two.
     """
     name = node_label(node)
-    if node.op_type in LAYERS:
+    if node.op_type in LINEAR:
         quantized = [_is_dequantized(source, known) for source in node.input[:2]]
         if any(quantized) and not all(quantized) and known.weight(node.input[1]) not in ("int4", "int4 blocks"):
             problem = "one of its two operands is quantized, and the other is float, so TensorRT computes it in floats"
@@ -83,7 +84,7 @@ def placement_findings(node: NodeProto, known: Readers) -> Iterator[Finding]:
             yield warning(name, "placement", problem, _FLOAT_OUTPUT)
     if node.op_type == "Add" and len(node.input) == 2:
         makers = [known.makers.get(source) for source in node.input]
-        layers = [maker is not None and maker.op_type in LAYERS for maker in makers]
+        layers = [maker is not None and maker.op_type in LINEAR for maker in makers]
         others = [not layer and not _is_dequantized(s, known) for layer, s in zip(layers, node.input, strict=True)]
         if any(layers) and any(others) and not any(source in known.stored for source in node.input):
             problem = "its residual input is float, so TensorRT computes the layer in front of it with a float result"

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Op
+from qsdk.core.graph.op_facts import RECURRENT
 from qsdk.core.layers.graph_layers import GraphLayer
 from qsdk.core.layers.layer_problem import PatchGeometry
 
 Array = npt.NDArray[Any]
-RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _STATES = 5  # where a recurrent op takes its first hidden state
 _LENGTHS = 4
 

@@ -15,7 +15,7 @@ from onnx_backend.proto.nodes import metadata
 from onnx_backend.proto.subgraphs import reads
 from onnx_backend.proto.weightless import is_large, types_of
 from onnx_backend.qdq.kernel_casts import has_other_floats
-from onnx_backend.walk.readings import RECURRENT
+from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
 
 #: metadata that matches the nodes of two versions of a graph
 TAG = "qsdk.walk"
@@ -138,7 +138,7 @@ class Stream:
     def sizes_in(self, section: Section, later: Section) -> list[str]:
         """Return shapes of the section's tensors that are wanted later, so that the tensors need not be kept."""
         known = {*section.inputs, *self.made_in(section)}
-        shapes = (self.nodes[index] for index in later.nodes if self.nodes[index].op_type in ("Shape", "Size"))
+        shapes = (self.nodes[index] for index in later.nodes if self.nodes[index].op_type in SHAPE_OPS)
         return [node.output[0] for node in shapes if node.input[0] in known]
 
     def made_in(self, section: Section) -> set[str]:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from qsdk.core.graph import op_facts
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("qsdk", "torch_bridge", "onnx_backend")
+OP_FACTS = "qsdk/core/graph/op_facts.py"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_FILES_IN_FOLDER = 14
@@ -62,7 +65,15 @@ def violations(name: str, source: str) -> Iterator[str]:
             yield f"{name}:{node.lineno}: global statement"
         elif isinstance(node, Function):
             yield from function_violations(name, node)
+        elif isinstance(node, ast.Set | ast.Tuple | ast.List) and name != OP_FACTS:
+            yield from (f"{name}:{node.lineno}: write {fact} of {OP_FACTS}" for fact in facts_spelled_out(node))
     yield from docstring_violations(name, tree)
+
+
+def facts_spelled_out(node: ast.Set | ast.Tuple | ast.List) -> Iterator[str]:
+    """Yields the fact about ops that a collection of names repeats."""
+    names = {element.value for element in node.elts if isinstance(element, ast.Constant)}
+    yield from (fact for fact, ops in vars(op_facts).items() if isinstance(ops, frozenset) and ops == names)
 
 
 def function_violations(name: str, node: Function) -> Iterator[str]:
@@ -133,6 +144,7 @@ def test_only_the_verbs_know_both_doors():
         ("class A:\n    '''Is.'''\n    def f(self):\n        from math import pi", "f imports inside a function"),
         ("def f():\n    '''Does.'''\n    global x\n    x = 1", "global statement"),
         ("x = 1  # TO" + "DO later", "unfinished work"),
+        ("SIZES = ('Size', 'Shape')", "write SHAPE_OPS of qsdk/core/graph/op_facts.py"),
         ("def f():\n    pass", "f has no docstring"),
         ("class C:\n    pass", "C has no docstring"),
         ("def f():\n    '''Does.'''\n" + "    x = 1\n" * 60, "more than 60"),

@@ -3,18 +3,18 @@
 from collections.abc import Collection, Mapping
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.planning.plan import Plan
 from qsdk.core.planning.ties import keeps_grid
 from torch_bridge.compressed.scheme import NoFieldError
 
 _PRODUCTS = ("Gemm", "MatMul")
-_SHAPES = ("Shape", "Size")
 
 
 def readers_of_weight(graph: Graph, root: int) -> list[int]:
     """Return the ops that read a stored tensor's values, behind Transpose, Identity and Casts."""
     views = [tensor for tensor in range(len(graph.tensors)) if graph.constant_root(tensor) == root]
-    reading = [op for tensor in views for op in graph.consumers[tensor] if graph.ops[op].type not in _SHAPES]
+    reading = [op for tensor in views for op in graph.consumers[tensor] if graph.ops[op].type not in SHAPE_OPS]
     return [op for op in reading if not all(graph.constant_root(t) == root for t in graph.ops[op].outputs)]
 
 
@@ -60,7 +60,7 @@ def also_read_by(graph: Graph, plan: Plan, tensor: int, layers: Mapping[int, str
     home = _encoding_site(graph, plan, tensor)
     for index in graph.consumers[tensor]:
         op = graph.ops[index]
-        if op.type in _SHAPES or (layers.get(index) == home and tensor not in op.inputs[1:]):
+        if op.type in SHAPE_OPS or (layers.get(index) == home and tensor not in op.inputs[1:]):
             continue
         if not keeps_grid(graph, op) or any(_encoding_site(graph, plan, t) != home for t in op.outputs):
             return f"{op.type} reads it"

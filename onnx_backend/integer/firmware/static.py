@@ -18,13 +18,11 @@ from onnx_backend.integer.reference.ops import OPS
 from onnx_backend.integer.reference.run import run_reference
 from onnx_backend.proto.graph_queries import declared_sizes
 from qsdk.core.errors import IntegerError
+from qsdk.core.graph.op_facts import MOVEMENTS
 
 _REMEDY = "write the program as .npz, which has them all"
 _TYPES = frozenset({"uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"})
-_MOVES = (
-    *("DepthToSpace", "Expand", "Flatten", "Gather", "GatherND", "Identity", "Pad", "Reshape", "Resize", "Slice"),
-    *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
-)
+_MOVES = (MOVEMENTS - {"GatherElements"}) | {"Pad", "Resize"}
 _BINARY: Mapping[str, str] = MappingProxyType(
     {
         "Add": "ADD",

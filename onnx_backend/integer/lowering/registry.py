@@ -20,6 +20,7 @@ from onnx_backend.integer.lowering.nonlinear.softmax import is_nan, log_softmax,
 from onnx_backend.integer.lowering.nonlinear.tables import TABLES
 from onnx_backend.integer.lowering.recurrent.recurrent import gru, lstm
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import PERIODIC
 
 
 def copy_node(ctx: LoweringContext, node: NodeProto, args: Args) -> Value | tuple[Value, ...]:
@@ -46,7 +47,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         **ops.LOWERINGS,
         **{name: either(ops.LOWERINGS[name], wide) for name, wide in WIDE.items()},
         **{name: either(ops.LOWERINGS[name], curve(name, TABLES[name])) for name in CURVES},
-        **{name: either(ops.LOWERINGS[name], turned) for name in ("Sin", "Cos")},
+        **{name: either(ops.LOWERINGS[name], turned) for name in PERIODIC},
         **NORMS,
         "Cast": cast,
         "Concat": concat,

@@ -20,6 +20,7 @@ from onnx_backend.integer.portable.exact_ranges import FUSING, INT32, LIMITS, RE
 from onnx_backend.integer.portable.numbers_in_parts import Arithmetic, Number, constant
 from onnx_backend.passes.fixed_shapes import static_sizes
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import BLOCK_MOVES, MOVEMENTS
 
 _RANGES: Mapping[int, tuple[int, int]] = MappingProxyType(
     {
@@ -38,12 +39,7 @@ _RANGES: Mapping[int, tuple[int, int]] = MappingProxyType(
 )
 WIDE = (TensorProto.INT64, TensorProto.UINT64)
 #: Operators that move elements of their first input, or of all inputs.
-MOVES = frozenset(
-    (
-        *("Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "Slice", "Split"),
-        *("Squeeze", "Tile", "Transpose", "Unsqueeze"),
-    )
-)
+MOVES = (MOVEMENTS - BLOCK_MOVES) | {"Pad"}
 #: Operators whose results are among the elements of their inputs, in 32 bits.
 _SELECTIONS = frozenset(
     ("DepthToSpace", "MaxPool", "ReduceMax", "ReduceMin", "Resize", "ScatterElements", "ScatterND", "SpaceToDepth")

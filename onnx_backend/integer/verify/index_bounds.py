@@ -4,8 +4,9 @@ from onnx import ModelProto, shape_inference
 
 from onnx_backend.proto.graph_queries import input_names, producers
 from onnx_backend.proto.nodes import attributes
+from qsdk.core.graph.op_facts import VIEWS
 
-_VIEWS = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+_VIEWS = VIEWS | {"Cast", "Expand", "Slice"}
 _LOOK_UPS = ("Gather", "GatherElements")
 
 

@@ -6,6 +6,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from qsdk.core.graph.op_facts import LINEAR
+
 _PER_CHANNEL = ("Conv", "ConvTranspose", "Gemm", "MatMul", "PRelu")
 _FREE_NORMS = ("LayerNormalization", "RMSNormalization")
 _CHAINS = ("Conv+Relu", "Conv+Clip", "ConvTranspose+Relu", "Add+Relu", "Gemm+Relu")
@@ -75,10 +77,9 @@ def _enpu(version: int, *, per_channel: bool = False) -> dict[str, Any]:
     defaults |= {"per_channel_quantization": "False", "strict_symmetric": "False", "unsigned_symmetric": "False"}
     norm = _statistics()
     norm["params"] |= {"weight": {"is_quantized": "False"}, "bias": {"is_quantized": "False"}}
-    linear = ("Conv", "ConvTranspose", "Gemm", "MatMul")
     op_type: dict[str, Any] = {
         "BatchNormalization": norm,
-        **{type: {"per_channel_quantization": str(per_channel)} for type in linear},
+        **{type: {"per_channel_quantization": str(per_channel)} for type in sorted(LINEAR)},
         **_constraints({**_UNIT, **_SIGNED}),
     }
     if version == 7:

@@ -8,6 +8,7 @@ from qsdk.core.config.config import QuantConfig, w8a8
 from qsdk.core.config.rules import as_fixed_range
 from qsdk.core.encodings.aimet.document import Checked
 from qsdk.core.errors import ConfigError
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.numerics.dtypes import BlockFormat, DType, dtype_named, float32, int32
 from qsdk.core.planning.hardware import GENERIC, HARDWARE
 from qsdk.core.planning.ties import PASS_THROUGH
@@ -22,7 +23,6 @@ _PASSES = {"LayerNormalization": "LayerNorm", "RMSNormalization": "RMSNorm", "Ma
 }
 _FLOAT_BIAS = ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization")
 _STATISTICS = ("running_mean", "running_var")
-_CHANNELLED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _BIAS = "AIMET gives them int32 when it exports: add .override(bias='int32') for that"
 _DEPTHWISE = ", of depthwise and three-dimensional convolutions too"
 _MADE = "a tensor is quantized where it is made, not where it is read"
@@ -210,7 +210,7 @@ def _op_type(reading: _ConfigReader, part: Checked, op_type: str) -> None:
     for symmetric in part.given("is_symmetric"):
         reading.rule(symmetric, _MADE, op_type=op_type, symmetric_activations=symmetric.flag(False))
     for channels in part.given("per_channel_quantization"):
-        if channels.flag(False) and op_type not in _CHANNELLED:
+        if channels.flag(False) and op_type not in LINEAR:
             reading.note(channels, NONE, f"a stored operand of {op_type} has one scale here")
         else:
             reading.rule(channels, op_type=op_type, per_channel=channels.flag(False))

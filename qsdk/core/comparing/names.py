@@ -3,14 +3,12 @@
 import re
 from collections.abc import Iterable
 
+from qsdk.core.graph.op_facts import VIEWS
+
 #: `/layer1/layer1.0/conv1/Conv_output_0`, as torch's exporter of TorchScript names the results of nodes
 _TRACED = re.compile(r"^/?(?P<path>.*?)/?(?P<op>[A-Z][A-Za-z0-9]*)(?:_(?P<call>\d+))?_output_(?P<result>\d+)$")
 #: ops that exporters merge and drop, so that their count and their generated names say little
-VIEWS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Expand"}) | {
-    "Identity",
-    "Cast",
-    "Gather",
-}
+NOT_COUNTED = VIEWS | {"Cast", "Expand", "Gather", "Slice", "Split"}
 _WRITTEN = {"concat": "cat"}  # ops that torch calls by another name than ONNX
 
 
@@ -44,7 +42,7 @@ def parts_of_traced_name(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def op_names(path: str, op_type: str, call: int) -> tuple[str, ...]:
     """Return the name of a call of a functional op in a module; none for ops that exporters merge and drop."""
-    if op_type in VIEWS:
+    if op_type in NOT_COUNTED:
         return ()
     word = op_type.lower()
     op = f"{_WRITTEN.get(word, word)}.{call}"

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qsdk.core.graph.op_facts import SHAPE_OPS, VIEWS
+
 #: ops that return a stored tensor in another shape, order or type
-_VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
-_SHAPE_OPS = frozenset({"Shape", "Size"})
+_VIEWS = VIEWS | {"Cast", "Expand"}
 #: the open axes of a decoder with a cache: tokens of the past, new ones, and all of them
 PAST, STEP, TOTAL = "past_sequence_length", "sequence_length", "total_sequence_length"
 
@@ -100,7 +101,7 @@ class Graph:
 
     def reads_values(self, tensor: int) -> bool:
         """Return whether an op reads more of a tensor than its shape, or the tensor leaves the model."""
-        return tensor in self.output_set or any(self.ops[i].type not in _SHAPE_OPS for i in self.consumers[tensor])
+        return tensor in self.output_set or any(self.ops[i].type not in SHAPE_OPS for i in self.consumers[tensor])
 
     @cached_property
     def _roots(self) -> Mapping[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import AVERAGES, LINEAR
 from qsdk.core.layers.activation import activation_of
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.patterns.linear import bias_of_add
@@ -20,7 +21,6 @@ from qsdk.core.site import owner_of
 FloatArray = npt.NDArray[np.float64]
 StoredReader = Callable[[str], npt.NDArray[np.float32] | None]
 _KEEPS = frozenset({"Identity", "Dropout"})
-_POOLS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def _share(x: FloatArray) -> FloatArray:
 
 def _folded_into(graph: Graph, op: Op, norms: Mapping[str, FoldedNorm]) -> FoldedNorm | None:
     """Return the BatchNorm that was folded into the layer that an op is."""
-    if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul") or op.inputs[1] is None:
+    if op.type not in LINEAR or op.inputs[1] is None:
         return None
     root = graph.constant_root(op.inputs[1])
     site = None if root is None else graph.tensors[root].site
@@ -125,7 +125,7 @@ def _expected_output(
         return _clipped(graph, op, first)
     if op.type in _KEEPS:
         return first
-    if op.type in _POOLS and _keeps_means(graph, op):
+    if op.type in AVERAGES and _keeps_means(graph, op):
         return ExpectedMoments(first.mean, None)
     if op.type in ("Flatten", "Reshape", "Squeeze"):
         return _flattened(graph, op, first)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import RECURRENT, SHAPE_OPS
 from qsdk.core.layers.activation import Activation, activation_of
 from qsdk.core.layers.layer_problem import PatchGeometry, WeightLayout
 from qsdk.core.layers.layer_walk import Layer
@@ -14,8 +15,7 @@ from qsdk.core.planning.operands import operands_of
 from qsdk.core.planning.plan import Decision, Plan
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
-_RECURRENT = ("LSTM", "GRU", "RNN")
-_MULTIPLIES = frozenset({*_CONVOLUTIONS, *_RECURRENT, "Gemm", "MatMul", "Gather"})
+_MULTIPLIES = frozenset({*_CONVOLUTIONS, *RECURRENT, "Gemm", "MatMul", "Gather"})
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _readers(graph: Graph) -> dict[int, list[tuple[int, int]]]:
         for position, tensor in enumerate(op.inputs):
             root = None if tensor is None else graph.constant_root(tensor)
             passes_on = op.type in ("Transpose", "Identity") and position == 0
-            if root is not None and not passes_on and op.type not in ("Shape", "Size"):
+            if root is not None and not passes_on and op.type not in SHAPE_OPS:
                 result.setdefault(root, []).append((index, position))
     return result
 
@@ -121,7 +121,7 @@ def _layer(
         raise _NoLayerError("it is multiplied with a stored tensor")
     spec, once = decision.spec, len(reading) == 1
     assert spec is not None
-    linear = graph.ops[index].type not in (*_RECURRENT, "Gather")
+    linear = graph.ops[index].type not in (*RECURRENT, "Gather")
     bias = _bias(graph, index, root) if once and linear else ""
     activation = activations.get(index) if once and linear else None
     layer = Layer(decision.site, spec, layouts[0], geometries[0], bias, activation, graph.tensors[root].dtype)
@@ -138,7 +138,7 @@ def _layout(graph: Graph, root: int, index: int, position: int) -> WeightLayout:
     shape = tuple(n for n in sizes if isinstance(n, int))
     if not shape or len(shape) != len(sizes) or 0 in shape:
         raise _NoLayerError(f"its shape {sizes} is not fixed")
-    if op.type in _RECURRENT:
+    if op.type in RECURRENT:
         if position not in (1, 2):
             raise _NoLayerError(f"it is input {position} of {op.type}")
         # [directions, gates * H, K]: each direction multiplies its own inputs, like the groups of a convolution

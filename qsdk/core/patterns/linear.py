@@ -5,10 +5,11 @@ from collections.abc import Container, Mapping
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.patterns.supergroup import Supergroup
 
 #: ops that end in an accumulator, whose activation is folded into its requantization
-HEADS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "BatchNormalization"})
+HEADS = LINEAR | {"Add", "Sub", "Mul", "BatchNormalization"}
 ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu", "PRelu"})
 
 

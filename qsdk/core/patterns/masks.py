@@ -5,17 +5,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import REPEATS, SHAPE_OPS, VIEWS
 from qsdk.core.patterns.supergroup import Supergroup
 
 #: a score this far below the others has a weight of 2e-9, which no grid of a softmax shows
 HIDES = -20.0
-_MOVES = frozenset(
-    {"Unsqueeze", "Squeeze", "Expand", "Reshape", "Cast", "Slice", "Transpose", "Identity", "Tile", "Gather", "Concat"}
-    | {"Pad", "Trilu"}
-)
+_MOVES = VIEWS | REPEATS | {"Cast", "Slice", "Gather", "Concat", "Pad", "Trilu"}
 _JOINS = frozenset({"Add", "Min"})
 _DEPTH = 12  # ops between a mask and the constant that hides
-_READ_NO_VALUES = frozenset({"Shape", "Size"})
 
 
 def is_mask(graph: Graph, tensor: int) -> str | None:
@@ -44,7 +41,7 @@ def mask_tensors(graph: Graph, groups: Iterable[Supergroup]) -> frozenset[int]:
 
 
 def _readers(graph: Graph, tensor: int) -> list[int]:
-    return [op for op in graph.consumers[tensor] if graph.ops[op].type not in _READ_NO_VALUES]
+    return [op for op in graph.consumers[tensor] if graph.ops[op].type not in SHAPE_OPS]
 
 
 def _only_hides(graph: Graph, tensor: int, reader: int, masks: set[int], group_of: Mapping[int, Supergroup]) -> bool:

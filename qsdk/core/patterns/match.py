@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import COMMUTATIVE, SHAPE_OPS
 from qsdk.core.patterns.supergroup import NearMiss, Supergroup
 from qsdk.core.patterns.terms import (
-    COMMUTATIVE,
     AnyOf,
     Anything,
     Captured,
@@ -20,7 +20,6 @@ from qsdk.core.patterns.terms import (
     heads,
 )
 
-_READ_NO_VALUES = frozenset({"Shape", "Size"})
 _PASSED = 8  # the longest row of casts and identities that is skipped
 _NAMED = 4  # the most op types that a near miss lists
 _MATCHES = 64  # tried matches of a pattern at one op, before it counts as not matching
@@ -92,7 +91,7 @@ class PatternMatcher:
                     return f"{named} leaves the model"
                 for reader in graph.consumers[tensor]:
                     outside = graph.ops[reader]
-                    if reader not in captured.ops and outside.type not in _READ_NO_VALUES:
+                    if reader not in captured.ops and outside.type not in SHAPE_OPS:
                         return f"{named} is read by {_label(graph, outside)} outside it"
         entering = (tensor for tensor in captured.tensors.values() if self._stored_behind(tensor) is None)
         if any(graph.producer.get(tensor) in captured.ops for tensor in entering):

@@ -9,7 +9,6 @@ from qsdk.core.graph.graph import Graph
 from qsdk.core.numerics.spec import Role
 
 #: ops whose operands may be swapped
-COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum"})
 
 
 @dataclass(frozen=True)

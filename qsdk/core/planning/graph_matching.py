@@ -24,13 +24,13 @@ from functools import cached_property
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import COMMUTATIVE, SHAPE_OPS, VIEWS
 from qsdk.core.numerics.spec import PerBlock, PerChannel, Spec
 from qsdk.core.planning.plan import Decision, Plan
 
-_VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand"})
+_VIEWS = VIEWS | {"Expand"}
 _SPREADING = frozenset({"Tile"})  # broadcasts a stored tensor when sizes are dynamic, as Expand does
-_COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum", "And", "Or", "Equal"})
-_SHAPE_OPS = frozenset({"Shape", "Size"})
+_COMMUTATIVE = COMMUTATIVE | {"And", "Or", "Equal"}
 _STORED = -1  # any tensor that depends on no input
 _ABSENT = -2
 
@@ -89,7 +89,7 @@ class _Reduced:
         result = {index for index, tensor in enumerate(graph.tensors) if tensor.constant}
         for op in graph.ops:
             read = self.read(op)
-            if op.type in _SHAPE_OPS or (all(t in result for t in read) and not self._looks_up(op, read)):
+            if op.type in SHAPE_OPS or (all(t in result for t in read) and not self._looks_up(op, read)):
                 result.update(op.outputs)
         return result
 

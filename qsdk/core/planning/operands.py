@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import RESHAPES
 from qsdk.core.numerics.spec import Role
 from qsdk.core.patterns.linear import bias_of_add
 
@@ -40,7 +41,7 @@ _CONSTANTS = {"LayerNormalization": (1,), "RMSNormalization": (1,), "GroupNormal
     "GRU": (1, 2),
     "RNN": (1, 2),
 }
-_RESHAPES = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
+_RESHAPES = RESHAPES | {"Cast", "Expand"}
 _ELEMENTWISE = frozenset(
     {"Add", "Sub", "Mul", "Div", "Max", "Min", "Concat", "Where", "MatMul", "Sum", "Mean", "Einsum"}
 )

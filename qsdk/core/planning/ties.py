@@ -3,26 +3,13 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import AVERAGES, MOVEMENTS
 
 # Ops whose output holds values of their first input and nothing else.
-PASS_THROUGH = frozenset(
-    {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity", "MaxPool", "GlobalMaxPool"}
-    | {
-        "Slice",
-        "Split",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "Expand",
-        "Tile",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "Dropout",
-    }
-)
+PASS_THROUGH = MOVEMENTS | {"MaxPool", "GlobalMaxPool", "Dropout"}
 
 # Ops whose output lies inside the range of their first input (and 0).
-_INSIDE_RANGE = frozenset({"Relu", "Clip", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize"})
+_INSIDE_RANGE = AVERAGES | {"Relu", "Clip", "Resize"}
 
 
 class Classes:

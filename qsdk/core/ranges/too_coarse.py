@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import PERIODIC
 from qsdk.core.numerics.encoding import Encoding
 from qsdk.core.planning.no_grid.poles import divisors
 from qsdk.core.planning.operands import operands_of
@@ -16,7 +17,6 @@ from qsdk.core.ranges.ranges import Range
 
 #: radians; a grid of 8 bits holds four turns in such steps
 _COARSEST_ANGLE = 8.0 * math.pi / 255.0
-_PERIODIC = frozenset({"Sin", "Cos"})
 #: ops whose result is 0 where their operands are
 _ZERO_OF_ZERO = frozenset({"Abs", "Sqrt", "Mul", "Pow", "Neg"})
 _SAME_SIZE = frozenset({"Add", "Sub", "Sum", "Neg", "Abs", "Where", "Cast", "Mod", "Clip"})
@@ -90,7 +90,7 @@ def _wide_angles(graph: Graph, observed: CalibrationResult) -> dict[str, str]:
     result: dict[str, str] = {}
     gains: dict[int, float] = {}
     for op in graph.ops:
-        if op.type in _PERIODIC and op.inputs[0] is not None:
+        if op.type in PERIODIC and op.inputs[0] is not None:
             gains[op.inputs[0]] = 1.0
     # from the last op to the first, so that the gain of a tensor is known before that of its inputs
     for index in reversed(range(len(graph.ops))):

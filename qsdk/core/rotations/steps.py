@@ -3,6 +3,7 @@
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import VIEWS
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.rotations.turns import channel_axis
 from qsdk.core.scaling.channels import Ids, along, broadcast_on
@@ -10,10 +11,7 @@ from qsdk.core.scaling.edits import input_axis, is_linear, stored_operand
 from qsdk.core.scaling.propagation import KnownTensor, Propagation, propagate
 
 #: ops that only move channels or leave out whole rows
-MOVES = frozenset(
-    {"Identity", "Dropout", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Slice"}
-    | {"Gather"}
-)
+MOVES = VIEWS | {"Dropout", "Cast", "Expand", "Slice", "Gather"}
 _LINEAR = MOVES | {"Neg", "Add", "Sub", "Sum", "MatMul", "ReduceMean", "ReduceSum"}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.planning.operands import operands_of
 from qsdk.core.rotations.norm_ops import NormOp, find_norms
 from qsdk.core.rotations.steps import MOVES, step
@@ -31,7 +32,6 @@ from qsdk.core.scaling.propagation import Propagation
 #: returns the gain of a norm; None where it has none
 Gains = Callable[[NormOp], npt.NDArray[np.float64] | None]
 
-_SHAPES = frozenset({"Shape", "Size"})
 _BEFORE_SOFTMAX = 6  # ops between a softmax and the product with the values
 
 
@@ -219,7 +219,7 @@ class _Growing:
         """Continue at an op that reads a tensor."""
         op, ids = self.graph.ops[op_id], self.members[tensor]
         norm = self.norms.get(op_id)
-        if op.type in _SHAPES:
+        if op.type in SHAPE_OPS:
             return
         if norm is not None:
             self.read_by(norm, ids) if tensor == norm.x else self.block(f"{self.label(op_id)} reads it inside a norm")
@@ -283,7 +283,7 @@ class _Growing:
                 return None
             for op_id in self.graph.consumers[current]:
                 op = self.graph.ops[op_id]
-                if op.type in _SHAPES:
+                if op.type in SHAPE_OPS:
                     continue
                 if is_linear(self.graph, op_id) and op.inputs[0] == current:
                     readers.append(op_id)

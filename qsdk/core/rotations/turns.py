@@ -7,12 +7,13 @@ from typing import Literal
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import SHAPE_OPS, VIEWS
 from qsdk.core.rotations.norm_ops import NormOp
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.propagation import KnownTensor, propagate
 
 Role = Literal["writer", "reader", "vector"]
-_VIEWS = frozenset({"Identity", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Expand"})
+_VIEWS = VIEWS | {"Cast", "Expand"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,5 +90,5 @@ def stored_readers(graph: Graph, root: int) -> Iterator[int]:
             op = graph.ops[op_id]
             if op.type in _VIEWS and op.inputs[0] is not None and graph.origin(op.outputs[0]) is not None:
                 pending += op.outputs
-            elif op.type not in ("Shape", "Size"):
+            elif op.type not in SHAPE_OPS:
                 yield op_id

@@ -8,12 +8,12 @@ from typing import Literal
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import LINEAR
 from qsdk.core.planning.operands import StoredOperand, operands_of
 from qsdk.core.scaling.channels import Ids, along, broadcast_back
 from qsdk.core.scaling.propagation import KnownTensor, channels_along, propagate
 from qsdk.core.site import owner_of
 
-LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 #: norms -> the inputs that hold gamma and beta, and the axis of their channels in the output
 _NORMS: Mapping[str, tuple[tuple[int, ...], int]] = MappingProxyType(
     {"LayerNormalization": ((1, 2), -1), "RMSNormalization": ((1,), -1)}

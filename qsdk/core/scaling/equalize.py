@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import VIEWS
 from qsdk.core.layers.folded_norms import FoldedNorm
 from qsdk.core.patterns.linear import bias_of_add
 from qsdk.core.planning.operands import operands_of
@@ -16,9 +17,7 @@ from qsdk.core.scaling.scalings import Factors, FloatArray, Scalings, balance, w
 
 _CONVERGED = 1e-3  # of the logarithm of a factor
 #: ops between a layer and its readers that pass on the shift of a channel unchanged, if no value is below it
-_SHIFT = frozenset(
-    {"Relu", "Identity", "Dropout", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "MaxPool"}
-)
+_SHIFT = VIEWS | {"Relu", "Dropout", "MaxPool"}
 
 
 def equalization_obstacle(region: Region) -> str:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import RESHAPES
 from qsdk.core.scaling.channels import Ids, broadcast_back, broadcast_on, reshape, varies, vector
 
 NewIds = Callable[[tuple[int, ...]], Ids]
@@ -326,7 +327,7 @@ _RELATIONS: Mapping[str, Callable[[KnownTensor], Propagation]] = MappingProxyTyp
     dict.fromkeys(("Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg", "Abs", "Cast"), _unary)
     | dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "Resize"), _spatial)
     | dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"), _reduces)
-    | dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshapes)
+    | dict.fromkeys(RESHAPES, _reshapes)
     | dict.fromkeys(("Add", "Sub", "Sum", "Max", "Min", "Mean"), _adds)
     | dict.fromkeys(("Mul", "Div"), _multiplies)
     | {"Clip": _clip, "Pad": _pads, "Transpose": _transposes, "Expand": _expands, "Gather": _gathers}

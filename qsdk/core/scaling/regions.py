@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsdk.core.graph.graph import Graph
+from qsdk.core.graph.op_facts import SHAPE_OPS
 from qsdk.core.scaling.channels import Ids
 from qsdk.core.scaling.edits import (
     Edit,
@@ -31,7 +32,6 @@ from qsdk.core.scaling.propagation import (
 )
 
 _TRIES = 16  # of the operands of products
-_SHAPES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class _Growing:
 
     def down(self, tensor: int, op_id: int) -> None:
         """Continue at an op that reads a tensor."""
-        if self.graph.ops[op_id].type in _SHAPES:
+        if self.graph.ops[op_id].type in SHAPE_OPS:
             return
         member = self.members[tensor]
         end = consumer_edit(self.graph, op_id, tensor, member.ids, -member.power)

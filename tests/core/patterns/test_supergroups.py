@@ -15,6 +15,7 @@ from strategies import GraphBuilder
 
 from onnx_backend.opening.read_graph import read_graph
 from qsdk.core.graph.graph import Graph, Op, Tensor
+from qsdk.core.graph.op_facts import COMMUTATIVE
 from qsdk.core.patterns.find import (
     PATTERNS,
     MatchResult,
@@ -29,7 +30,6 @@ from qsdk.core.patterns.find import (
     product,
     stored,
 )
-from qsdk.core.patterns.terms import COMMUTATIVE
 
 SNAKE = Pattern(
     "Snake", op("Add", "x", op("Div", op("Pow", op("Sin", product("x", stored("alpha"))), 2.0), stored("alpha")))

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import numpy as np
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import EXTREMES, PERIODIC
 from qsdk.core.planning.ties import keeps_grid
 
 _UNKNOWN = -np.inf
@@ -17,10 +18,8 @@ _NOT_NEGATIVE = frozenset({"Relu", "HardSigmoid", "ThresholdedRelu", "Not"})
 #: ops whose result is a magnitude: as far from 0 as their input
 _SIZES = frozenset({"Abs", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
 #: ops whose result lies between the values of their first input, or above them where that is not negative
-_INSIDE = frozenset(
-    {"ReduceMean", "ReduceMax", "ReduceMin", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Resize", "Cast"}
-)
-_OF_ONE = frozenset({"Tanh", "Sin", "Cos", "Erf", "Softsign"})
+_INSIDE = EXTREMES | {"ReduceMean", "GlobalAveragePool", "Resize", "Cast"}
+_OF_ONE = PERIODIC | {"Tanh", "Erf", "Softsign"}
 
 Bounds = Callable[[int | None], float]
 
@@ -58,7 +57,7 @@ def _bound(graph: Graph, op: Op, low: Bounds) -> float:
     if op.type in _NOT_NEGATIVE or op.type in _SIZES:
         return max(0.0, first)
     if op.type in _OF_ONE:
-        return 0.0 if first >= 0.0 and op.type not in ("Sin", "Cos") else -1.0
+        return 0.0 if first >= 0.0 and op.type not in PERIODIC else -1.0
     if op.type in _INSIDE:
         return first
     if op.type == "Pad":

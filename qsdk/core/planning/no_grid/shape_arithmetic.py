@@ -3,10 +3,8 @@
 from collections.abc import Collection, Mapping
 
 from qsdk.core.graph.graph import Graph, Op
+from qsdk.core.graph.op_facts import PERIODIC, RECURRENT, SHAPE_OPS
 
-_SHAPE_OPS = frozenset({"Shape", "Size"})
-_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-_PERIODIC = frozenset({"Sin", "Cos"})
 _ANGLE_OPS = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Exp", "Neg", "Reciprocal", "Sqrt", "Cast", "Floor", "Mod", "Where", "CumSum"}
     | {
@@ -33,8 +31,8 @@ def steering_tensors(graph: Graph, masks: Collection[int]) -> Mapping[int, str]:
     computes in float; or they are the angles of positions, of which Sin and Cos need every digit. A table of positions
     made of shapes is data: it is added to quantized tensors.
     """
-    steering = _only_read_by(graph, _made_of_integers(graph), masks, _RECURRENT)
-    angles = _only_read_by(graph, _made_as_angles(graph), steering | frozenset(masks), _PERIODIC)
+    steering = _only_read_by(graph, _made_of_integers(graph), masks, RECURRENT)
+    angles = _only_read_by(graph, _made_as_angles(graph), steering | frozenset(masks), PERIODIC)
     result = dict.fromkeys(angles, "an angle made of positions: Sin and Cos need all its digits")
     return result | dict.fromkeys(steering, "made of shapes and integers: no quantized op computes with it")
 
@@ -44,7 +42,7 @@ def _made_of_integers(graph: Graph) -> set[int]:
     result = {index for index in range(len(graph.tensors)) if _is_counted(graph, index) or _is_number(graph, index)}
     for op in graph.ops:
         read = [t for t in op.inputs[: 1 if op.type == "CastLike" else None] if t is not None]
-        if op.type in _SHAPE_OPS or (read and result.issuperset(read)):
+        if op.type in SHAPE_OPS or (read and result.issuperset(read)):
             result.update(op.outputs)
     return result
 

@@ -1,0 +1,32 @@
+"""What the ops of ONNX do with their inputs: the sets that planning, passes and lowerings build their own from.
+
+An op that is added here is known wherever its fact matters. A file that needs more or less than one of these sets says
+so beside it: `VIEWS | {"Cast"}`.
+"""
+
+#: read the sizes of a tensor, never its values
+SHAPE_OPS = frozenset({"Shape", "Size"})
+#: return the same values in the same order, in another shape
+RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+#: return each value of their input once
+VIEWS = RESHAPES | {"Identity", "Transpose"}
+#: return some of the values of their first input
+SELECTIONS = frozenset({"Slice", "Split", "Gather", "GatherElements", "GatherND"})
+#: return values of their input several times
+REPEATS = frozenset({"Expand", "Tile"})
+#: move values between channels and positions
+BLOCK_MOVES = frozenset({"DepthToSpace", "SpaceToDepth"})
+#: return values of their first input and nothing else, whatever the values are
+MOVEMENTS = VIEWS | SELECTIONS | REPEATS | BLOCK_MOVES
+#: return the largest or smallest of several values
+EXTREMES = frozenset({"MaxPool", "GlobalMaxPool", "ReduceMax", "ReduceMin"})
+#: return means of values, which lie between them
+AVERAGES = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
+#: give the same result whatever the order of their two operands
+COMMUTATIVE = frozenset({"Add", "Mul", "Max", "Min", "Sum"})
+#: have the same values again after one turn
+PERIODIC = frozenset({"Sin", "Cos"})
+#: multiply a weight with their input, and are linear in both
+LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+#: carry a state from step to step
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
