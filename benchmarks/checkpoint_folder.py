@@ -1,6 +1,6 @@
 """Memory and time from a checkpoint folder to a W4A16 file, for decoders of TinyLlama's shape with random weights.
 
-One JSON line. Per number of layers (6, 11 and 22, the last of 1.1 billion parameters, in bfloat16): the bytes of the
+One JSON line at the end, and each row on stderr as it is done. Per number of layers (6, 11 and 22, the last of 1.1 billion parameters, in bfloat16): the bytes of the
 weights, the largest resident size of the process, both in MiB, and the processor time over that of the fewest layers.
 Each runs in a process of its own; the weights are written by another one. Targets: at most 1536 MiB by
 round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of layers, and time in proportion to them.
@@ -10,6 +10,7 @@ round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of 
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,7 @@ def main(method: str = "rtn", *layers: str) -> None:
             weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) >> 20
             measured = json.loads(in_process("quantize", checkpoint, Path(folder, "out"), method).splitlines()[-1])
             rows[count] = {"weights_mib": weights, **measured}
+            print(f"{method}, {count} layers: {rows[count]}", file=sys.stderr, flush=True)
     least = min(rows)
     for row in rows.values():
         row["time"] = round(row["seconds"] / rows[least]["seconds"], 2)
@@ -76,4 +78,5 @@ if __name__ == "__main__":
         case ["quantize", folder, out, method]:
             quantize(folder, out, method)
         case arguments:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the folder goes, as at the end
             main(*arguments)
