@@ -1,9 +1,10 @@
 """Memory and time from a checkpoint folder to a W4A16 file, for decoders of TinyLlama's shape with random weights.
 
-One JSON line at the end, and each row on stderr as it is done. Per number of layers (6, 11 and 22, the last of 1.1 billion parameters, in bfloat16): the bytes of the
-weights, the largest resident size of the process, both in MiB, and the processor time over that of the fewest layers.
-Each runs in a process of its own; the weights are written by another one. Targets: at most 1536 MiB by
-round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of layers, and time in proportion to them.
+One JSON line at the end, and each row on stderr as it is done. Per number of layers (6, 11 and 22, the last of 1.1
+billion parameters, in bfloat16): the bytes of the weights, the largest resident size of the process, both in MiB, and
+the processor time over that of the fewest layers. Each runs in a process of its own; the weights are written by another
+one. Targets: at most 1536 MiB by round-to-nearest and 4096 MiB by gptq on 8 x 512 tokens, whatever the number of
+layers, and time in proportion to them.
 
 `python benchmarks/checkpoint_folder.py gptq 6 11` measures gptq with 6 and 11 layers.
 """
